@@ -1,8 +1,9 @@
-"""How exact a kernel must be: the one place that says it, for every implementation.
+"""Accuracy policy of every kernel and implementation.
 
-The truth is the reference form in float64 on the very inputs. The yardstick is the reference form
-in the inputs' own format: an implementation may err by so many times as much as it does, plus one
-unit in the last place of the largest value, since a reference's own error can be exactly zero.
+The exact result is the reference in float64 on the same inputs. The baseline is the error of the
+reference in the dtype of the inputs: an implementation may have a stated multiple of that error,
+plus one unit in the last place of the largest value, since the error of the reference can be
+exactly zero.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GRADIENT_FACTOR = {torch.float16: 1.5, torch.bfloat16: 1.5, torch.float32: 2.0}
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The largest error of one tensor, beside that of the reference in the same format."""
+    """The maximum error of one tensor, and that of the reference in the same dtype."""
 
     error: float
     reference_error: float
@@ -33,7 +34,7 @@ class Accuracy:
 
     @property
     def ratio(self) -> float:
-        """In units of the reference's error, of which the last place is left out."""
+        """Error in units of the reference's error, without the last place."""
         if self.error <= self.last_place:
             return 0.0
         beyond = self.error - self.last_place
@@ -41,7 +42,7 @@ class Accuracy:
 
     @property
     def holds(self) -> bool:
-        # A NaN compares false, and so does not hold.
+        # A NaN compares false, and so fails.
         return self.error <= self.factor * self.reference_error + self.last_place
 
     def __str__(self) -> str:
@@ -59,13 +60,13 @@ def check_against_float64(
     grad: Tensor | None,
     **how: Any,
 ) -> dict[str, Accuracy]:
-    """Holds output and gradients of `function(q, k, v, **how)` to the policy.
+    """Check output and gradients of `function(q, k, v, **how)` against the policy.
 
-    `grad` is the gradient of the output; without it only the output is held. `how` is what
-    `attention` takes: is_causal, scale, causal_align.
+    `grad` is the gradient of the output; without it only the output is checked. `how` has the
+    options of `attention`: is_causal, scale, causal_align.
     """
     truth = _results(reference_attention, q, k, v, grad, how, torch.float64)
-    # Copies: torch's own products do not take every stride.
+    # Copies: torch's matmuls do not support every stride.
     copies = [x.contiguous() for x in (q, k, v)]
     reference = _results(reference_attention, *copies, grad, how, q.dtype)
     candidate = _results(function, q, k, v, grad, how, q.dtype)
@@ -77,22 +78,22 @@ def check_against_float64(
 def hold_to_policy(
     truth: dict[str, Tensor], reference: dict[str, Tensor], candidate: dict[str, Tensor]
 ) -> dict[str, Accuracy]:
-    """Every tensor by name; those whose name starts with "d" are gradients. The format that a
-    result has decides what it may err by."""
-    found = {}
+    """Check every tensor by name; those whose name starts with "d" are gradients. The dtype of a
+    result decides its permitted error."""
+    accuracies = {}
     for name, exact in truth.items():
         actual = candidate[name]
         assert actual.shape == exact.shape, f"{name}: {actual.shape}, not {exact.shape}"
         factors = GRADIENT_FACTOR if name.startswith("d") else OUTPUT_FACTOR
-        found[name] = Accuracy(
+        accuracies[name] = Accuracy(
             error=_largest(actual.double() - exact),
             reference_error=_largest(reference[name].double() - exact),
             factor=factors[actual.dtype],
             last_place=_last_place(_largest(exact), actual.dtype),
         )
-    missed = [f"{name}: {accuracy}" for name, accuracy in found.items() if not accuracy.holds]
+    missed = [f"{name}: {accuracy}" for name, accuracy in accuracies.items() if not accuracy.holds]
     assert not missed, "; ".join(missed)
-    return found
+    return accuracies
 
 
 def _results(
@@ -104,7 +105,7 @@ def _results(
     how: dict[str, Any],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    # No copy where the format is the same: strides are part of what is tested.
+    # No copy if the dtype is the same: strides are part of the test.
     inputs = [x.detach().to(dtype).requires_grad_(grad is not None) for x in (q, k, v)]
     output = function(*inputs, **how)
     if grad is None:

@@ -1,4 +1,4 @@
-"""Tensors for tests of attention, drawn the same way everywhere."""
+"""Random tensors for tests of attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw_qkv(
     key_heads: int = 2,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and a gradient of the output, of (1, heads, seq, d)."""
+    """Return q, k, v and a gradient of the output, of (1, heads, seq, d)."""
     q = draw(1, heads, seq_q, d, dtype=dtype)
     k = draw(1, key_heads, seq_k, d, dtype=dtype, seed=1)
     v = draw(1, key_heads, seq_k, d, dtype=dtype, seed=2)

@@ -1,4 +1,4 @@
-"""Findings and tables that the flash study makes of records."""
+"""Findings and tables that the view of the flash study creates from records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def findings(records: Sequence[Record], code: str) -> list[Finding]:
 
 
 def finding(records: Sequence[Record], code: str) -> Finding:
-    (found,) = findings(records, code)
-    return found
+    (match,) = findings(records, code)
+    return match
 
 
 def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
-    (found,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
-    titles = [column.title for column in found.columns]
-    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+    (match,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
+    titles = [column.title for column in match.columns]
+    return [dict(zip(titles, row, strict=True)) for row in match.rows]

@@ -2,7 +2,7 @@
 
     python tests/launch_cases.py 3 results.pt
 
-computes the fourth variant of every family, in a process that has seen no other variant of it.
+computes the fourth variant of every family, in a process that has not run any other variant.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ TRANSPOSED, UNALIGNED = "transposed", "unaligned"
 def clear_caches() -> None:
     from stepscope.attention import api
     from stepscope.attention.triton import launch as triton_launch
-    from stepscope.kernels import autotune as search
+    from stepscope.kernels import autotune
 
-    for held in (triton_launch._PREPARED, triton_launch._SPLITTERS, api._DECIDED, search._chosen):
-        held.clear()
+    caches = (
+        triton_launch._PREPARED,
+        triton_launch._SPLITTERS,
+        api._DISPATCH_CACHE,
+        autotune._chosen,
+    )
+    for cache in caches:
+        cache.clear()
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -49,8 +55,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def placed(x: Tensor, dtype: torch.dtype, layout: str = "") -> Tensor:
-    """On the GPU: dense, with its second and third last dimensions swapped, or two bytes past an
-    address that is a multiple of 16."""
+    """Copy to the GPU: dense, with dimensions -2 and -3 swapped in memory, or at an address two
+    bytes past a multiple of 16."""
     if layout == TRANSPOSED:
         room = torch.empty_like(x.transpose(-3, -2), device="cuda", dtype=dtype,
                                 memory_format=torch.contiguous_format)  # fmt: skip
@@ -75,7 +81,7 @@ def attended(
     backward: bool = True, heads: int = 4, key_heads: int = 4, length: int = 256, d: int = 64,
     contiguous_when_saved: bool = False, **how: Any,
 ) -> Results:  # fmt: skip
-    """Output and gradients."""
+    """Compute output and gradients of attention."""
     counts = {"q": heads, "k": key_heads, "v": key_heads, "grad": heads}
     q, k, v, grad = (
         placed(draw(2, count, length, d, seed=n), dtype, (layouts or {}).get(name, ""))
@@ -113,8 +119,8 @@ def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
         "head dimension": {"d": 80},
     }  # fmt: skip
     if impl == "auto":
-        # Backwards of torch's own need not repeat their bits, nor do its kernels promise to read
-        # from any address.
+        # torch's backwards are not bitwise reproducible, and its kernels do not promise to support
+        # unaligned addresses.
         changes = {name: x | {"backward": False} for name, x in changes.items() if
                    not name.endswith(UNALIGNED)}  # fmt: skip
     base = {"impl": impl, "dtype": dtype}
@@ -125,7 +131,7 @@ def fused(
     dtype: torch.dtype = torch.float32, layout: str = "", d: int = 64, eps: float = 1e-5,
     heads: int = 4, rows: int = 24,
 ) -> Results:  # fmt: skip
-    """Every fused kernel that repeats its bits, with its gradients."""
+    """Compute every bitwise reproducible fused kernel, with its gradients."""
 
     def leaf(*shape: int, seed: int) -> Tensor:
         kind = "" if layout == TRANSPOSED and len(shape) < 3 else layout
@@ -136,7 +142,7 @@ def fused(
     tokens = torch.arange(2 * rows, device="cuda").view(2, rows) * 7 % 50
     cos, sin = (placed(draw(rows, 8, seed=n), torch.float32) for n in (4, 5))
     heads_in, parts_in = leaf(2, rows, heads * 16, seed=6), leaf(2, rows, 3 * heads * 16, seed=7)
-    made = (
+    outputs = (
         rms_norm(x, weight, eps),
         *add_rms_norm(x, y, weight, eps),
         swiglu(x, y),
@@ -144,9 +150,9 @@ def fused(
         rotated_heads_(heads_in * 1.0, cos, sin, heads),
         *rotated_parts_((parts_in * 1.0).contiguous(), cos, sin, heads),
     )
-    total = sum((out.float() * math.pi ** (n % 3)).square().sum() for n, out in enumerate(made))
+    total = sum((out.float() * math.pi ** (n % 3)).square().sum() for n, out in enumerate(outputs))
     leaves = [x, y, weight, table, heads_in, parts_in]
-    return [t.detach().cpu() for t in (*made, *torch.autograd.grad(total, leaves))]
+    return [t.detach().cpu() for t in (*outputs, *torch.autograd.grad(total, leaves))]
 
 
 def loss(
@@ -230,7 +236,8 @@ FAMILIES: dict[str, Variants] = {
     },
 }
 EXACT = ("attention in float32", "attention in bfloat16", "dispatch by auto", "fused kernels")
-"""Those with the same bits in every process; the others leave the kernel to cuBLAS or to timing."""
+"""Families that are bit-identical in every process; in the others cuBLAS or timing chooses kernels.
+"""
 MOST_VARIANTS = max(map(len, FAMILIES.values()))
 
 

@@ -13,7 +13,7 @@ __all__ = ["Scope", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """`Scope` needs torch, which nothing else here does: it is loaded when it is asked for."""
+    """Import `Scope` on first use: it needs torch, which nothing else in this module does."""
     if name == "Scope":
         from stepscope.advisor.scope.library import Scope
 

@@ -1,4 +1,4 @@
-"""The program: `stepscope`, and `python -m stepscope`."""
+"""Entry point of `stepscope` and `python -m stepscope`."""
 
 import os
 import signal
@@ -10,23 +10,23 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line. A signal ends the program with the documented exit code at any moment:
-    before the command begins and after it is done there is nothing to keep."""
-    _on_signals(_leave)
+    before the command starts and after it returns there is nothing to save."""
+    _on_signals(_exit_interrupted)
     from stepscope.cli import main as command
 
     code = command()
-    _on_signals(_leave)
+    _on_signals(_exit_interrupted)
     return code
 
 
 def _on_signals(handler: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Whoever started the program may have it ignore one of them, as nohup does.
+        # The parent process may have set one of them to be ignored, as nohup does.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
 
-def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _exit_interrupted(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os._exit(_INTERRUPTED)
 
 

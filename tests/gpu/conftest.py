@@ -1,5 +1,5 @@
-"""Tests share a cache of their own: ceilings measured beside other tests, and trials of tests, are
-nothing that a later run on this machine should find."""
+"""A separate cache for the tests: ceilings measured while other tests run, and trials of tests,
+must not be reused by a later run on this machine."""
 
 from __future__ import annotations
 

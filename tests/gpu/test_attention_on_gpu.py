@@ -1,4 +1,4 @@
-"""Our attention kernels at the sizes that only a GPU can do, with the tiles of the table."""
+"""The Triton attention at sizes that need a GPU, with the tiles of the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
@@ -22,48 +22,48 @@ def ours(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Return q, k, v and the gradient of the output."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for _ in range(4)]
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("length", [1000, 4096])
 def test_long_rows(length: int, d: int, dtype: torch.dtype) -> None:
     check_against_float64(ours, *draw(1, 2, length, d, dtype=dtype), is_causal=True)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [32, 64, 80, 128, 256])
-def test_every_tile_that_a_lesser_gpu_would_take(d: int, dtype: torch.dtype) -> None:
+def test_fallback_tiles_of_smaller_gpus(d: int, dtype: torch.dtype) -> None:
     from stepscope.attention.triton import launch as triton_launch
 
     passes: tuple[Pass, ...] = ("forward", "query", "key_value")
     choices = {kind: tiles(kind, d, dtype.itemsize, (9, 0))[1:] for kind in passes}
-    for place in range(len(choices["forward"])):
-        with triton_launch.forced_tiles({kind: choices[kind][place] for kind in passes}):
+    for index in range(len(choices["forward"])):
+        with triton_launch.forced_tiles({kind: choices[kind][index] for kind in passes}):
             check_against_float64(ours, *draw(1, 2, 200, d, dtype=dtype), is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_longest_rows_that_float64_can_check(d: int, dtype: torch.dtype) -> None:
+def test_longest_rows_that_float64_can_check(d: int, dtype: torch.dtype) -> None:
     check_against_float64(ours, *draw(1, 1, 16384, d, dtype=dtype), is_causal=True)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_heads_at_once(dtype: torch.dtype) -> None:
     check_against_float64(ours, *draw(1, 16, 4096, 64, dtype=dtype), is_causal=True)
 
 
-def test_more_heads_than_a_dimension_of_a_grid_has_places() -> None:
+def test_more_heads_than_the_limit_of_a_grid_dimension() -> None:
     check_against_float64(ours, *draw(70_000, 1, 16, 16, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [64, 80])
-def test_the_same_bits_every_time_from_either_launcher(d: int, dtype: torch.dtype) -> None:
+def test_bit_identical_from_both_launchers(d: int, dtype: torch.dtype) -> None:
     q, k, v, grad = draw(2, 8, 2048, d, dtype=dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -71,7 +71,7 @@ def test_the_same_bits_every_time_from_either_launcher(d: int, dtype: torch.dtyp
         out = ours(*leaves, is_causal=True)
         return (out.detach(), *torch.autograd.grad(out, leaves, grad))
 
-    # Not at the top: without a GPU other tests want to load it for the interpreter first.
+    # Imported here: without a GPU other tests must first import it for the interpreter.
     from stepscope.attention.triton import launch as triton_launch
 
     triton_launch._PREPARED.clear()
@@ -81,15 +81,15 @@ def test_the_same_bits_every_time_from_either_launcher(d: int, dtype: torch.dtyp
             assert torch.equal(again, before)
 
 
-def test_kept_descriptions_follow_the_addresses() -> None:
-    kept = [draw(1, 2, 512, 64, dtype=torch.bfloat16, seed=seed) for seed in range(4)]
-    expected = [attention(q, k, v, is_causal=True, impl="reference") for q, k, v, _ in kept]
+def test_cached_descriptors_follow_the_addresses() -> None:
+    inputs = [draw(1, 2, 512, 64, dtype=torch.bfloat16, seed=seed) for seed in range(4)]
+    expected = [attention(q, k, v, is_causal=True, impl="reference") for q, k, v, _ in inputs]
     for _ in range(2):
-        for (q, k, v, _), wanted in zip(kept, expected, strict=True):
-            torch.testing.assert_close(ours(q, k, v, is_causal=True), wanted, atol=2e-2, rtol=2e-2)
+        for (q, k, v, _), out in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(ours(q, k, v, is_causal=True), out, atol=2e-2, rtol=2e-2)
 
 
-def test_on_a_stream_of_its_own_and_in_a_graph() -> None:
+def test_on_a_side_stream_and_in_a_cuda_graph() -> None:
     q, k, v, _ = draw(1, 4, 1024, 64, dtype=torch.bfloat16)
     expected = ours(q, k, v, is_causal=True)
     graph = torch.cuda.CUDAGraph()
@@ -101,13 +101,13 @@ def test_on_a_stream_of_its_own_and_in_a_graph() -> None:
     assert torch.equal(captured, expected)
 
 
-def test_lengths_that_vary_under_the_compiler() -> None:
+def test_dynamic_lengths_under_torch_compile() -> None:
     compiled = torch.compile(attention, dynamic=True)
     for length in (32, 40, 48, 1024, 1280, 2048):
         *inputs, grad = draw(2, 4, length, 64, dtype=torch.bfloat16, seed=length)
-        inputs = [each.requires_grad_() for each in inputs]
-        found, expected = compiled(*inputs, is_causal=True), attention(*inputs, is_causal=True)
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-        gradients = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
+        inputs = [x.requires_grad_() for x in inputs]
+        actual, expected = compiled(*inputs, is_causal=True), attention(*inputs, is_causal=True)
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+        gradients = (torch.autograd.grad(out, inputs, grad) for out in (actual, expected))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)

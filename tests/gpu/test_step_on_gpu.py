@@ -11,7 +11,7 @@ import torch
 
 from step_records import tiny_race_case
 from stepscope.kernels import autotune as search
-from stepscope.kernels.autotune import autotuned_matmuls, multiplied_into
+from stepscope.kernels.autotune import autotuned_matmul_into, autotuned_matmuls
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
@@ -232,24 +232,24 @@ def test_a_searched_product_is_torch_s(
     # Part of a wider matrix, as a joined product's is.
     room = torch.ones(384, 512, device="cuda", dtype=dtype)
     out = room[:, 256:]
-    assert not multiplied_into(out, a, b)
+    assert not autotuned_matmul_into(out, a, b)
     with autotuned_matmuls():
-        assert multiplied_into(out, a, b)
+        assert autotuned_matmul_into(out, a, b)
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if wide else 3e-3)
         assert room[:, :256].eq(1).all()
-        assert multiplied_into(out, a, b, adds=True)
+        assert autotuned_matmul_into(out, a, b, adds=True)
         assert ((out.double() - 2 * exact).norm() / exact.norm()) < (3e-5 if wide else 8e-3)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            assert multiplied_into(out, a, b)
+            assert autotuned_matmul_into(out, a, b)
             # Never met before, and a capture is no place to try.
-            assert not multiplied_into(room[:64, 256:], a[:64], b)
+            assert not autotuned_matmul_into(room[:64, 256:], a[:64], b)
         out.zero_()
         graph.replay()
         assert ((out.double() - exact).norm() / exact.norm()) == error
-        assert not multiplied_into(room[:, 250:506], a, b), "the address is not aligned"
-        assert not multiplied_into(room[:192, 256:], a[::2, ::2], b[::2])
+        assert not autotuned_matmul_into(room[:, 250:506], a, b), "the address is not aligned"
+        assert not autotuned_matmul_into(room[:192, 256:], a[::2, ::2], b[::2])
 
 
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:

@@ -1,4 +1,4 @@
-"""AdamW in one pass against the rule written out, and bfloat16 moments against chance."""
+"""FusedAdamW against the naive AdamW, and stochastic rounding of bfloat16 moments."""
 
 from __future__ import annotations
 
@@ -19,57 +19,65 @@ SHAPES = ((3,), (BLOCK,), (33, 125), (1, 1), (2 * BLOCK + 5,))
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(shape, generator=generator) for shape in SHAPES)
-    return [nn.Parameter(each.to(DEVICE, dtype)) for each in drawn]
+    tensors = (torch.randn(shape, generator=generator) for shape in SHAPES)
+    return [nn.Parameter(tensor.to(DEVICE, dtype)) for tensor in tensors]
 
 
 def train(
-    held: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int, start: int = 0,
+    params: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    start: int = 0,
     skip: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
-        for number, each in enumerate(held):
-            drawn = torch.randn(each.shape, generator=generator) * 10.0 ** (number - 3)
-            each.grad = None if number == skip and step == 1 else drawn.to(DEVICE, each.dtype)
+        for number, parameter in enumerate(params):
+            gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** (number - 3)
+            parameter.grad = (
+                None if number == skip and step == 1 else gradient.to(DEVICE, parameter.dtype)
+            )
         optimizer.step()
 
 
-def groups(held: list[nn.Parameter]) -> list[dict[str, object]]:
+def groups(params: list[nn.Parameter]) -> list[dict[str, object]]:
     return [
-        {"params": held[:2], "weight_decay": 0.3, "betas": (0.4, 0.95)},
-        {"params": held[2:], "weight_decay": 0.0, "lr": 3e-3, "eps": 1e-6},
+        {"params": params[:2], "weight_decay": 0.3, "betas": (0.4, 0.95)},
+        {"params": params[2:], "weight_decay": 0.0, "lr": 3e-3, "eps": 1e-6},
     ]
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each launch took."""
-    taken: list[int] = []
+    """Number of tensors of each launch."""
+    counts: list[int] = []
     update = triton_adamw.Table.update
 
     def counting(table: triton_adamw.Table, *arguments: object, **named: object) -> None:
-        taken.append(len(table.rows))
+        counts.append(len(table.rows))
         update(table, *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_adamw.Table, "update", counting)
-    return taken
+    return counts
 
 
-@pytest.mark.parametrize("params", [list, groups], ids=["one group", "two groups"])
-def test_twenty_steps_as_the_rule_written_out(
-    params: Callable[[list[nn.Parameter]], list[object]], launches: list[int]
+@pytest.mark.parametrize("grouping", [list, groups], ids=["one group", "two groups"])
+def test_twenty_steps_match_naive_adamw(
+    grouping: Callable[[list[nn.Parameter]], list[object]], launches: list[int]
 ) -> None:
-    """One tensor has no gradient in the second step, so its count differs from then on."""
+    """One tensor has no gradient in the second step, so its step count differs from then on."""
 
     def trained(rule: type[AdamW], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        held = parameters(dtype)
-        optimizer = rule(params(held))
-        train(held, optimizer, 20, skip=3)
+        params = parameters(dtype)
+        optimizer = rule(grouping(params))
+        train(params, optimizer, 20, skip=3)
         return {
             f"{name} of {number}": tensor
-            for number, each in enumerate(held)
-            for name, tensor in {"parameter": each.detach(), **optimizer.state[each]}.items()
+            for number, parameter in enumerate(params)
+            for name, tensor in {
+                "parameter": parameter.detach(),
+                **optimizer.state[parameter],
+            }.items()
         }
 
     ours = trained(FusedAdamW)
@@ -79,7 +87,7 @@ def test_twenty_steps_as_the_rule_written_out(
 
 
 def test_float16_gradients_and_parameters(launches: list[int]) -> None:
-    """Rounded once where the rule written out rounds at every operation."""
+    """The kernel rounds once, where the naive version rounds at every operation."""
     half = nn.Parameter(torch.linspace(-2, 2, 100).to(DEVICE, torch.float16))
     optimizer = FusedAdamW([half], lr=0.1, weight_decay=0.0, eps=1e-4)
     half.grad = torch.full_like(half, 0.5)
@@ -93,33 +101,33 @@ def test_float16_gradients_and_parameters(launches: list[int]) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(FusedAdamW, AdamW), (torch.optim.AdamW, FusedAdamW)]
 )
-def test_state_moves(
+def test_state_loads_between_implementations(
     first: type[torch.optim.Optimizer], second: type[torch.optim.Optimizer]
 ) -> None:
-    held = parameters()
-    optimizer = first(groups(held))
-    train(held, optimizer, 3)
-    moved = copy.deepcopy(held)
+    params = parameters()
+    optimizer = first(groups(params))
+    train(params, optimizer, 3)
+    moved = copy.deepcopy(params)
     successor = second(groups(moved), lr=0.7)
     successor.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(held, optimizer, 3, start=3)
+    train(params, optimizer, 3, start=3)
     train(moved, successor, 3, start=3)
-    torch.testing.assert_close(moved, held, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(moved, params, rtol=1e-6, atol=1e-7)
 
 
-def test_new_addresses_and_new_settings_are_seen() -> None:
+def test_new_addresses_and_hyperparameters_take_effect() -> None:
     ours, theirs = parameters(), parameters()
     fused, plain = FusedAdamW(ours), AdamW(theirs)
     for step in range(3):
-        for held, optimizer in ((ours, fused), (theirs, plain)):
+        for params, optimizer in ((ours, fused), (theirs, plain)):
             optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-            for each in held:
-                each.data = each.data.clone()
-            train(held, optimizer, 1, start=step)
+            for parameter in params:
+                parameter.data = parameter.data.clone()
+            train(params, optimizer, 1, start=step)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_what_the_kernel_cannot_take_is_updated_all_the_same(launches: list[int]) -> None:
+def test_unsupported_parameters_are_updated_by_the_naive_version(launches: list[int]) -> None:
     def mixed() -> list[nn.Parameter]:
         drawn = [*parameters()[:2], nn.Parameter(torch.ones(4, dtype=torch.float64, device=DEVICE))]
         return [*drawn, nn.Parameter(torch.ones(6, 4, device=DEVICE).T)]
@@ -131,7 +139,7 @@ def test_what_the_kernel_cannot_take_is_updated_all_the_same(launches: list[int]
     assert launches == [2, 2]
 
 
-def test_closure_runs_with_gradients_and_its_loss_returns() -> None:
+def test_closure_runs_with_gradients_enabled_and_returns_its_loss() -> None:
     weight = nn.Parameter(torch.tensor([3.0], device=DEVICE))
     optimizer = FusedAdamW([weight], lr=0.1, weight_decay=0.0)
 
@@ -145,18 +153,18 @@ def test_closure_runs_with_gradients_and_its_loss_returns() -> None:
     assert weight.item() == pytest.approx(2.9)
 
 
-def test_an_address_that_is_no_multiple_of_sixteen() -> None:
-    room = torch.ones(BLOCK + 1, device=DEVICE)
-    odd, even = nn.Parameter(room[1:]), nn.Parameter(torch.ones(BLOCK, device=DEVICE))
+def test_an_unaligned_address() -> None:
+    buffer = torch.ones(BLOCK + 1, device=DEVICE)
+    odd, even = nn.Parameter(buffer[1:]), nn.Parameter(torch.ones(BLOCK, device=DEVICE))
     assert odd.data_ptr() % 16
-    for each in (odd, even):
-        each.grad = torch.linspace(-1, 1, BLOCK, device=DEVICE)
-        FusedAdamW([each]).step()
+    for parameter in (odd, even):
+        parameter.grad = torch.linspace(-1, 1, BLOCK, device=DEVICE)
+        FusedAdamW([parameter]).step()
     assert torch.equal(odd, even)
 
 
 def second_moment_after(steps: int, **how: object) -> Tensor:
-    """Of a gradient that is 1 in every step but the first, where it is 20."""
+    """Return the second moment of a gradient that is 20 in the first step and 1 in all others."""
     weight = nn.Parameter(torch.zeros(3 * BLOCK, device=DEVICE))
     optimizer = FusedAdamW([weight], betas=(0.9, 0.999), **how)  # type: ignore[arg-type]
     for step in range(steps):
@@ -165,8 +173,8 @@ def second_moment_after(steps: int, **how: object) -> Tensor:
     return optimizer.state[weight]["exp_avg_sq"]
 
 
-def test_bfloat16_moments_are_right_on_average() -> None:
-    """Each step adds a 700th to the second moment: by the nearest, bfloat16 would never move."""
+def test_bfloat16_moments_are_correct_on_average() -> None:
+    """Each step changes the second moment by 1/700, which rounding to nearest would lose."""
     exact = second_moment_after(8)[0].item()
     start = second_moment_after(1)[0].item()
     moved = second_moment_after(8, stochastic_bfloat16_state=True)
@@ -176,17 +184,17 @@ def test_bfloat16_moments_are_right_on_average() -> None:
     assert change == pytest.approx(exact - start, rel=0.1)
 
 
-def test_chance_repeats_with_its_seed_and_goes_on_after_a_load() -> None:
+def test_stochastic_rounding_is_reproducible_and_continues_after_a_load() -> None:
     def run(seed: int, reload: bool = False) -> list[nn.Parameter]:
-        held = parameters()
-        optimizer = FusedAdamW(held, stochastic_bfloat16_state=True, seed=seed)
-        train(held, optimizer, 2)
+        params = parameters()
+        optimizer = FusedAdamW(params, stochastic_bfloat16_state=True, seed=seed)
+        train(params, optimizer, 2)
         if reload:
             saved = copy.deepcopy(optimizer.state_dict())
-            optimizer = FusedAdamW(held, stochastic_bfloat16_state=True, seed=seed)
+            optimizer = FusedAdamW(params, stochastic_bfloat16_state=True, seed=seed)
             optimizer.load_state_dict(saved)
-        train(held, optimizer, 2, start=2)
-        return held
+        train(params, optimizer, 2, start=2)
+        return params
 
     first = run(0)
     assert all(map(torch.equal, first, run(0)))
@@ -195,78 +203,81 @@ def test_chance_repeats_with_its_seed_and_goes_on_after_a_load() -> None:
 
 
 class TestCapturable:
-    def test_as_the_rule_written_out_with_a_count_for_each_tensor(
-        self, launches: list[int]
-    ) -> None:
+    def test_matches_naive_adamw_with_a_step_count_per_tensor(self, launches: list[int]) -> None:
         def trained(rule: Callable[..., AdamW], dtype: torch.dtype) -> dict[str, Tensor]:
-            held = parameters(dtype)
-            optimizer = rule(groups(held))
-            train(held, optimizer, 8, skip=3)
+            params = parameters(dtype)
+            optimizer = rule(groups(params))
+            train(params, optimizer, 8, skip=3)
             return {
                 f"{name} of {number}": tensor.cpu()
-                for number, each in enumerate(held)
-                for name, tensor in {"parameter": each.detach(), **optimizer.state[each]}.items()
+                for number, parameter in enumerate(params)
+                for name, tensor in {
+                    "parameter": parameter.detach(),
+                    **optimizer.state[parameter],
+                }.items()
             }
 
-        ours = trained(lambda held: FusedAdamW(held, capturable=True), torch.float32)
+        ours = trained(lambda params: FusedAdamW(params, capturable=True), torch.float32)
         assert launches == [5, 4, *[5] * 6]
         plain = trained(AdamW, torch.float32)
         hold_to_policy(trained(AdamW, torch.float64), plain, ours)
         assert [ours[f"step of {number}"].item() for number in (2, 3)] == [8, 7]
 
-    def test_what_a_replay_reads_stays_where_it_is(self) -> None:
-        """A replay runs the same launches on the same buffers: here they are run by hand."""
-        held, others = parameters(), parameters()
-        optimizer, plain = FusedAdamW(held, capturable=True), AdamW(others)
-        train(held, optimizer, 1)
+    def test_buffers_of_a_replay_keep_their_addresses(self) -> None:
+        """A replay runs the same launches on the same buffers; here they are launched manually."""
+        params, others = parameters(), parameters()
+        optimizer, plain = FusedAdamW(params, capturable=True), AdamW(others)
+        train(params, optimizer, 1)
         train(others, plain, 1)
-        ((counted),) = optimizer._counted.values()
-        buffers = (counted.settings.rows.data_ptr(), counted.table)
+        ((launch),) = optimizer._launches.values()
+        buffers = (launch.settings.rows.data_ptr(), launch.table)
         for rate in (1e-3, 4e-3):
             optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = rate
             optimizer.refresh()
             plain.step()
-            counted.settings.advance()
-            ((_, formats),) = optimizer._counted
-            counted.table.update(counted.settings.rows, formats, by_chance=False, seed=0)
-        assert (counted.settings.rows.data_ptr(), counted.table) == buffers
-        torch.testing.assert_close(held, others, rtol=1e-6, atol=1e-7)
+            launch.settings.advance()
+            ((_, dtypes),) = optimizer._launches
+            launch.table.update(launch.settings.rows, dtypes, stochastic=False, seed=0)
+        assert (launch.settings.rows.data_ptr(), launch.table) == buffers
+        torch.testing.assert_close(params, others, rtol=1e-6, atol=1e-7)
 
     def test_prepare_changes_nothing(self) -> None:
-        held = parameters()
-        before = [each.detach().clone() for each in held]
-        for each in held:
-            each.grad = torch.ones_like(each)
-        optimizer = FusedAdamW(held, capturable=True)
+        params = parameters()
+        before = [parameter.detach().clone() for parameter in params]
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = FusedAdamW(params, capturable=True)
         optimizer.prepare()
         optimizer.prepare()
-        torch.testing.assert_close([each.detach() for each in held], before, rtol=0, atol=0)
+        torch.testing.assert_close(
+            [parameter.detach() for parameter in params], before, rtol=0, atol=0
+        )
         assert {state["step"].item() for state in optimizer.state.values()} == {0.0}
         optimizer.step()
         assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
 
-    def test_state_moves_in_and_out(self) -> None:
-        held = parameters()
-        optimizer = AdamW(held)
-        train(held, optimizer, 3)
-        moved = copy.deepcopy(held)
+    def test_state_loads_from_and_into_naive_adamw(self) -> None:
+        params = parameters()
+        optimizer = AdamW(params)
+        train(params, optimizer, 3)
+        moved = copy.deepcopy(params)
         successor = FusedAdamW(moved, capturable=True)
         successor.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        back = copy.deepcopy(held)
+        back = copy.deepcopy(params)
         last = AdamW(back)
         train(moved, successor, 2, start=3)
         last.load_state_dict(copy.deepcopy(successor.state_dict()))
         back = copy.deepcopy(moved)
         last.param_groups[0]["params"] = back
         last.state = {b: last.state[a] for a, b in zip(list(last.state), back, strict=True)}
-        train(held, optimizer, 4, start=3)
+        train(params, optimizer, 4, start=3)
         train(back, last, 2, start=5)
-        torch.testing.assert_close(back, held, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(back, params, rtol=1e-6, atol=1e-7)
 
-    def test_what_cannot_be_captured_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="same chance at every replay"):
+    def test_what_cannot_be_captured_raises(self) -> None:
+        with pytest.raises(ValueError, match="same random numbers for rounding at every replay"):
             FusedAdamW(parameters(), capturable=True, stochastic_bfloat16_state=True)
-        with pytest.raises(RuntimeError, match="only a capturable"):
+        with pytest.raises(RuntimeError, match="needs FusedAdamW"):
             FusedAdamW(parameters()).prepare()
         wide = parameters(torch.float64)
         wide[0].grad = torch.ones_like(wide[0])

@@ -1,4 +1,4 @@
-"""Norm with residual, SwiGLU and rotary positions by our kernels against float64."""
+"""Triton kernels of norm with residual add, SwiGLU and rotary embedding against float64."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
 from stepscope.kernels.norm import WIDEST, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.kernels.triton import rope as triton_rotary
+from stepscope.kernels.triton import rope as triton_rope
 from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model.layers import RotaryEmbedding
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# The interpreter computes bfloat16 wrongly.
+# The interpreter computes bfloat16 incorrectly.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 EPS = 1e-5
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return drawn.to(DEVICE, dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return values.to(DEVICE, dtype)
 
 
 def results(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor],
-    grads: list[Tensor], dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
     leaves = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in inputs]
-    made = function(*leaves)
-    outputs = made if isinstance(made, tuple) else (made,)
-    above = [grad.to(out.dtype) for grad, out in zip(grads, outputs, strict=True)]
-    gradients = torch.autograd.grad(outputs, leaves, above)
+    returned = function(*leaves)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    upstream = [grad.to(out.dtype) for grad, out in zip(grads, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, leaves, upstream)
     return {
         **{f"output {n}": out.detach() for n, out in enumerate(outputs)},
         **{f"d_input {n}": grad for n, grad in enumerate(gradients)},
     }
 
 
-def hold(
+def check(
     fused: Callable[..., Tensor | tuple[Tensor, ...]],
     plain: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: list[Tensor],
@@ -67,14 +69,14 @@ def plain_add_norm(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, T
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of our kernels ran: a plain form in their place would be as exact."""
+    """Names of the kernels that ran: the naive version in their place would be as accurate."""
     seen: list[str] = []
 
     def watch(module: ModuleType, name: str) -> None:
         original = getattr(module, name)
 
         def watched(*arguments: object, **named: object) -> object:
-            seen.append(f"{module.__name__.rpartition('_')[2]} {name}")
+            seen.append(f"{module.__name__.rpartition('.')[2]} {name}")
             return original(*arguments, **named)
 
         monkeypatch.setattr(module, name, watched)
@@ -82,16 +84,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (triton_norm, triton_swiglu):
         watch(module, "forward")
         watch(module, "backward")
-    watch(triton_rotary, "turn")
+    watch(triton_rope, "rotate")
     return seen
 
 
 @pytest.mark.parametrize(("parts", "d"), [(1, 1), (4, 16), (300, 37)])
 def test_partial_sums_are_added(parts: int, d: int) -> None:
     partial = torch.randn(parts, d, device=DEVICE)
-    found = torch.empty(d, device=DEVICE)
-    triton_norm.add_up(partial, found)
-    torch.testing.assert_close(found.double(), partial.double().sum(0), rtol=1e-5, atol=1e-5)
+    total = torch.empty(d, device=DEVICE)
+    triton_norm.add_up(partial, total)
+    torch.testing.assert_close(total.double(), partial.double().sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +104,7 @@ def test_sum_and_norm(rows: int, d: int, dtype: torch.dtype, launches: list[str]
     inputs = [draw(1, rows, d, dtype=dtype, seed=n) for n in range(2)]
     weight = 1 + 0.1 * draw(d, dtype=dtype, seed=2)
     grads = [draw(1, rows, d, seed=n) for n in (3, 4)]
-    hold(lambda *x: add_rms_norm(*x, EPS), plain_add_norm, [*inputs, weight], grads)
+    check(lambda *x: add_rms_norm(*x, EPS), plain_add_norm, [*inputs, weight], grads)
     assert launches == ["norm forward", "norm backward"]
 
 
@@ -110,12 +112,12 @@ def test_sum_and_norm(rows: int, d: int, dtype: torch.dtype, launches: list[str]
 def test_norm_alone(dtype: torch.dtype, launches: list[str]) -> None:
     inputs = [draw(2, 7, 96, dtype=dtype), 1 + 0.1 * draw(96, dtype=dtype, seed=1)]
     grads = [draw(2, 7, 96, seed=2)]
-    hold(lambda *x: rms_norm(*x, EPS), lambda *x: plain_rms_norm(*x, EPS), inputs, grads)
+    check(lambda *x: rms_norm(*x, EPS), lambda *x: plain_rms_norm(*x, EPS), inputs, grads)
     assert launches == ["norm forward", "norm backward"]
 
 
-def test_a_branch_in_a_lower_format_as_under_autocast() -> None:
-    """The stream stays float32, and the next product gets its input in its own format."""
+def test_a_branch_in_lower_precision_as_under_autocast() -> None:
+    """The stream stays float32, and the next matmul gets its input in the matmul dtype."""
     x, branch, weight = draw(4, 64), draw(4, 64, dtype=torch.float16, seed=1), draw(64, seed=2)
     grads = [draw(4, 64, seed=3), draw(4, 64, seed=4).half().float()]
 
@@ -128,7 +130,7 @@ def test_a_branch_in_a_lower_format_as_under_autocast() -> None:
 
     stream, normed = fused(x, branch, weight)
     assert (stream.dtype, normed.dtype) == (torch.float32, torch.float16)
-    hold(fused, plain, [x, branch, weight], grads)
+    check(fused, plain, [x, branch, weight], grads)
 
 
 @pytest.mark.parametrize("unused", [0, 1], ids=["stream", "normed"])
@@ -145,20 +147,22 @@ def test_one_output_without_gradient(unused: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scattered", [draw(80)[::2], torch.tensor(1.5, device=DEVICE).expand(40)])
-def test_a_weight_that_lies_apart(scattered: Tensor, launches: list[str]) -> None:
+@pytest.mark.parametrize(
+    "non_contiguous", [draw(80)[::2], torch.tensor(1.5, device=DEVICE).expand(40)]
+)
+def test_a_non_contiguous_weight(non_contiguous: Tensor, launches: list[str]) -> None:
     x = draw(4, 40)
-    expected = plain_rms_norm(x, scattered, EPS)
-    torch.testing.assert_close(rms_norm(x, scattered, EPS), expected, rtol=1e-5, atol=1e-5)
+    expected = plain_rms_norm(x, non_contiguous, EPS)
+    torch.testing.assert_close(rms_norm(x, non_contiguous, EPS), expected, rtol=1e-5, atol=1e-5)
     assert launches == ["norm forward"]
 
 
-def test_a_weight_of_another_width_is_refused() -> None:
+def test_a_weight_of_another_width_raises() -> None:
     with pytest.raises(ValueError, match="rows of 40"):
         rms_norm(draw(4, 40), draw(20), EPS)
 
 
-def test_rows_too_wide_take_the_plain_form(launches: list[str]) -> None:
+def test_rows_that_are_too_wide_use_the_naive_version(launches: list[str]) -> None:
     x, weight = draw(1, WIDEST + 1), draw(WIDEST + 1)
     assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
     assert launches == []
@@ -168,19 +172,19 @@ def test_rows_too_wide_take_the_plain_form(launches: list[str]) -> None:
 @pytest.mark.parametrize("shape", [(1,), (3, 100), (2, 5, 1000)], ids=str)
 def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, launches: list[str]) -> None:
     inputs = [3 * draw(*shape, dtype=dtype, seed=n) for n in range(2)]
-    hold(swiglu, lambda a, b: functional.silu(a) * b, inputs, [draw(*shape, seed=2)])
+    check(swiglu, lambda a, b: functional.silu(a) * b, inputs, [draw(*shape, seed=2)])
     assert launches == ["swiglu forward", "swiglu backward"]
 
 
-def test_swiglu_far_out_and_scattered() -> None:
+def test_swiglu_of_large_values_and_non_contiguous_inputs() -> None:
     gate = torch.tensor([[-100.0, 100.0], [-1e4, 0.0]], device=DEVICE)
     up = torch.full((2, 2), 2.0, device=DEVICE)
     assert swiglu(gate.T, up).tolist() == [[0.0, 0.0], [200.0, 0.0]]
 
 
 def tables(d_head: int, context: int) -> tuple[Tensor, Tensor]:
-    made = RotaryEmbedding(d_head, context, device=DEVICE, dtype=torch.float32)
-    return made.cos, made.sin
+    rotary = RotaryEmbedding(d_head, context, device=DEVICE, dtype=torch.float32)
+    return rotary.cos, rotary.sin
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -194,7 +198,7 @@ def test_rotated_heads(
     cos, sin = tables(d_head, seq + 3)
 
     def fused(x: Tensor) -> Tensor:
-        # A leaf cannot be overwritten, what a projection made can.
+        # A leaf cannot be overwritten; the output of a projection can.
         return rotated_heads_(x * 1, cos, sin, heads)
 
     def plain(x: Tensor) -> Tensor:
@@ -203,8 +207,8 @@ def test_rotated_heads(
         return plain_rotate(heads_first, cos.to(wide), sin.to(wide))
 
     x = draw(batch, seq, heads * d_head, dtype=dtype)
-    hold(fused, plain, [x], [draw(batch, heads, seq, d_head, seed=1)])
-    assert launches == ["rotary turn"] * 2
+    check(fused, plain, [x], [draw(batch, heads, seq, d_head, seed=1)])
+    assert launches == ["rope rotate"] * 2
 
 
 def test_rotation_is_in_place_and_its_gradient_needs_no_copy() -> None:
@@ -212,19 +216,19 @@ def test_rotation_is_in_place_and_its_gradient_needs_no_copy() -> None:
     x = draw(2, 6, 24).requires_grad_()
     projected = x * 1
     before = projected.detach().clone()
-    turned = rotated_heads_(projected, cos, sin, 3)
-    assert turned.data_ptr() == projected.data_ptr()
+    rotated = rotated_heads_(projected, cos, sin, 3)
+    assert rotated.data_ptr() == projected.data_ptr()
     assert not torch.equal(projected, before)
-    assert turned.shape == (2, 3, 6, 8)
-    # As attention makes it: with the strides of its input.
-    grad = torch.empty_like(turned).normal_()
-    kept = grad.clone()
-    (back,) = torch.autograd.grad(turned, x, grad)
-    assert torch.equal(grad, kept), "a gradient belongs to whoever made it"
-    # Turned there and back: lengths of pairs stay.
+    assert rotated.shape == (2, 3, 6, 8)
+    # As attention returns it: with the strides of its input.
+    grad = torch.empty_like(rotated).normal_()
+    before_backward = grad.clone()
+    (back,) = torch.autograd.grad(rotated, x, grad)
+    assert torch.equal(grad, before_backward), "the incoming gradient must not be modified"
+    # A rotation preserves the norm.
     torch.testing.assert_close(back.norm(), grad.norm())
 
 
-def test_a_sequence_longer_than_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence of 9 in a table for 6"):
+def test_a_sequence_longer_than_the_table_raises() -> None:
+    with pytest.raises(ValueError, match="sequence of 9 exceeds the rotary table for 6"):
         rotated_heads_(draw(1, 9, 8), *tables(8, 6), 1)

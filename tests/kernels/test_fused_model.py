@@ -1,4 +1,4 @@
-"""The model with fused pieces against the plain one: the same parameters, loss and gradients."""
+"""The model with fused layers against the naive one: same parameters, loss and gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONFIG = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=70, conte
 
 def model(fused: bool, dtype: torch.dtype) -> TransformerLM:
     torch.manual_seed(0)
-    made = TransformerLM(CONFIG, reference_attention, dtype=torch.float32, fused=fused)
-    return made.to(DEVICE, dtype)
+    transformer = TransformerLM(CONFIG, reference_attention, dtype=torch.float32, fused=fused)
+    return transformer.to(DEVICE, dtype)
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(CONFIG.vocab, (2, 2, 9), generator=generator).to(DEVICE)
-    return drawn[0], drawn[1]
+    tokens = torch.randint(CONFIG.vocab, (2, 2, 9), generator=generator).to(DEVICE)
+    return tokens[0], tokens[1]
 
 
 def loss_and_gradients(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (triton_norm, triton_swiglu):
 
         def watched(*arguments, name=module.__name__, original=module.forward):  # type: ignore[no-untyped-def]
-            seen.append(name.rpartition("_")[2])
+            seen.append(name.rpartition(".")[2])
             return original(*arguments)
 
         monkeypatch.setattr(module, "forward", watched)
@@ -53,10 +53,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_same_loss_and_gradients(launches: list[str]) -> None:
     fused = loss_and_gradients(True, torch.float32)
     assert launches == ["norm", "norm", "swiglu"] * 2 + ["norm"]
-    truth = loss_and_gradients(False, torch.float64)
+    exact = loss_and_gradients(False, torch.float64)
     plain = loss_and_gradients(False, torch.float32)
-    assert truth.keys() == fused.keys()
-    hold_to_policy(truth, plain, fused)
+    assert exact.keys() == fused.keys()
+    hold_to_policy(exact, plain, fused)
 
 
 def test_parameters_are_the_same() -> None:
@@ -65,25 +65,25 @@ def test_parameters_are_the_same() -> None:
     assert list(plain.state_dict()) == list(fused.state_dict())
 
 
-def test_autocast_keeps_the_stream_wide_and_halves_what_products_read() -> None:
+def test_autocast_keeps_the_stream_in_float32_and_casts_matmul_inputs() -> None:
     subject = model(True, torch.float32)
-    formats: list[tuple[torch.dtype, torch.dtype]] = []
+    dtypes: list[tuple[torch.dtype, torch.dtype]] = []
     block = subject.blocks[1]
     block.feed_forward.register_forward_pre_hook(
-        lambda _, inputs: formats.append((inputs[0].dtype, torch.float32))
+        lambda _, inputs: dtypes.append((inputs[0].dtype, torch.float32))
     )
-    block.register_forward_hook(lambda _, inputs, out: formats.append((inputs[0].dtype, out.dtype)))
+    block.register_forward_hook(lambda _, inputs, out: dtypes.append((inputs[0].dtype, out.dtype)))
     tokens, targets = batch()
     with torch.autocast(DEVICE, torch.float16):
         loss = subject(tokens, targets)
-    assert formats == [(torch.float16, torch.float32), (torch.float32, torch.float32)]
+    assert dtypes == [(torch.float16, torch.float32), (torch.float32, torch.float32)]
     exact = cross_entropy(model(False, torch.float32)(tokens), targets)
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in subject.parameters())
 
 
-def test_the_compiler_gets_the_plain_pieces_in_one_graph(launches: list[str]) -> None:
+def test_torch_compile_traces_the_naive_layers_in_one_graph(launches: list[str]) -> None:
     compiled = torch.compile(model(True, torch.float32), backend="aot_eager", fullgraph=True)
     tokens, targets = batch()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=False):

@@ -1,4 +1,4 @@
-"""AdamW within the backward: the same as after it."""
+"""Optimizer-in-backward: the same updates as after the backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from test_joined_model import DEVICE, batch, draw, model
 from torch import Tensor, nn
 
-from stepscope.kernels import matmul as products
+from stepscope.kernels import matmul
 from stepscope.kernels.activation_policy import GATES, policy_per_layer
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
@@ -35,12 +35,12 @@ class TestInBackward:
         }
         return state | {name: p.detach().cpu() for name, p in subject.named_parameters()}
 
-    def test_trains_as_one_launch_after_the_backward(self) -> None:
+    def test_trains_as_with_one_launch_after_the_backward(self) -> None:
         torch.testing.assert_close(
             self.trained(InBackwardAdamW), self.trained(FusedAdamW), rtol=2e-5, atol=1e-7
         )
 
-    def test_what_nobody_needs_is_let_go(self) -> None:
+    def test_parameters_are_freed_with_their_last_reference(self) -> None:
         layer = nn.Linear(4, 4, device=DEVICE)
         optimizer = InBackwardAdamW(layer.parameters())
         layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
@@ -50,7 +50,7 @@ class TestInBackward:
         gc.collect()
         assert weight() is None
 
-    def test_without_its_optimizer_a_layer_keeps_its_gradients(self) -> None:
+    def test_after_the_optimizer_is_freed_gradients_accumulate(self) -> None:
         layer = nn.Linear(4, 4, device=DEVICE)
         optimizer = InBackwardAdamW(layer.parameters())
         before = layer.weight.detach().clone()
@@ -61,8 +61,10 @@ class TestInBackward:
         torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_rates_that_change_after_a_state_was_loaded_count(self, dtype: torch.dtype) -> None:
-        """In a format that the kernel takes, and in one that it does not."""
+    def test_learning_rates_changed_after_load_state_dict_take_effect(
+        self, dtype: torch.dtype
+    ) -> None:
+        """In a dtype that the kernel supports, and in one that it does not."""
         layer = nn.Linear(4, 4, device=DEVICE, dtype=dtype)
         optimizer = InBackwardAdamW(layer.parameters(), lr=0.1)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -72,65 +74,70 @@ class TestInBackward:
         optimizer.step()
         torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
 
-    def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
-        """Torch would raise: a backward finds its weights as its forward left them."""
+    def test_weights_without_a_copy_are_updated_after_their_last_use(self) -> None:
+        """torch would raise if a saved weight changed before the backward reads it."""
         how = {"dtype": torch.float16, "keep": policy_per_layer(GATES, 2), "checkpoint": (1,)}
         ours, after = (self.trained(k, 2, **how) for k in (InBackwardAdamW, FusedAdamW))
         torch.testing.assert_close(ours, after, rtol=2e-3, atol=1e-4)
 
-    def test_gradients_are_taken_as_they_are_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Those of the blocks' products in their format, all others as autograd has them; what is
-        learnt is what torch's autocast learns from gradients that it rounds and widens."""
-        formats: list[tuple[int, torch.dtype]] = []
+    def test_gradients_are_consumed_in_the_matmul_dtype(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Gradients of the blocks' matmuls in the matmul dtype, all others as autograd computes
+        them; the result is that of torch's autocast, which rounds gradients and widens them."""
+        dtypes: list[tuple[int, torch.dtype]] = []
         update = triton_adamw.update_one
 
-        def seen(parameter: Tensor, gradient: Tensor, *rest: Any) -> None:
-            formats.append((parameter.dim(), gradient.dtype))
+        def recorded(parameter: Tensor, gradient: Tensor, *rest: Any) -> None:
+            dtypes.append((parameter.dim(), gradient.dtype))
             update(parameter, gradient, *rest)
 
-        monkeypatch.setattr(triton_adamw, "update_one", seen)
-        made, rounded = self.learnt(as_made=True), self.learnt(as_made=False)
-        narrow = [kind for kind in formats if kind[1] == torch.float16]
-        assert len(narrow) == 2 * 7 * 2  # steps, products' weights of a block, blocks
+        monkeypatch.setattr(triton_adamw, "update_one", recorded)
+        direct, rounded = (
+            self.trained_in_float16(as_made=True),
+            self.trained_in_float16(as_made=False),
+        )
+        narrow = [kind for kind in dtypes if kind[1] == torch.float16]
+        assert len(narrow) == 2 * 7 * 2  # steps, matmul weights of a block, blocks
         assert {dim for dim, _ in narrow} == {2}
-        assert len(formats) == 2 * 2 * (2 * 9 + 3)
-        # A GPU's compiler fuses other multiplications and additions for another format.
+        assert len(dtypes) == 2 * 2 * (2 * 9 + 3)
+        # On a GPU the compiler fuses different multiply-adds for another dtype.
         near = {"rtol": 1e-6, "atol": 1e-7} if DEVICE == "cuda" else {"rtol": 0.0, "atol": 0.0}
-        torch.testing.assert_close(made, rounded, **near)
+        torch.testing.assert_close(direct, rounded, **near)
 
-    def learnt(self, *, as_made: bool) -> dict[str, Tensor]:
-        """Two steps in float16; without `as_made` gradients are rounded to it as autocast does."""
+    def trained_in_float16(self, *, as_made: bool) -> dict[str, Tensor]:
+        """Train two steps in float16; without `as_made` gradients are rounded as autocast does."""
         subject = model(fused=True, joined=True, keep=policy_per_layer(GATES, 2))
         optimizer = InBackwardAdamW(
             subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=as_made
         )
-        wide = products.matmul_to_dtype
+        wide = matmul.matmul_to_dtype
         with pytest.MonkeyPatch.context() as patched:
             if not as_made:
-                patched.setattr(products, "matmul_to_dtype", lambda a, b, dtype: (a @ b).to(dtype))
+                patched.setattr(matmul, "matmul_to_dtype", lambda a, b, dtype: (a @ b).to(dtype))
             for _ in range(2):
                 with torch.autocast(DEVICE, torch.float16):
                     loss = subject(*batch())
                 with optimizer.attached():
                     loss.backward()
                 optimizer.step()
-        assert products.matmul_to_dtype is wide
+        assert matmul.matmul_to_dtype is wide
         return {name: p.detach().cpu() for name, p in subject.named_parameters()}
 
-    def test_gradients_are_taken_within_attached_alone(self) -> None:
+    def test_as_made_needs_attached(self) -> None:
         with pytest.raises(ValueError, match="attach=False"):
             InBackwardAdamW([nn.Parameter(draw(2, 2))], as_made=True)
 
-    def test_a_weight_in_two_products_cannot_be_taken_twice(self) -> None:
+    def test_a_weight_used_by_two_matmuls_raises(self) -> None:
         weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
         optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
         with torch.autocast(DEVICE, torch.float16):
             once = fused_linear(draw(3, 4), (weight,), copies)
             twice = fused_linear(once, (weight,), copies)
-        with optimizer.attached(), pytest.raises(RuntimeError, match="one product only"):
+        with optimizer.attached(), pytest.raises(RuntimeError, match="one matmul only"):
             twice.float().sum().backward()
 
-    def test_where_no_kernel_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("in_backward", "fused"):
             monkeypatch.setattr(f"stepscope.optim.{module}.kernel_takes", lambda *_: False)
         ours = self.trained(InBackwardAdamW)
@@ -143,14 +150,14 @@ class TestInBackward:
         assert all(p.grad is None for p in subject.parameters())
         assert optimizer.updated == len(list(subject.parameters()))
 
-    def test_it_listens_only_while_attached(self) -> None:
+    def test_it_updates_only_while_attached(self) -> None:
         weight = nn.Parameter(draw(3, 4))
         before = weight.detach().clone()
         optimizer = InBackwardAdamW([weight], lr=0.1, attach=False)
         weight.square().sum().backward()
         assert weight.grad is not None
         assert torch.equal(weight.detach(), before)
-        with pytest.raises(RuntimeError, match="not listening"):
+        with pytest.raises(RuntimeError, match="gradients that InBackwardAdamW did not see"):
             optimizer.step()
         optimizer.zero_grad()
         with optimizer.attached():
@@ -159,7 +166,7 @@ class TestInBackward:
         assert weight.grad is None
         assert not torch.equal(weight.detach(), before)
 
-    def test_a_frozen_weight_stays_as_it_is(self) -> None:
+    def test_a_frozen_weight_is_unchanged(self) -> None:
         subject = model(fused=True, joined=True)
         frozen = {
             name: p.detach().clone()
@@ -188,19 +195,19 @@ class TestInBackward:
         before = [weight.detach().clone() for weight in (first, second)]
         (first.square().sum() + second.square().sum()).backward()
         optimizer.step()
-        for weight, held, steps in zip((first, second), before, (2, 1), strict=True):
-            assert not torch.equal(weight.detach(), held)
+        for weight, old, steps in zip((first, second), before, (2, 1), strict=True):
+            assert not torch.equal(weight.detach(), old)
             assert optimizer.state[weight]["step"].item() == steps
 
-    def test_a_parameter_that_is_unfrozen_later_is_not_passed_over(self) -> None:
+    def test_a_parameter_that_is_unfrozen_later_raises(self) -> None:
         first, second = nn.Parameter(draw(3, 4)), nn.Parameter(draw(2, 4), requires_grad=False)
         optimizer = InBackwardAdamW([first, second], lr=0.1)
         second.requires_grad_()
         (first.square().sum() + second.square().sum()).backward()
-        with pytest.raises(RuntimeError, match="not listening"):
+        with pytest.raises(RuntimeError, match="gradients that InBackwardAdamW did not see"):
             optimizer.step()
 
-    def test_a_backward_that_raises_is_over(self) -> None:
+    def test_a_backward_that_raises_ends_the_step(self) -> None:
         weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
         optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
 
@@ -210,10 +217,10 @@ class TestInBackward:
         def backward(*, fails: bool) -> None:
             x = draw(3, 4).requires_grad_()
             with torch.autocast(DEVICE, torch.float16):
-                made = fused_linear(x * 1, (weight,), copies)
+                out = fused_linear(x * 1, (weight,), copies)
             if fails:
                 x.register_hook(fail)
-            made.float().sum().backward()
+            out.float().sum().backward()
 
         with pytest.raises(MemoryError, match="planted"), optimizer.attached():
             backward(fails=True)
@@ -222,7 +229,7 @@ class TestInBackward:
         optimizer.step()
         assert optimizer.state[weight]["step"].item() == 2
 
-    def test_a_loaded_state_goes_on_from_its_count(self) -> None:
+    def test_a_loaded_state_continues_from_its_step_count(self) -> None:
         weights = [nn.Parameter(draw(3, 4)) for _ in range(2)]
         first = InBackwardAdamW([weights[0]], lr=0.1)
         second = InBackwardAdamW([weights[1]], lr=0.1)

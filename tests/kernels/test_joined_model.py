@@ -1,4 +1,4 @@
-"""Joined products from kept copies of the weights, and what the backward keeps, against float64."""
+"""Fused projections from cached weight copies, and activation policies, against float64."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# The interpreter computes bfloat16 wrongly.
+# The interpreter computes bfloat16 incorrectly.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 CONFIG = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=70, context=12)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return drawn.to(DEVICE, dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return values.to(DEVICE, dtype)
 
 
 def model(dtype: torch.dtype = torch.float32, **how: object) -> TransformerLM:
     torch.manual_seed(0)
-    made = TransformerLM(CONFIG, reference_attention, dtype=torch.float32, **how)  # type: ignore[arg-type]
-    return made.to(DEVICE, dtype)
+    transformer = TransformerLM(CONFIG, reference_attention, dtype=torch.float32, **how)  # type: ignore[arg-type]
+    return transformer.to(DEVICE, dtype)
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(CONFIG.vocab, (2, 2, 9), generator=generator).to(DEVICE)
-    return drawn[0], drawn[1]
+    tokens = torch.randint(CONFIG.vocab, (2, 2, 9), generator=generator).to(DEVICE)
+    return tokens[0], tokens[1]
 
 
 def results(subject: TransformerLM) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def results(subject: TransformerLM) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("checkpoint", [(), (1,)], ids=["", "checkpointed"])
 @pytest.mark.parametrize("keep", KEEPS)
-def test_a_joined_model_has_the_plain_one_s_loss_and_gradients(
+def test_fused_projections_give_the_loss_and_gradients_of_the_naive_model(
     keep: str, checkpoint: tuple[int, ...]
 ) -> None:
     how = {
@@ -68,8 +68,8 @@ def test_a_joined_model_has_the_plain_one_s_loss_and_gradients(
     hold_to_policy(results(model(torch.float64)), results(model()), results(model(**how)))
 
 
-def test_in_a_low_format_every_weight_is_multiplied_where_it_lies() -> None:
-    """No copy of a weight that has the products' format: several products, one after the other."""
+def test_weights_in_the_matmul_dtype_need_no_copy() -> None:
+    """Weights that have the matmul dtype are read by separate matmuls, without a copy."""
     joined = model(torch.float16, fused=True, joined=True, keep=policy_per_layer(INPUTS, 2))
     hold_to_policy(results(model(torch.float64)), results(model(torch.float16)), results(joined))
     assert all(joined.copies.find(p) is None for p in joined.parameters())
@@ -77,25 +77,27 @@ def test_in_a_low_format_every_weight_is_multiplied_where_it_lies() -> None:
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "narrow stream"])
 @pytest.mark.parametrize("keep", KEEPS)
-def test_autocast_leaves_gradients_in_the_weights_own_format(keep: str, narrow: bool) -> None:
-    def made(subject: TransformerLM) -> dict[str, Tensor]:
+def test_gradients_have_the_dtype_of_the_weights_under_autocast(keep: str, narrow: bool) -> None:
+    def under_autocast(subject: TransformerLM) -> dict[str, Tensor]:
         with torch.autocast(DEVICE, HALF):
             return results(subject)
 
     joined = model(fused=True, joined=True, keep=policy_per_layer(keep, 2), narrow_stream=narrow)
-    found = made(joined)
+    actual = under_autocast(joined)
     assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {torch.float32}
-    exact, plain = results(model(torch.float64)), made(model(narrow_stream=narrow))
+    exact, plain = results(model(torch.float64)), under_autocast(model(narrow_stream=narrow))
 
-    # What is rounded once more (unit rows) or once less (gradients) may go either way: by luck a
-    # short vector is several times as far off, all of them together are not.
-    def off(got: dict[str, Tensor]) -> Tensor:
-        apart = [(got[name].double() - true).norm() / true.norm() for name, true in exact.items()]
-        return torch.stack(apart)
+    # One rounding more (unit rows) or less (gradients) can go either way: by chance the error of a
+    # short vector is several times as large, but not that of all of them together.
+    def relative_errors(got: dict[str, Tensor]) -> Tensor:
+        errors_by_name = [
+            (got[name].double() - true).norm() / true.norm() for name, true in exact.items()
+        ]
+        return torch.stack(errors_by_name)
 
-    errors, yardsticks = off(found), off(plain)
-    assert (errors <= 4 * yardsticks + 1e-3).all()
-    assert errors.norm() <= 1.25 * yardsticks.norm()
+    errors, baselines = relative_errors(actual), relative_errors(plain)
+    assert (errors <= 4 * baselines + 1e-3).all()
+    assert errors.norm() <= 1.25 * baselines.norm()
 
 
 def test_parameters_are_the_same() -> None:
@@ -104,30 +106,30 @@ def test_parameters_are_the_same() -> None:
     assert list(plain.state_dict()) == list(joined.state_dict())
 
 
-def test_less_is_kept() -> None:
+def test_activation_policies_save_less() -> None:
     def saved(keep: str) -> int:
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
-        def note(x: Tensor) -> Tensor:
-            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        def pack(x: Tensor) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
         subject = model(fused=True, joined=True, keep=policy_per_layer(keep, 2))
         weights = {p.untyped_storage().data_ptr() for p in subject.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             subject(*batch())
-        return sum(size for place, size in held.items() if place not in weights)
+        return sum(size for address, size in sizes.items() if address not in weights)
 
     rows, width, hidden = 18, 4 * CONFIG.d_model, 4 * CONFIG.d_ff
-    everything, norms, gates, inputs = (saved(keep) for keep in KEEPS)
-    assert everything - norms == 2 * rows * hidden
-    # Of two norms and their outputs two unit rows are left, and what is gated goes.
-    assert everything - gates == 2 * rows * (2 * width + hidden)
+    save_all, norms, gates, inputs = (saved(keep) for keep in KEEPS)
+    assert save_all - norms == 2 * rows * hidden
+    # Two unit rows replace two norm inputs and their outputs, and the SwiGLU output is not saved.
+    assert save_all - gates == 2 * rows * (2 * width + hidden)
     assert gates - inputs == 2 * rows * 2 * hidden
 
 
 class TestUnits:
-    def test_the_norm_is_made_of_its_unit_rows_again_with_the_same_bits(self) -> None:
+    def test_the_norm_recomputed_from_unit_rows_is_bit_identical(self) -> None:
         from stepscope.kernels.triton.norm import scaled
 
         x, branch = draw(3, 5, 40), draw(3, 5, 40, dtype=HALF, seed=1)
@@ -157,9 +159,9 @@ class TestUnits:
         hold_to_policy(of(False, torch.float64), of(False, dtype), of(True, dtype))
 
 
-class TestProducts:
+class TestFusedProjections:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    def test_one_product_for_several_weights(self, dtype: torch.dtype) -> None:
+    def test_one_matmul_for_several_weights(self, dtype: torch.dtype) -> None:
         x, above = draw(2, 9, 24, dtype=dtype), draw(2, 9, 3 * 16, seed=5)
         weights = [draw(16, 24, dtype=dtype, seed=n) * 0.2 for n in range(3)]
 
@@ -174,12 +176,12 @@ class TestProducts:
 
         hold_to_policy(of(False, torch.float64), of(False, dtype), of(True, dtype))
 
-    def test_a_wide_product_is_rounded_once(self) -> None:
+    def test_a_matmul_to_a_wider_dtype_is_rounded_once(self) -> None:
         a, b = draw(5, 200, dtype=HALF), draw(200, 6, dtype=HALF, seed=1)
-        made = matmul_to_dtype(a, b, torch.float32)
+        out = matmul_to_dtype(a, b, torch.float32)
         exact = a.double() @ b.double()
-        assert made.dtype == torch.float32
-        torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("keep", KEEPS)
     def test_feed_forward(self, keep: str) -> None:
@@ -200,24 +202,22 @@ class TestProducts:
         hold_to_policy(of(False, torch.float64), of(False, torch.float32), of(True, torch.float32))
 
     @pytest.mark.parametrize("keep", KEEPS)
-    def test_feed_forward_where_no_kernel_runs(
-        self, keep: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_feed_forward_without_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = [draw(*size) * 0.3 for size in ((6, 8), (12, 8), (12, 8), (8, 12))]
         with_kernels, without = [], []
-        for found, runs in ((with_kernels, True), (without, False)):
+        for outputs, runs in ((with_kernels, True), (without, False)):
             if not runs:
                 monkeypatch.setattr("stepscope.kernels.feed_forward.kernels_take", lambda *_: False)
             leaves = [each.detach().requires_grad_() for each in inputs]
             out = feed_forward(*leaves, WeightCopies(), keep)  # type: ignore[misc]
-            found += [out, *torch.autograd.grad(out.square().sum(), leaves)]
+            outputs += [out, *torch.autograd.grad(out.square().sum(), leaves)]
         torch.testing.assert_close(with_kernels, without, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("heads", "d"), [(2, 16), (3, 10), (5, 64)])
 @pytest.mark.parametrize("order", ["heads first", "positions first"])
 def test_rotated_parts(heads: int, d: int, order: str) -> None:
-    """Gradients come in whatever layout attention makes them."""
+    """Gradients may have any layout that attention returns."""
     x = draw(2, 7, 3 * heads * d)
     table = RotaryEmbedding(d, 9, device=DEVICE)
     shape = (2, heads, 7, d) if order == "heads first" else (2, 7, heads, d)
@@ -239,11 +239,11 @@ def test_rotated_parts(heads: int, d: int, order: str) -> None:
     hold_to_policy(of(False, torch.float64), of(False, torch.float32), of(True, torch.float32))
 
 
-class TestCopies:
+class TestWeightCopies:
     def weights(self) -> tuple[nn.Parameter, nn.Parameter]:
         return nn.Parameter(draw(4, 8)), nn.Parameter(draw(6, 8, seed=1))
 
-    def test_rows_lie_under_each_other_and_are_made_once(self) -> None:
+    def test_weights_are_concatenated_and_cast_once(self) -> None:
         copies, weights = WeightCopies(), self.weights()
         (first,) = copies.narrow(weights, HALF)
         assert torch.equal(first, torch.cat([w.detach() for w in weights]).to(HALF))
@@ -251,24 +251,24 @@ class TestCopies:
         assert copies.narrow(weights, HALF)[0] is first
         assert not first.any(), "nothing changed, so nothing was cast"
 
-    def test_a_weight_that_others_change_is_seen(self) -> None:
+    def test_a_changed_weight_is_detected(self) -> None:
         copies, weights = WeightCopies(), self.weights()
-        (held,) = copies.narrow(weights, HALF)
+        (copied,) = copies.narrow(weights, HALF)
         with torch.no_grad():
             weights[1].add_(1)
         copies.refresh()
-        assert torch.equal(held[4:], weights[1].detach().to(HALF))
+        assert torch.equal(copied[4:], weights[1].detach().to(HALF))
 
-    def test_what_moves_no_version_is_followed_when_asked(self) -> None:
+    def test_an_undetected_change_is_copied_on_request(self) -> None:
         copies, weights = WeightCopies(), self.weights()
-        (held,) = copies.narrow(weights, HALF)
+        (copied,) = copies.narrow(weights, HALF)
         weights[0].data.add_(1)
         copies.refresh()
-        assert not torch.equal(held[:4], weights[0].detach().to(HALF)), "torch does not tell"
+        assert not torch.equal(copied[:4], weights[0].detach().to(HALF)), "the version is unchanged"
         copies.refresh(all_of_them=True)
-        assert torch.equal(held[:4], weights[0].detach().to(HALF))
+        assert torch.equal(copied[:4], weights[0].detach().to(HALF))
 
-    def test_an_evaluation_may_come_first(self) -> None:
+    def test_the_first_call_may_be_in_inference_mode(self) -> None:
         subject = model(fused=True, joined=True)
         with torch.autocast(DEVICE, HALF):
             with torch.inference_mode():
@@ -277,7 +277,7 @@ class TestCopies:
         loss.backward()
         assert torch.equal(loss.detach(), expected)
 
-    def test_a_model_is_saved_and_copied_without_them(self) -> None:
+    def test_a_model_is_saved_and_copied_without_weight_copies(self) -> None:
         subject = model(fused=True, joined=True)
         with torch.autocast(DEVICE, HALF):
             expected = subject(*batch()).detach()
@@ -288,11 +288,11 @@ class TestCopies:
                 assert not other.copies._groups
                 assert torch.equal(other(*batch()).detach(), expected)
 
-    def test_a_weight_that_is_gone_takes_its_copy_along(self) -> None:
+    def test_the_copy_of_a_freed_weight_is_freed(self) -> None:
         copies = WeightCopies()
         copies.narrow(self.weights(), HALF)
-        kept_ones = self.weights()
-        copies.narrow(kept_ones, HALF)
+        alive = self.weights()
+        copies.narrow(alive, HALF)
         assert len(copies._groups) == 1
 
     @pytest.mark.parametrize("optimizer", [FusedAdamW, InBackwardAdamW])
@@ -300,30 +300,30 @@ class TestCopies:
         self, optimizer: type[FusedAdamW], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copies, weights = WeightCopies(), self.weights()
-        (held,) = copies.narrow(weights, torch.float16)
-        made = optimizer(weights, lr=0.1, copies=copies)
+        (copied,) = copies.narrow(weights, torch.float16)
+        instance = optimizer(weights, lr=0.1, copies=copies)
         casts: list[int] = []
         monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: casts.append(1))
         for step in range(3):
             sum(w.square().sum() for w in weights).backward()  # type: ignore[union-attr]
-            made.step()
-            made.zero_grad()
-            assert copies.narrow(weights, torch.float16)[0] is held
-            for row, weight in zip(held.split([4, 6]), weights, strict=True):
+            instance.step()
+            instance.zero_grad()
+            assert copies.narrow(weights, torch.float16)[0] is copied
+            for row, weight in zip(copied.split([4, 6]), weights, strict=True):
                 assert torch.equal(row, weight.detach().half()), step
         assert casts == []
 
-    def test_an_optimizer_that_knows_no_copies_leaves_them_to_be_cast(self) -> None:
+    def test_without_copies_in_the_optimizer_weights_are_cast_again(self) -> None:
         copies, weights = WeightCopies(), self.weights()
         copies.narrow(weights, torch.float16)
-        made = FusedAdamW(weights, lr=0.1)
+        optimizer = FusedAdamW(weights, lr=0.1)
         sum(w.square().sum() for w in weights).backward()  # type: ignore[union-attr]
-        made.step()
+        optimizer.step()
         expected = torch.cat([w.detach() for w in weights]).half()
         assert torch.equal(copies.narrow(weights, torch.float16)[0], expected)
 
 
-def test_what_blocks_keep() -> None:
+def test_activation_policy_per_layer() -> None:
     from stepscope.errors import UsageError
 
     assert policy_per_layer("gates", 3) == ("gates",) * 3

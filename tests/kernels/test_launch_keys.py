@@ -1,7 +1,7 @@
-"""Keys of the caches: two calls that differ in what a cached thing fixes never share it.
+"""Cache keys: calls that differ in a property that a cached entry depends on never share it.
 
-Prepared launches of attention are replayed on a GPU only. Here the kernels are replaced by ones
-that record how they are launched, so that the real cache, keys and replays run on a CPU. Tensors of
+Prepared launches of attention are replayed only on a GPU. Here the kernels are replaced by ones
+that record how they are launched, so that the real cache, keys and replays run on a CPU. Tensors on
 the meta device stand for those of a second GPU.
 """
 
@@ -21,22 +21,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.attention import attention, flex
 from stepscope.attention.triton import launch as triton_launch
-from stepscope.kernels import autotune as search
+from stepscope.kernels import autotune
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import FusedAdamW
-from stepscope.optim.fused import _described
+from stepscope.optim.fused import _table_row
 from stepscope.torch_tools.triton_available import on_its_device, tf32_is_enabled
 
 B, H, S, D = 2, 4, 32, 64
 DEVICE = "cpu"
 
 
-def specialised(value: Any, dtype: torch.dtype) -> Any:
-    """All of an argument that a compiled kernel depends on, strides of tensors included."""
+def specialization(value: Any, dtype: torch.dtype) -> Any:
+    """Return all properties of an argument that a compiled kernel depends on, with strides."""
     if isinstance(value, TensorDescriptor):
         value = value.base
     if isinstance(value, Tensor):
-        # Tensors that stay in registers are compiled as bits, and launched as they are.
+        # Tensors that stay in registers are compiled as int16 bits, and launched unchanged.
         kind = dtype if value.dtype == torch.int16 else value.dtype
         aligned = value.data_ptr() % 16 == 0
         return value.device, tuple(value.shape), value.stride(), kind, aligned
@@ -44,7 +44,7 @@ def specialised(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Recorder:
-    """Stands for every kernel; checks each replay against what was compiled for it."""
+    """Replaces every kernel; checks each replay against the arguments of the compilation."""
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -55,11 +55,13 @@ class Recorder:
         def launch(*arguments: Any, **options: int) -> Any:
             del options
             self.compiled += 1
-            known = [specialised(x, self.dtype) for x in arguments]
+            known = [specialization(x, self.dtype) for x in arguments]
             return SimpleNamespace(
-                run=self.replay(grid[0], known), function=None, packed_metadata=None,
+                run=self.replay(grid[0], known),
+                function=None,
+                packed_metadata=None,
                 metadata=SimpleNamespace(tensordesc_meta=None),
-            )  # fmt: skip
+            )
 
         return launch
 
@@ -67,27 +69,28 @@ class Recorder:
         def run(*launched: Any) -> None:
             self.replayed += 1
             assert launched[0] == programs
-            assert [specialised(x, self.dtype) for x in launched[9:]] == known
+            assert [specialization(x, self.dtype) for x in launched[9:]] == known
 
         return run
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    kernels = {k: v._replace(function=made) for k, v in triton_launch._KERNELS.items()}
+    fake = Recorder()
+    kernels = {k: v._replace(function=fake) for k, v in triton_launch._KERNELS.items()}
     for name, value in {
-        "_KERNELS": kernels, "split_kernel": made, "INTERPRETED": False,
+        "_KERNELS": kernels, "split_kernel": fake, "INTERPRETED": False,
         "_capability": lambda _: (9, 0), "_PREPARED": {}, "_SPLITTERS": {},
     }.items():  # fmt: skip
         monkeypatch.setattr(triton_launch, name, value)
     stream = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, stream, lambda _: 0, raising=False)
-    return made
+    return fake
 
 
-def dense(layout: str = "", dtype: torch.dtype = torch.float32, device: str = DEVICE, **size: int
-          ) -> Tensor:  # fmt: skip
+def dense(
+    layout: str = "", dtype: torch.dtype = torch.float32, device: str = DEVICE, **size: int
+) -> Tensor:
     b, h, s, d = size.get("b", B), size.get("h", H), size.get("s", S), size.get("d", D)
     if layout == "unaligned":
         return torch.empty(b * h * s * d + 1, dtype=dtype, device=device)[1:].view(b, h, s, d)
@@ -100,7 +103,7 @@ NAMES = ("q", "k", "v", "grad", "out")
 
 
 def run(recorder: Recorder, **change: Any) -> None:
-    """A forward and a backward, with one property changed."""
+    """Run a forward and a backward, with some properties changed."""
     dtype, device = change.get("dtype", torch.float32), change.get("device", DEVICE)
     recorder.dtype = dtype
     size = {name: change[name] for name in ("b", "h", "s", "d") if name in change}
@@ -163,7 +166,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("base", BASES)
-def test_a_replay_has_the_arguments_that_were_compiled(
+def test_a_replay_has_the_arguments_of_the_compilation(
     base: str, name: str, recorder: Recorder
 ) -> None:
     """Both orders of a pair of calls that differ in one property."""
@@ -185,14 +188,14 @@ def test_the_same_call_again_is_a_replay(name: str, recorder: Recorder) -> None:
     assert recorder.replayed >= 3
 
 
-def test_only_the_value_of_a_scale_may_change_in_a_replay(recorder: Recorder) -> None:
+def test_only_the_scale_may_change_in_a_replay(recorder: Recorder) -> None:
     run(recorder, scale=1)
     compiled = recorder.compiled
     run(recorder, scale=0.5)
     assert recorder.compiled == compiled
 
 
-def test_planes_of_every_layout_and_device_have_a_key(recorder: Recorder) -> None:
+def test_planes_of_every_layout_and_device_have_a_separate_key(recorder: Recorder) -> None:
     variants = [dense(layout) for layout in ("", "transposed", "unaligned")]
     for x in (*variants, dense(device="meta"), dense(s=48), dense(d=48)):
         before = len(triton_launch._SPLITTERS)
@@ -203,7 +206,7 @@ def test_planes_of_every_layout_and_device_have_a_key(recorder: Recorder) -> Non
 
 
 class TestDevice:
-    """Triton launches on the current device, wherever the pointers lead."""
+    """Triton launches on the current device, whatever device the pointers belong to."""
 
     @pytest.mark.parametrize("current", [0, 1])
     def test_the_device_of_the_tensor_is_current_during_a_launch(
@@ -225,14 +228,14 @@ class TestDevice:
 
     @pytest.mark.parametrize(
         "module",
-        ["norm", "swiglu", "rotary", "embedding", "cross_entropy", "scale"],
+        ["norm", "swiglu", "rope", "embedding", "cross_entropy", "scale"],
     )
-    def test_every_launcher_of_a_fused_kernel_does_that(self, module: str) -> None:
-        held = importlib.import_module(f"stepscope.kernels.triton_{module}")
+    def test_every_launcher_of_a_fused_kernel_sets_the_device(self, module: str) -> None:
+        imported = importlib.import_module(f"stepscope.kernels.triton.{module}")
         launchers = [
             function
-            for _, function in inspect.getmembers(held, inspect.isfunction)
-            if function.__module__ == held.__name__ and "[(" in inspect.getsource(function)
+            for _, function in inspect.getmembers(imported, inspect.isfunction)
+            if function.__module__ == imported.__name__ and "[(" in inspect.getsource(function)
         ]
         assert launchers
         for function in launchers:
@@ -240,13 +243,13 @@ class TestDevice:
 
 
 class TestDispatch:
-    """`attention` keeps which function a call went to."""
+    """`attention` caches its choice of implementation."""
 
     @pytest.fixture(autouse=True)
-    def decided(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
-        monkeypatch.setattr("stepscope.attention.api._DECIDED", made)
-        return made
+    def dispatch_cache(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+        cache: dict[Any, Any] = {}
+        monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", cache)
+        return cache
 
     @pytest.mark.parametrize(
         "change",
@@ -257,8 +260,8 @@ class TestDispatch:
         ],
         ids=str,
     )  # fmt: skip
-    def test_a_call_that_differs_is_decided_anew(
-        self, change: dict[str, Any], decided: dict[Any, Any]
+    def test_a_call_that_differs_is_dispatched_again(
+        self, change: dict[str, Any], dispatch_cache: dict[Any, Any]
     ) -> None:
         def call(**how: Any) -> None:
             shape = {name: how.pop(name) for name in ("s", "h", "d", "dtype", "device")
@@ -268,21 +271,19 @@ class TestDispatch:
 
         call()
         call()
-        assert len(decided) == 1
+        assert len(dispatch_cache) == 1
         call(**change)
-        assert len(decided) == 2
+        assert len(dispatch_cache) == 2
 
     @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "auto"])
-    def test_one_decision_serves_every_layout(self, impl: str) -> None:
+    def test_one_cache_entry_serves_every_layout(self, impl: str) -> None:
         q, k, v = (torch.randn(B, S, H, D).transpose(1, 2) for _ in range(3))
         dense = [x.contiguous() for x in (q, k, v)]
         expected = attention(*dense, is_causal=True, impl=impl)
-        found = attention(q, k, v, is_causal=True, impl=impl)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        actual = attention(q, k, v, is_causal=True, impl=impl)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
-    def test_the_function_of_torch_is_looked_up_at_each_call(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_sdpa_is_looked_up_at_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 2, 8, 16)
         attention(x, x, x, impl="sdpa")
         name = "torch.nn.functional.scaled_dot_product_attention"
@@ -290,7 +291,7 @@ class TestDispatch:
         assert (attention(x, x, x, impl="sdpa") == 7.0).all()
 
     @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "triton", "auto"])
-    def test_a_scale_that_is_a_tensor_is_refused(self, impl: str) -> None:
+    def test_a_tensor_scale_raises(self, impl: str) -> None:
         x = torch.randn(1, 2, 8, 16)
         with pytest.raises(ValueError, match="scale is a tensor"):
             attention(x, x, x, scale=torch.tensor(0.5), impl=impl)  # type: ignore[arg-type]
@@ -298,12 +299,12 @@ class TestDispatch:
 
 class TestPrecision:
     @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-    def test_the_newer_setting_of_torch_is_followed(self, precision: str) -> None:
+    def test_the_newer_torch_setting_is_respected(self, precision: str) -> None:
         with tf32(precision == "tf32"):
             assert tf32_is_enabled() == (precision == "tf32")
 
     @pytest.mark.parametrize(("precision", "fast"), [("high", True), ("highest", False)])
-    def test_so_is_the_older(self, precision: str, fast: bool) -> None:
+    def test_the_older_torch_setting_is_respected(self, precision: str, fast: bool) -> None:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
         try:
@@ -316,9 +317,9 @@ class TestAutotunedMatmuls:
     CHANGES: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]]] = {
         "a transposed": lambda out, a, b: (out, dense_like(a.T).T, b, False),
         "b transposed": lambda out, a, b: (out, a, dense_like(b.T).T, False),
-        "a with a row stride": lambda out, a, b: (out, apart(a), b, False),
-        "b with a row stride": lambda out, a, b: (out, a, apart(b), False),
-        "out with a row stride": lambda out, a, b: (apart(out), a, b, False),
+        "a with a row stride": lambda out, a, b: (out, with_row_stride(a), b, False),
+        "b with a row stride": lambda out, a, b: (out, a, with_row_stride(b), False),
+        "out with a row stride": lambda out, a, b: (with_row_stride(out), a, b, False),
         "adds": lambda out, a, b: (out, a, b, True),
         "a wide output": lambda out, a, b: (out.float(), a, b, False),
         "dtype": lambda out, a, b: (out.half(), a.half(), b.half(), False),
@@ -330,38 +331,36 @@ class TestAutotunedMatmuls:
 
     @pytest.fixture(autouse=True)
     def any_alignment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The allocator of a CPU aligns less than that of a GPU."""
-        monkeypatch.setattr(search, "ALIGNMENT", 1)
+        """The CPU allocator aligns to fewer bytes than the GPU allocator."""
+        monkeypatch.setattr(autotune, "ALIGNMENT", 1)
 
     @pytest.mark.parametrize("name", CHANGES)
-    def test_a_matmul_that_differs_has_another_key(self, name: str) -> None:
+    def test_a_different_matmul_has_a_different_key(self, name: str) -> None:
         out, a, b = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(3))
-        key = search._key(out, a, b, False)
+        key = autotune._key(out, a, b, False)
         assert key is not None
-        assert key == search._key(dense_like(out), dense_like(a), dense_like(b), False)
-        other = search._key(*self.CHANGES[name](out, a, b))
+        assert key == autotune._key(dense_like(out), dense_like(a), dense_like(b), False)
+        other = autotune._key(*self.CHANGES[name](out, a, b))
         assert other is not None
         assert other != key
 
-    def test_tensors_of_two_devices_are_left_to_torch(self) -> None:
+    def test_tensors_on_two_devices_are_left_to_torch(self) -> None:
         out, a, b = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(3))
-        assert search._key(out, a.to("meta"), b, False) is None
+        assert autotune._key(out, a.to("meta"), b, False) is None
 
-    def test_an_address_between_two_lines_is_left_to_torch(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(search, "ALIGNMENT", 256)
-        room = torch.empty(256 * 256 + 256, dtype=torch.bfloat16)
-        start = -room.data_ptr() % 256 // 2
-        x = room[start : start + 256 * 256].view(256, 256)
-        assert search._key(x, x, x, False) is not None
-        y = room[start + 1 : start + 1 + 256 * 256].view(256, 256)
-        assert [search._key(*given, False) for given in ((y, x, x), (x, y, x), (x, x, y))] == (
+    def test_an_unaligned_address_is_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(autotune, "ALIGNMENT", 256)
+        buffer = torch.empty(256 * 256 + 256, dtype=torch.bfloat16)
+        start = -buffer.data_ptr() % 256 // 2
+        x = buffer[start : start + 256 * 256].view(256, 256)
+        assert autotune._key(x, x, x, False) is not None
+        y = buffer[start + 1 : start + 1 + 256 * 256].view(256, 256)
+        assert [autotune._key(*given, False) for given in ((y, x, x), (x, y, x), (x, x, y))] == (
             [None] * 3
         )
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_none_is_taken_where_torch_may_not_reduce_in_16_bits(self, dtype: torch.dtype) -> None:
+    def test_the_setting_for_16_bit_reductions_is_respected(self, dtype: torch.dtype) -> None:
         matmul = torch.backends.cuda.matmul
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         setting = f"allow_{name}_reduced_precision_reduction"
@@ -369,7 +368,7 @@ class TestAutotunedMatmuls:
         try:
             for allowed in (True, False):
                 setattr(matmul, setting, allowed)
-                assert search._may_reduce_in(dtype) == allowed
+                assert autotune._may_reduce_in(dtype) == allowed
         finally:
             setattr(matmul, setting, before)
 
@@ -378,15 +377,15 @@ def dense_like(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def apart(x: Tensor) -> Tensor:
+def with_row_stride(x: Tensor) -> Tensor:
     return torch.empty(x.shape[0], x.shape[1] + 8, dtype=x.dtype)[:, : x.shape[1]]
 
 
 class TestAddressTable:
-    """A table of `FusedAdamW` serves as long as its key and its rows are the same."""
+    """A table of `FusedAdamW` is reused while its key and its rows are the same."""
 
-    def test_every_tensor_and_setting_is_in_it(self) -> None:
-        def made(**change: Any) -> Any:
+    def test_every_tensor_and_setting_is_in_the_row(self) -> None:
+        def row_of(**change: Any) -> Any:
             device = change.get("device", "cpu")
             kinds = [change.get(name, torch.float32) for name in ("parameter", "gradient", "mean")]
             x, g, m, s = (tensors[name] for name in ("x", "g", "m", "s"))
@@ -396,42 +395,42 @@ class TestAddressTable:
                 y.clone() if change.get(f"new {n}") else y
                 for n, y in zip("xgms", (x, g, m, s), strict=True)
             )
-            kept.extend((x, g, m, s))
+            alive.extend((x, g, m, s))
             copy = tensors["copy"] if change.get("copy") else None
             state = {"exp_avg": m, "exp_avg_sq": s}
-            return _described(x, g, state, copy, change.get("settings", 0))
+            return _table_row(x, g, state, copy, change.get("settings", 0))
 
-        kept: list[Tensor] = []  # So that no address is used twice.
+        alive: list[Tensor] = []  # so that no address is reused
         tensors = {name: torch.zeros(8) for name in ("x", "g", "m", "s", "copy")}
-        base = made()
-        assert base == made()
+        base = row_of()
+        assert base == row_of()
         for change in (
             {"parameter": torch.float16}, {"gradient": torch.float16}, {"mean": torch.float16},
             {"device": "meta"}, {"copy": True}, {"settings": 1},
             {"new x": True}, {"new g": True}, {"new m": True}, {"new s": True},
         ):  # fmt: skip
-            assert made(**change) != base, change
+            assert row_of(**change) != base, change
 
-    def test_what_a_captured_step_reads_outlives_a_change_of_the_gradients(self) -> None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        held = [nn.Parameter(torch.ones(size, device=kind)) for size in (5, 3)]
-        optimizer = FusedAdamW(held, capturable=True)
-        self.give_gradients(held)
+    def test_buffers_of_a_captured_step_outlive_a_change_of_the_gradients(self) -> None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        params = [nn.Parameter(torch.ones(size, device=device_type)) for size in (5, 3)]
+        optimizer = FusedAdamW(params, capturable=True)
+        self.set_gradients(params)
         optimizer.step()
-        (captured,) = optimizer._counted.values()
+        (captured,) = optimizer._launches.values()
         # As `step` does in a capture.
         optimizer._captured.append(captured)
-        counts = [optimizer.state[each]["step"] for each in held]
-        self.give_gradients(held)
+        counts = [optimizer.state[parameter]["step"] for parameter in params]
+        self.set_gradients(params)
         optimizer.step()
-        (now,) = optimizer._counted.values()
+        (now,) = optimizer._launches.values()
         assert now.table is not captured.table
         assert now.settings is captured.settings
-        held[1].grad = None
+        params[1].grad = None
         optimizer.step()
-        assert [optimizer.state[each]["step"] for each in held] == counts
+        assert [optimizer.state[parameter]["step"] for parameter in params] == counts
         assert [count.item() for count in counts] == [3, 2]
-        # A replay after that goes on from there, for both.
+        # A later replay continues from these counts.
         captured.settings.advance()
         assert [count.item() for count in counts] == [4, 3]
         optimizer.param_groups[0]["lr"] = 0.25
@@ -439,37 +438,37 @@ class TestAddressTable:
         assert {rule.lr for rule in captured.settings.rules} == {0.25}
 
     @staticmethod
-    def give_gradients(held: list[nn.Parameter]) -> None:
-        before = [each.grad for each in held]
-        for each in held:
-            each.grad = torch.ones_like(each)
+    def set_gradients(params: list[nn.Parameter]) -> None:
+        before = [parameter.grad for parameter in params]
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
         del before
 
 
 class TestWeightCopies:
-    def test_new_memory_at_the_address_of_the_old_is_seen(self) -> None:
-        room = bytearray(4 * 6)
-        weight = nn.Parameter(torch.frombuffer(room, dtype=torch.float32).view(2, 3))
+    def test_new_memory_at_the_same_address_is_detected(self) -> None:
+        buffer = bytearray(4 * 6)
+        weight = nn.Parameter(torch.frombuffer(buffer, dtype=torch.float32).view(2, 3))
         copies = WeightCopies()
         (first,) = copies.narrow((weight,), torch.float16)
         assert not first.any()
         address, version = weight.data_ptr(), weight._version
-        torch.frombuffer(room, dtype=torch.float32).fill_(3.0)
-        weight.data = torch.frombuffer(room, dtype=torch.float32).view(2, 3)
+        torch.frombuffer(buffer, dtype=torch.float32).fill_(3.0)
+        weight.data = torch.frombuffer(buffer, dtype=torch.float32).view(2, 3)
         assert (weight.data_ptr(), weight._version) == (address, version)
         (second,) = copies.narrow((weight,), torch.float16)
         assert (second == 3.0).all()
 
-    def test_another_dtype_is_another_copy(self) -> None:
+    def test_each_dtype_has_its_own_copy(self) -> None:
         weight = nn.Parameter(torch.full((2, 3), 1 / 3))
         copies = WeightCopies()
         for dtype in (torch.float16, torch.bfloat16, torch.float16):
-            (made,) = copies.narrow((weight,), dtype)
-            assert torch.equal(made, weight.detach().to(dtype))
+            (copied,) = copies.narrow((weight,), dtype)
+            assert torch.equal(copied, weight.detach().to(dtype))
 
 
-def test_a_block_mask_that_an_evaluation_made_serves_in_training() -> None:
-    flex._kept_mask.cache_clear()
+def test_a_block_mask_created_in_inference_mode_is_usable_in_training() -> None:
+    flex._cached_mask.cache_clear()
     with torch.inference_mode():
         mask = flex._mask_for(128, 128, 0, torch.device("cpu"))
     assert mask is not None

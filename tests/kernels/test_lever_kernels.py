@@ -1,4 +1,4 @@
-"""The pairs of the levers by our kernels against float64, and what each form costs the hardware."""
+"""Triton kernels of the levers study against float64, and the cost of each variant."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a millisecond for each line of a kernel: short loops, small tiles."""
+    """Short loops and small tiles: the interpreter takes a millisecond per line of a kernel."""
     if not ON_GPU:
         monkeypatch.setattr(on_gpu, "LONGEST_POWER", 6)
         monkeypatch.setattr(on_gpu, "LANES", 32)
         monkeypatch.setattr(on_gpu, "TILES", dict.fromkeys((2, 4), on_gpu.Tile(32, 32, 16, 4, 2)))
 
 
-def made(lever: str) -> Pair:
+def create_pair(lever: str) -> Pair:
     elements, rows = (1 << 20, 512) if ON_GPU else (1 << 14, 64)
     return on_gpu.PAIRS[lever](DEVICE, elements if lever != "divergence" else 1 << 13, rows)
 
 
 @pytest.mark.parametrize("lever", on_gpu.PAIRS)
 @pytest.mark.usefixtures("small")
-def test_both_forms_are_right(lever: str) -> None:
-    both = made(lever)
-    truth = both.truth()
-    for form in (both.slow, both.fast):
-        form.run()
-        assert error(form.result(), truth) <= form.tolerance
+def test_both_variants_are_correct(lever: str) -> None:
+    pair = create_pair(lever)
+    truth = pair.truth()
+    for variant in (pair.slow, pair.fast):
+        variant.run()
+        assert error(variant.result(), truth) <= variant.tolerance
 
 
 @pytest.mark.usefixtures("small")
-def test_a_loop_that_is_one_turn_short_would_be_seen() -> None:
-    both = made("divergence")
-    both.slow.run()
-    right = both.slow.result()
-    one_less = (right - on_gpu.GAIN) / on_gpu.DECAY
-    assert error(one_less, both.truth()) > both.slow.tolerance
+def test_a_loop_with_one_iteration_too_few_is_detected() -> None:
+    pair = create_pair("divergence")
+    pair.slow.run()
+    correct = pair.slow.result()
+    one_less = (correct - on_gpu.GAIN) / on_gpu.DECAY
+    assert error(one_less, pair.truth()) > pair.slow.tolerance
 
 
 @pytest.mark.usefixtures("small")
-def test_what_each_form_costs() -> None:
-    divergence, fusion = made("divergence"), made("fusion")
+def test_cost_of_each_variant() -> None:
+    divergence, fusion = create_pair("divergence"), create_pair("fusion")
     assert divergence.fast.flops >= divergence.work
     assert divergence.slow.flops > 1.5 * divergence.work
     assert fusion.slow.moved == 4 * fusion.fast.moved
-    assert made("coalescing").slow.moved / made("coalescing").fast.moved == (32 + 4) / (4 + 4)
-    kept = made("recomputation")
-    assert kept.slow.kept == 4 * (kept.fast.kept or 0)
-    assert kept.slow.moved / kept.fast.moved == 11 / 5
-    tiling = made("tiling")
+    assert create_pair("coalescing").slow.moved / create_pair("coalescing").fast.moved == (
+        32 + 4
+    ) / (4 + 4)
+    recomputation = create_pair("recomputation")
+    assert recomputation.slow.kept == 4 * (recomputation.fast.kept or 0)
+    assert recomputation.slow.moved / recomputation.fast.moved == 11 / 5
+    tiling = create_pair("tiling")
     assert tiling.slow.moved > 8 * tiling.fast.moved
     assert tiling.slow.flops == tiling.fast.flops == tiling.work

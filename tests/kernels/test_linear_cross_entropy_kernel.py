@@ -1,4 +1,4 @@
-"""Losses and gradients of rows of logits by our kernels, and the whole head with them."""
+"""Triton cross-entropy kernels: losses and gradients of rows, and fused linear cross-entropy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stepscope.kernels.triton.scale import scale_unless_one
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# The interpreter computes bfloat16 wrongly.
+# The interpreter computes bfloat16 incorrectly.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
-both_forms = pytest.mark.parametrize("held", [True, False], ids=["one read", "two walks"])
+both_kernels = pytest.mark.parametrize("in_registers", [True, False], ids=["one read", "two reads"])
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -48,43 +48,45 @@ def row_results(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 def test_rows(vocab: int, dtype: torch.dtype) -> None:
     logits = draw(3, vocab, scale=4.0).to(dtype)
     targets = torch.tensor([0, vocab - 1, -100], device=DEVICE)
-    made = logits.clone()
-    losses = losses_of(made, targets)
+    gradients = logits.clone()
+    losses = losses_of(gradients, targets)
     hold_to_policy(
         row_results(logits.double(), targets),
         row_results(logits, targets),
-        {"losses": losses, "d_logits": made},
+        {"losses": losses, "d_logits": gradients},
     )
     assert losses[2] == 0
-    assert not made[2].any()
+    assert not gradients[2].any()
 
 
-@both_forms
-def test_rows_that_lie_apart(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is between them is not looked at. On a GPU rows that begin elsewhere are read in other
-    pieces, so their sums may differ in the last bit."""
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 64 * held)
+@both_kernels
+def test_rows_with_padding(in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The padding is ignored. On a GPU rows with another alignment are read in other blocks, so
+    their sums may differ in the last bit."""
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 64 * in_registers)
     logits = draw(4, 53, scale=4.0)
-    apart = torch.full((4, 64), math.nan, device=DEVICE)
-    apart[:, :53] = logits
+    padded = torch.full((4, 64), math.nan, device=DEVICE)
+    padded[:, :53] = logits
     targets = torch.tensor([0, 52, -100, 7], device=DEVICE)
-    losses = losses_of(apart[:, :53], targets)
+    losses = losses_of(padded[:, :53], targets)
     near = {"rtol": 1e-6, "atol": 1e-7} if DEVICE == "cuda" else {"rtol": 0.0, "atol": 0.0}
     torch.testing.assert_close(losses, losses_of(logits, targets), **near)
-    torch.testing.assert_close(apart[:, :53], logits, **near)
+    torch.testing.assert_close(padded[:, :53], logits, **near)
 
 
-@both_forms
-def test_gradients_have_their_share(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
+@both_kernels
+def test_gradients_are_scaled_by_the_share(
+    in_registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 128 * in_registers)
     logits = draw(3, 70)
     targets = torch.tensor([3, -100, 69], device=DEVICE)
     count, share = count_rows(targets, -100, torch.float32)
     assert (count.item(), share.item()) == (2.0, 0.5)
-    whole, shared = logits.clone(), logits.clone()
-    losses_of(whole, targets)
-    losses = losses_of(shared, targets, share=share)
-    assert torch.equal(shared, whole * 0.5)
+    unscaled, scaled = logits.clone(), logits.clone()
+    losses_of(unscaled, targets)
+    losses = losses_of(scaled, targets, share=share)
+    assert torch.equal(scaled, unscaled * 0.5)
     expected = functional.cross_entropy(logits, targets)
     torch.testing.assert_close(mean_of(losses, count), expected)
 
@@ -97,26 +99,28 @@ def test_counting_and_averaging_many_rows(rows: int) -> None:
     assert share.item() == pytest.approx(1 / count.item(), rel=1e-6)
     losses = draw(rows)
     torch.testing.assert_close(mean_of(losses, count), losses.sum() / count)
-    nothing, one = count_rows(torch.ones_like(targets), 1, torch.float32)
-    assert (nothing.item(), one.item()) == (0.0, 1.0)
-    assert mean_of(torch.zeros_like(losses), nothing).isnan()
+    zero, one = count_rows(torch.ones_like(targets), 1, torch.float32)
+    assert (zero.item(), one.item()) == (0.0, 1.0)
+    assert mean_of(torch.zeros_like(losses), zero).isnan()
 
 
-@both_forms
-def test_without_gradient_the_logits_stay(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
+@both_kernels
+def test_without_gradient_the_logits_are_unchanged(
+    in_registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 128 * in_registers)
     logits = draw(2, 70)
     before = logits.clone()
     losses_of(logits, torch.tensor([3, 4], device=DEVICE), gradient=False)
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize(("vocab", "held"), [(5000, True), (5000, False), (40_000, False)])
-def test_extremes(vocab: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", vocab * held)
+@pytest.mark.parametrize(("vocab", "in_registers"), [(5000, True), (5000, False), (40_000, False)])
+def test_extremes(vocab: int, in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", vocab * in_registers)
     logits = torch.zeros(6, vocab, device=DEVICE)
     logits[0] = float("-inf")
-    logits[0, 7] = 3.0  # the only token that is possible
+    logits[0, 7] = 3.0  # the only possible token
     logits[1, vocab - 1] = 3e38
     logits[4] = float("-inf")
     logits[5, 9] = float("inf")
@@ -124,34 +128,34 @@ def test_extremes(vocab: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> No
     losses = losses_of(logits, targets)
     assert losses[:2].tolist() == [0.0, 0.0]
     assert not logits[:2].any()
-    assert losses[2:4].isnan().all(), "a target outside of the vocabulary must not go unseen"
-    assert losses[4:].isnan().all(), "no token possible, or one that is infinitely so"
+    assert losses[2:4].isnan().all(), "a target outside of the vocabulary must give NaN"
+    assert losses[4:].isnan().all(), "all logits -inf, or one +inf"
 
 
-@pytest.mark.parametrize("above", [1.0, 0.3])
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_head_with_its_loss(dtype: torch.dtype, above: float) -> None:
+def test_linear_cross_entropy(dtype: torch.dtype, upstream: float) -> None:
     x, weight = draw(40, 24).to(dtype), draw(301, 24, seed=1).to(dtype)
     targets = torch.arange(40, device=DEVICE) * 7
     targets[3] = -100
     assert kernels_take(x)
 
-    def results(form: torch.dtype, fused: bool) -> dict[str, Tensor]:
-        leaves = [each.detach().to(form).requires_grad_() for each in (x, weight)]
+    def results(compute: torch.dtype, fused: bool) -> dict[str, Tensor]:
+        leaves = [tensor.detach().to(compute).requires_grad_() for tensor in (x, weight)]
         if fused:
             loss = linear_cross_entropy(*leaves, targets, chunk_rows=16)
         else:
-            wide = torch.promote_types(form, torch.float32)
+            wide = torch.promote_types(compute, torch.float32)
             loss = functional.cross_entropy((leaves[0] @ leaves[1].T).to(wide), targets)
-        grads = torch.autograd.grad(loss * above, leaves)
+        grads = torch.autograd.grad(loss * upstream, leaves)
         return {"loss": loss.detach(), "dx": grads[0], "dw": grads[1]}
 
     hold_to_policy(results(torch.float64, False), results(dtype, False), results(dtype, True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_factor_is_multiplied_in_where_it_is_not_one(dtype: torch.dtype) -> None:
-    """More elements than one round of all programs takes; the second has another format."""
+def test_scale_unless_one(dtype: torch.dtype) -> None:
+    """More elements than all programs process in one iteration; the second has another dtype."""
     many, few = draw(4096 * 3 + 5).to(dtype), draw(7, seed=1)
     before = [many.clone(), few.clone()]
     for factor in (1.0, -0.5, 0.0):
@@ -162,27 +166,27 @@ def test_a_factor_is_multiplied_in_where_it_is_not_one(dtype: torch.dtype) -> No
         assert torch.equal(few, before[1])
     alone = draw(9)
     scale_unless_one([alone], torch.tensor(3.0, device=DEVICE))
-    assert torch.equal(alone, draw(9) * 3.0), "one tensor is not multiplied twice"
+    assert torch.equal(alone, draw(9) * 3.0), "a single tensor must not be multiplied twice"
     scale_unless_one([few], torch.tensor(math.nan, device=DEVICE))
     assert few.isnan().all()
 
 
-def test_what_a_factor_may_have_changed_counts_as_changed() -> None:
+def test_scale_unless_one_advances_the_version() -> None:
     x = draw(5)
     before = x._version
     scale_unless_one([x], torch.tensor(1.0, device=DEVICE))
     assert x._version == before + 1
 
 
-def test_targets_that_lie_apart() -> None:
+def test_non_contiguous_targets() -> None:
     x, weight = draw(6, 4), draw(30, 4, seed=1)
     targets = torch.arange(12, device=DEVICE).view(6, 2)[:, 1]
     expected = functional.cross_entropy(x @ weight.T, targets)
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets), expected)
 
 
-def test_float16_keeps_small_gradients() -> None:
-    """Divided by the number of rows too early, 5e-7 would lose its digits in float16."""
+def test_float16_preserves_small_gradients() -> None:
+    """Divided by the number of rows too early, 5e-7 would lose precision in float16."""
     rows = 256
     x = torch.ones(rows, 1, device=DEVICE, dtype=torch.float16).requires_grad_()
     weight = torch.zeros(2, 1, device=DEVICE, dtype=torch.float16).requires_grad_()
@@ -195,7 +199,7 @@ def test_float16_keeps_small_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_under_the_compiler_it_is_the_same(dtype: torch.dtype) -> None:
+def test_torch_compile_gives_the_same_result(dtype: torch.dtype) -> None:
     x, weight = (draw(40, 24).to(dtype), draw(300, 24, seed=1).to(dtype))
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     targets = torch.arange(40, device=DEVICE) * 7

@@ -1,4 +1,4 @@
-"""What programs do with an optimizer beside stepping: copies, rates, parameters that join later."""
+"""Optimizers in use: copies, tensor learning rates, added parameters, loaded states."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ def step(optimizer: torch.optim.Optimizer, *parameters: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def three() -> nn.Parameter:
+def three_ones() -> nn.Parameter:
     return nn.Parameter(torch.ones(3, device=DEVICE))
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_goes_on_as_the_original(kind: str, how: str) -> None:
-    weight = three()
+def test_a_copy_continues_like_the_original(kind: str, how: str) -> None:
+    weight = three_ones()
     optimizer = KINDS[kind]([weight], lr=0.1)
     step(optimizer, weight)
     pair = (weight, optimizer)
-    twin, again = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    weight_copy, optimizer_copy = (
+        copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    )
     for _ in range(2):
         step(optimizer, weight)
-        step(again, twin)
-    torch.testing.assert_close(twin, weight, rtol=0, atol=0)
+        step(optimizer_copy, weight_copy)
+    torch.testing.assert_close(weight_copy, weight, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rate_that_is_a_tensor_may_change_in_place(kind: str) -> None:
-    weight = three()
+def test_a_tensor_learning_rate_may_change_in_place(kind: str) -> None:
+    weight = three_ones()
     optimizer = KINDS[kind]([weight], lr=torch.tensor(0.1), weight_decay=0.0)
     moved = []
     for _ in range(3):
@@ -63,8 +65,8 @@ def test_a_rate_that_is_a_tensor_may_change_in_place(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_counted_where_there_was_a_gradient(kind: str) -> None:
-    weight, late = three(), three()
+def test_a_step_counts_only_for_parameters_with_a_gradient(kind: str) -> None:
+    weight, late = three_ones(), three_ones()
     optimizer = KINDS[kind]([weight, late], lr=0.1, weight_decay=0.0)
     for _ in range(20):
         step(optimizer, weight)
@@ -77,14 +79,14 @@ def test_a_step_is_counted_where_there_was_a_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_may_join_later(kind: str) -> None:
-    weight, late = three(), three()
+def test_parameters_may_be_added_later(kind: str) -> None:
+    weight, late = three_ones(), three_ones()
     optimizer = KINDS[kind]([weight], lr=0.1)
     optimizer.step()
     step(optimizer, weight)
     optimizer.add_param_group({"params": [late], "lr": 0.2})
     step(optimizer, weight, late)
-    plain, other = three(), three()
+    plain, other = three_ones(), three_ones()
     expected = torch.optim.AdamW([plain], lr=0.1)
     step(expected, plain)
     expected.add_param_group({"params": [other], "lr": 0.2})
@@ -93,22 +95,22 @@ def test_parameters_may_join_later(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "capturable", "in backward"])
-def test_what_adamw_lacks_is_refused_before_anything_changes(kind: str) -> None:
-    weight = three()
+def test_unsupported_options_raise_before_anything_changes(kind: str) -> None:
+    weight = three_ones()
     optimizer = KINDS[kind]([weight], lr=0.1)
-    other = torch.optim.AdamW([three()], lr=0.7, amsgrad=True)
-    with pytest.raises(ValueError, match="amsgrad=True is of another AdamW"):
+    other = torch.optim.AdamW([three_ones()], lr=0.7, amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(ValueError, match="maximize=True is of another AdamW"):
-        optimizer.add_param_group({"params": [three()], "maximize": True})
-    with pytest.raises(ValueError, match="takes real parameters"):
+    with pytest.raises(ValueError, match="maximize=True is not supported"):
+        optimizer.add_param_group({"params": [three_ones()], "maximize": True})
+    with pytest.raises(ValueError, match="supports real parameters only"):
         KINDS[kind]([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "capturable", "in backward"])
-def test_a_count_of_steps_may_be_a_number(kind: str) -> None:
-    weight, plain = three(), three()
+def test_a_loaded_step_count_may_be_a_number(kind: str) -> None:
+    weight, plain = three_ones(), three_ones()
     old = torch.optim.AdamW([plain], lr=0.1)
     step(old, plain)
     state = copy.deepcopy(old.state_dict())
@@ -122,8 +124,8 @@ def test_a_count_of_steps_may_be_a_number(kind: str) -> None:
     torch.testing.assert_close(weight, plain, rtol=1e-6, atol=0)
 
 
-def test_after_a_state_was_loaded_a_captured_step_follows_the_new_groups() -> None:
-    weight = three()
+def test_after_load_state_dict_a_captured_step_uses_the_new_groups() -> None:
+    weight = three_ones()
     optimizer = FusedAdamW([weight], lr=0.1, weight_decay=0.0, capturable=True)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -136,9 +138,9 @@ def test_after_a_state_was_loaded_a_captured_step_follows_the_new_groups() -> No
     torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
 
 
-def test_moments_by_chance_take_gradients_that_are_scattered() -> None:
+def test_stochastic_moments_support_non_contiguous_gradients() -> None:
     if DEVICE == "cpu":
-        pytest.skip("bfloat16 is wrong in the interpreter")
+        pytest.skip("the interpreter computes bfloat16 incorrectly")
     weight = nn.Parameter(torch.ones(4, 6, device=DEVICE))
     optimizer = FusedAdamW([weight], stochastic_bfloat16_state=True)
     for gradient in (torch.ones(4, 6, device=DEVICE), torch.ones(6, 4, device=DEVICE).T):
@@ -147,7 +149,7 @@ def test_moments_by_chance_take_gradients_that_are_scattered() -> None:
     assert float(optimizer.state[weight]["step"]) == 2
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
+def test_sparse_gradients_raise() -> None:
     table = nn.Embedding(5, 3, sparse=True, device=DEVICE)
     optimizer = InBackwardAdamW(table.parameters())
     with pytest.raises(RuntimeError, match="needs dense gradients"):
@@ -156,7 +158,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 
 class TestCopies:
-    def test_a_weight_with_two_copies_has_both_follow(self) -> None:
+    def test_both_copies_of_a_tied_weight_are_updated(self) -> None:
         subject = model(fused=True, joined=True)
         for block in subject.blocks:
             block.attention.key.weight = block.attention.query.weight  # type: ignore[union-attr]
@@ -171,29 +173,29 @@ class TestCopies:
         with torch.autocast(DEVICE, HALF):
             subject(*batch())
         for group in subject.copies._groups.values():
-            for row, held in zip(group.rows, group.weights() or (), strict=True):
-                torch.testing.assert_close(row, held.detach().to(HALF), rtol=0, atol=0)
+            for row, source in zip(group.rows, group.weights() or (), strict=True):
+                torch.testing.assert_close(row, source.detach().to(HALF), rtol=0, atol=0)
 
-    def test_other_copies_of_the_same_weights_follow(self) -> None:
+    def test_other_copies_of_the_same_weights_are_updated(self) -> None:
         weight, own, other = nn.Parameter(draw(4, 4)), WeightCopies(), WeightCopies()
         optimizer = FusedAdamW([weight], lr=0.1, copies=own)
-        for held in (own, other):
-            held.narrow((weight,), HALF)
+        for copies in (own, other):
+            copies.narrow((weight,), HALF)
         weight.grad = draw(4, 4)
         optimizer.step()
-        for held in (own, other):
-            (narrow,) = held.narrow((weight,), HALF)
+        for copies in (own, other):
+            (narrow,) = copies.narrow((weight,), HALF)
             torch.testing.assert_close(narrow, weight.detach().to(HALF), rtol=0, atol=0)
 
-    def test_a_new_weight_with_an_old_number_has_no_copy(self) -> None:
-        copies, kept = WeightCopies(), []
+    def test_a_new_weight_with_a_reused_id_has_no_copy(self) -> None:
+        copies, weights = WeightCopies(), []
         for _ in range(50):
             copies.narrow((nn.Parameter(draw(4, 4)),), HALF)
             gc.collect()
-            kept.append(nn.Parameter(draw(5, 5)))
-            assert copies.find(kept[-1]) is None
+            weights.append(nn.Parameter(draw(5, 5)))
+            assert copies.find(weights[-1]) is None
 
-    def test_in_inference_mode_they_are_made_anew(self) -> None:
+    def test_in_inference_mode_weights_are_cast_again(self) -> None:
         with torch.inference_mode(), torch.autocast(DEVICE, HALF):
             subject = model(fused=True, joined=True)
             first = subject(*batch())

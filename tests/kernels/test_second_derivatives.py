@@ -1,4 +1,4 @@
-"""A gradient penalty through a fused piece raises; it is never left out without a word."""
+"""A second derivative through a fused operation raises; it is never silently dropped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 
 TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
-PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "joined product": (lambda x, w: fused_linear(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "fused projection": (lambda x, w: fused_linear(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
     "feed-forward": (
         lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),
         ((4, 6), (8, 6), (8, 6), (6, 8)),
@@ -33,24 +33,24 @@ PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_a_second_derivative_raises(name: str) -> None:
-    piece, shapes = PIECES[name]
+    operation, shapes = OPERATIONS[name]
     inputs = [draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
-    out = piece(*inputs).sum()
+    out = operation(*inputs).sum()
     gradients = torch.autograd.grad(out, inputs, create_graph=True)
     for gradient in gradients:
         with pytest.raises(RuntimeError, match="no double backward"):
             gradient.square().sum().backward(retain_graph=True)
-    for each in inputs:
-        assert each.grad is None
+    for x in inputs:
+        assert x.grad is None
 
 
 @pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
-def test_a_penalty_on_a_model_s_gradients_raises(how: dict[str, bool]) -> None:
+def test_a_gradient_penalty_on_a_model_raises(how: dict[str, bool]) -> None:
     subject = model(**how)
     loss = subject(*batch())
     gradients = torch.autograd.grad(loss, list(subject.parameters()), create_graph=True)
-    # On a GPU either of the two nodes may be the first to run.
-    with pytest.raises(RuntimeError, match=r"no double backward|fused loss has one backward"):
+    # On a GPU either of the two nodes may run first.
+    with pytest.raises(RuntimeError, match=r"no double backward|fused loss supports one backward"):
         (loss + sum(g.square().sum() for g in gradients)).backward()

@@ -1,4 +1,4 @@
-"""`torch.func` and forward-mode AD through every fused piece: they work, or refuse in one line."""
+"""`torch.func` and forward-mode AD through every fused operation: they work, or raise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Q, KV = (2, 3, 4, 16, 16), (2, 3, 2, 16, 16)
 
 
 def qkv(dims: int = 5) -> list[Tensor]:
-    """Two query heads to a key head, where the dimensions suffice for it."""
+    """Return q, k, v; with five dimensions two query heads share a key head."""
     shapes = (Q, KV, KV) if dims == 5 else ((2, 4, 16, 16),) * 3
     return [draw(*shape, seed=n) for n, shape in enumerate(shapes)]
 
@@ -76,22 +76,24 @@ TRANSFORMS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("impl", OURS)
 def test_attention_under_a_transform(impl: str, name: str) -> None:
-    found, expected = (tree_leaves(TRANSFORMS[name](each)) for each in (impl, "reference"))
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual, expected = (
+        tree_leaves(TRANSFORMS[name](name_of_impl)) for name_of_impl in (impl, "reference")
+    )
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton])
-def test_the_functions_themselves(function: Any) -> None:
+def test_autograd_functions(function: Any) -> None:
     q, k, v = qkv(4)
-    found = grad(lambda q: function.apply(q, k, v, True).square().sum())(q)
+    actual = grad(lambda q: function.apply(q, k, v, True).square().sum())(q)
     expected = grad(energy("reference", is_causal=True))(q, k, v)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", OURS)
-def test_a_second_derivative_of_attention_is_refused(impl: str) -> None:
+def test_a_second_derivative_of_attention_raises(impl: str) -> None:
     q, k, v = qkv(4)
     with pytest.raises(RuntimeError, match="no double backward"):
         grad(lambda q: grad(energy(impl))(q, k, v).sum())(q)
@@ -103,7 +105,7 @@ def test_a_second_derivative_of_attention_is_refused(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", OURS)
-def test_forward_mode_through_attention_is_refused(impl: str) -> None:
+def test_forward_mode_through_attention_raises(impl: str) -> None:
     q, k, v = qkv(4)
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         jvp(lambda q: attention(q, k, v, impl=impl), (q,), (q,))
@@ -116,8 +118,8 @@ def test_forward_mode_through_attention_is_refused(impl: str) -> None:
 
 TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
 COS, SIN = draw(8, 4), draw(8, 4, seed=1)
-PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "joined product": (
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "fused projection": (
         lambda x, a, b: fused_linear(x, (a, b), WeightCopies()), ((4, 6), (7, 6), (3, 6)),
     ),
     "feed-forward": (
@@ -136,26 +138,29 @@ PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_a_fused_piece_under_every_transform(name: str) -> None:
-    piece, shapes = PIECES[name]
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_fused_operations_under_every_transform(name: str) -> None:
+    operation, shapes = OPERATIONS[name]
     inputs = [draw(*shape, seed=n) for n, shape in enumerate(shapes)]
-    places = tuple(range(len(inputs)))
+    argnums = tuple(range(len(inputs)))
 
     def loss(*given: Tensor) -> Tensor:
-        return piece(*given).square().sum()
+        return operation(*given).square().sum()
 
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected = torch.autograd.grad(loss(*leaves), leaves)
     along = sum((g * x).sum() for g, x in zip(expected, inputs, strict=True))
 
-    def close(found: Any, wanted: Any) -> None:
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    def close(actual: Any, reference: Any) -> None:
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
-    close(grad(loss, places)(*inputs), expected)
+    close(grad(loss, argnums)(*inputs), expected)
     twice = [torch.stack((x, 2 * x)) for x in inputs]
-    close(vmap(piece)(*twice), torch.stack([piece(*inputs), piece(*(2 * x for x in inputs))]))
-    close(tuple(g[0] for g in vmap(grad(loss, places))(*twice)), expected)
+    close(
+        vmap(operation)(*twice),
+        torch.stack([operation(*inputs), operation(*(2 * x for x in inputs))]),
+    )
+    close(tuple(g[0] for g in vmap(grad(loss, argnums))(*twice)), expected)
     close(jvp(loss, tuple(inputs), tuple(inputs))[1], along)
     with forward_ad.dual_level():
         dual = loss(*(forward_ad.make_dual(x, x) for x in inputs))
@@ -163,20 +168,20 @@ def test_a_fused_piece_under_every_transform(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
-def test_a_fused_model_by_functional_call(how: dict[str, bool]) -> None:
+def test_a_fused_model_with_functional_call(how: dict[str, bool]) -> None:
     subject = model(**how)
-    weights = {name: each.detach() for name, each in subject.named_parameters()}
+    weights = {name: tensor.detach() for name, tensor in subject.named_parameters()}
     tokens, targets = batch()
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
-        made: Tensor = functional_call(subject, weights, (tokens, targets))
-        return made
+        out: Tensor = functional_call(subject, weights, (tokens, targets))
+        return out
 
-    found = grad(loss)(weights)
+    gradients = grad(loss)(weights)
     subject(tokens, targets).backward()
     for name, parameter in subject.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
-    doubled = {name: each * 2 for name, each in weights.items()}
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
+    doubled = {name: tensor * 2 for name, tensor in weights.items()}
     with torch.no_grad():
         expected = loss(doubled)
         subject.load_state_dict(doubled)

@@ -1,4 +1,4 @@
-"""Our Triton attention against float64: in the interpreter on a CPU, for real on a GPU."""
+"""Triton attention against float64: in the interpreter on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepscope.attention.triton import launch as triton_launch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# The interpreter computes bfloat16 wrongly.
+# The interpreter computes bfloat16 incorrectly.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 
 
@@ -29,9 +29,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def inputs(
-    rows: int, keys: int, d: int, *, heads: int = 1, key_heads: int | None = None,
+    rows: int,
+    keys: int,
+    d: int,
+    *,
+    heads: int = 1,
+    key_heads: int | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q = draw(1, heads, rows, d, dtype=dtype)
     k = draw(1, key_heads or heads, keys, d, dtype=dtype, seed=1)
     v = draw(1, key_heads or heads, keys, d, dtype=dtype, seed=2)
@@ -49,8 +54,8 @@ def test_any_length(length: int, causal: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 70])
 def test_a_single_key(rows: int, dtype: torch.dtype) -> None:
-    """Its probability is 1 whatever the score, so dq and dk are zero: exactly, where the two terms
-    of dP - delta are summed in the same order, and else to the last place of float32."""
+    """Its probability is 1 whatever the score, so dq and dk are zero: exactly, if the two terms of
+    dP - delta are summed in the same order, else to the last place of float32."""
     d = 32
     q, k, v, grad = inputs(rows, 1, d, dtype=dtype)
     check_against_float64(triton, q, k, v, None)
@@ -58,10 +63,11 @@ def test_a_single_key(rows: int, dtype: torch.dtype) -> None:
     dq, dk, dv = torch.autograd.grad(triton(*leaves), leaves, grad)
     summed = grad.double().sum(-2, keepdim=True)
     one_unit = torch.finfo(dtype).eps * summed.abs().max().item()
-    # In planes, as a GPU multiplies float32, a number is kept to an eighth of a unit of its row's
-    # largest, then rounded once.
-    kept = one_unit / 4 if ON_GPU and dtype == torch.float32 else 0.0
-    torch.testing.assert_close(dv.double(), summed, atol=one_unit if rows > 1 else kept, rtol=0.0)
+    # In planes, as on a GPU, a float32 number is represented to an eighth of a unit of its row's
+    # maximum, then rounded once.
+    of_planes = one_unit / 4 if ON_GPU and dtype == torch.float32 else 0.0
+    tolerance = one_unit if rows > 1 else of_planes
+    torch.testing.assert_close(dv.double(), summed, atol=tolerance, rtol=0.0)
     terms = (grad.abs() * v.abs()).sum().item() * max(q.abs().max(), k.abs().max()).item()
     for gradient in (dq, dk):
         assert gradient.abs().max() <= 2 * torch.finfo(torch.float32).eps * terms
@@ -109,7 +115,7 @@ def test_any_scale(scale: float) -> None:
     check_against_float64(triton, q, k, v, grad, is_causal=True, scale=scale)
 
 
-def test_a_scale_of_zero_averages_what_is_seen() -> None:
+def test_a_scale_of_zero_averages_the_visible_values() -> None:
     q, k, v, grad = (x.requires_grad_() for x in inputs(50, 50, 16))
     out = triton(q, k, v, is_causal=True, scale=0.0)
     seen = torch.arange(1, 51, device=DEVICE)[:, None]
@@ -121,7 +127,9 @@ def test_a_scale_of_zero_averages_what_is_seen() -> None:
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the tile comes from the table")
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(16, 16, 4, 1)])
 @pytest.mark.parametrize("align", ["top-left", "bottom-right"])
-def test_any_tile_gives_the_same(tile: Tile, align: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_tile_gives_the_same_result(
+    tile: Tile, align: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from stepscope.attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "_INTERPRETER_TILE", tile)
@@ -145,7 +153,7 @@ class TestStrides:
         q, k, v, grad = (x.transpose(-1, -2) for x in inputs(16, 16, 40))
         check_against_float64(triton, q, k, v, grad)
 
-    def test_what_lies_past_the_end_is_not_read(self) -> None:
+    def test_memory_past_the_end_is_not_read(self) -> None:
         """NaN on all sides of every tensor."""
         framed = []
         for seed in range(4):
@@ -172,7 +180,7 @@ class TestStrides:
 
 
 class TestEdges:
-    def test_rows_that_see_nothing_are_zero(self) -> None:
+    def test_rows_without_a_visible_key_are_zero(self) -> None:
         q, k, v, grad = inputs(40, 8, 16)
         q.requires_grad_()
         out = triton(q, k, v, is_causal=True, causal_align="bottom-right")
@@ -191,24 +199,24 @@ class TestEdges:
             assert not gradient.any()
 
     @pytest.mark.parametrize("where", [0, 1, 2])
-    def test_nan_comes_out_as_nan(self, where: int) -> None:
+    def test_nan_propagates(self, where: int) -> None:
         tensors = list(inputs(40, 40, 16)[:3])
         tensors[where][0, 0, 20, 3] = math.nan
         out = triton(*tensors)
         assert out[0, 0, 20].isnan().any()
 
     def test_large_scores_do_not_overflow(self) -> None:
-        """Scores of thousands: the log-sum-exp then has 24 bits for all of its digits."""
+        """Scores of thousands, of which the float32 log-sum-exp has 24 bits."""
         q, k, v, grad = inputs(40, 40, 16)
         q, k = (30 * q).requires_grad_(), (30 * k).requires_grad_()
         out = triton(q, k, v, is_causal=True)
         torch.testing.assert_close(out, reference_attention(q, k, v, is_causal=True))
-        wanted = torch.autograd.grad(reference_attention(q, k, v, is_causal=True), (q, k), grad)
-        for got, want in zip(torch.autograd.grad(out, (q, k), grad), wanted, strict=True):
-            torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+        expected = torch.autograd.grad(reference_attention(q, k, v, is_causal=True), (q, k), grad)
+        for actual, reference in zip(torch.autograd.grad(out, (q, k), grad), expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=2e-3, rtol=1e-3)
 
-    def test_the_same_bits_every_time(self) -> None:
-        # The interpreter runs one program after the other: few tiles say as much there as many.
+    def test_bitwise_reproducible(self) -> None:
+        # The interpreter runs programs sequentially: few tiles test as much as many.
         length, heads = (97, 4) if ON_GPU else (40, 2)
         drawn = inputs(length, length, 40, heads=heads, key_heads=heads // 2)
         q, k, v, grad = (x.requires_grad_() for x in drawn)
@@ -241,8 +249,12 @@ class TestFunction:
         torch.testing.assert_close(rows[0], scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
         check_against_float64(
             lambda q, k, v, is_causal: FlashAttentionTriton.apply(q, k, v, is_causal),
-            q, k, v, draw(*leading, 40, 16, seed=5), is_causal=causal,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            draw(*leading, 40, 16, seed=5),
+            is_causal=causal,
+        )
         assert out.requires_grad
 
     def test_is_differentiable_once(self) -> None:
@@ -275,7 +287,7 @@ class TestOperator:
             assert triton(q, k, v).dtype == torch.float16
 
 
-class TestRefusals:
+class TestUnsupportedInputs:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
@@ -284,7 +296,7 @@ class TestRefusals:
             (lambda q, k, v: tuple(x.repeat(1, 1, 1, 17)[..., :257] for x in (q, k, v)), "257"),
         ],
     )
-    def test_say_why(self, change, reason: str) -> None:  # type: ignore[no-untyped-def]
+    def test_the_error_gives_the_reason(self, change, reason: str) -> None:  # type: ignore[no-untyped-def]
         q, k, v, _ = inputs(16, 16, 16)
         with pytest.raises(ValueError, match=reason):
             triton(*change(q, k, v))
@@ -297,7 +309,7 @@ class TestRefusals:
 
     def test_a_cpu_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+        monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
         q, k, v = (x.cpu() for x in inputs(16, 16, 16)[:3])
         with pytest.raises(ValueError, match="needs a GPU"):
             triton(q, k, v)
@@ -305,29 +317,29 @@ class TestRefusals:
 
 
 class TestPlanes:
-    """float32 as three planes of a 16-bit format, as the GPU multiplies it."""
+    """float32 split into three planes of a 16-bit dtype, as on a GPU."""
 
     TILE = Tile(32, 32, 4, 1, precision=IN_PLANES)
 
     @pytest.mark.parametrize(("d", "heads", "key_heads"), [(16, 1, 1), (20, 4, 2), (80, 1, 1)])
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-    def test_every_plane_counts(self, d: int, heads: int, key_heads: int, causal: bool) -> None:
+    def test_every_plane_is_used(self, d: int, heads: int, key_heads: int, causal: bool) -> None:
         q, k, v, grad = inputs(70, 70, d, heads=heads, key_heads=key_heads)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         exact = [x.detach().double().requires_grad_() for x in leaves]
         passes = ("forward", "query", "key_value")
         with triton_launch.forced_tiles(dict.fromkeys(passes, self.TILE)):
             out = triton(*leaves, is_causal=causal)
-            made = (out, *torch.autograd.grad(out, leaves, grad))
-        truth = attention(*exact, is_causal=causal, impl="reference")
+            results = (out, *torch.autograd.grad(out, leaves, grad))
+        expected = attention(*exact, is_causal=causal, impl="reference")
         for ours, theirs in zip(
-            made, (truth, *torch.autograd.grad(truth, exact, grad.double())), strict=True
+            results, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True
         ):
-            # One plane of float16 alone is off by 5e-4, and small numbers are lost below 6e-8; on a
-            # GPU one of bfloat16 is off by 4e-3 and two by 2e-5.
+            # One plane of float16 has an error of 5e-4 and loses numbers below 6e-8; on a GPU one
+            # plane of bfloat16 has an error of 4e-3, two of 2e-5.
             assert (ours.double() - theirs).norm() < 2e-6 * theirs.norm()
 
-    def test_planes_sum_to_the_number(self) -> None:
+    def test_planes_sum_to_the_input(self) -> None:
         x = draw(2, 3, 5, 12).transpose(1, 2)
         planes = triton_launch._planes(x)
         assert planes.shape == (6, 5, 3, 16)
@@ -338,12 +350,12 @@ class TestPlanes:
         assert (off <= largest * 2**-26 + (0 if ON_GPU else 2**-25)).all()
         assert not summed[..., 12:].any()
 
-    def test_the_highest_plane_has_one_last_bit_per_row(self) -> None:
+    def test_the_highest_plane_has_a_common_last_bit_per_row(self) -> None:
         x = draw(1, 1, 40, 64) * torch.logspace(-1, 1, 40, device=DEVICE)[:, None]
-        x[..., 5] *= 300  # what is small beside it has bits of its own
+        x[..., 5] *= 300  # values that are small relative to it are not on the grid
         x[..., 7, :] = 0
         high = triton_launch._planes(x)[:1].double()
-        eps = torch.finfo(triton_launch._PLANE_FORMAT).eps
+        eps = torch.finfo(triton_launch._PLANE_DTYPE).eps
         largest = x.double().abs().amax(-1, keepdim=True)
         step = torch.exp2(torch.floor(torch.log2(largest))) * eps
         on_grid = (x.abs() >= step) & (largest > 0)
@@ -352,10 +364,10 @@ class TestPlanes:
         steps = torch.where(on_grid, high / step, 0)
         assert torch.equal(steps, steps.round())
         torch.testing.assert_close(high, x.double(), atol=2**-24, rtol=0.5)
-        own = x.to(triton_launch._PLANE_FORMAT).double()
+        own = x.to(triton_launch._PLANE_DTYPE).double()
         assert torch.equal(high[~on_grid], own[~on_grid])
 
-    def test_what_is_not_finite_stays(self) -> None:
+    def test_non_finite_values_are_preserved(self) -> None:
         x = draw(1, 1, 3, 16)
         x[0, 0, 0, 3] = math.nan
         x[0, 0, 1, 4] = math.inf

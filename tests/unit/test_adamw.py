@@ -1,4 +1,4 @@
-"""Our AdamW against torch's, step by step, and against the rule worked out by hand."""
+"""AdamW against torch.optim.AdamW, step by step, and against a step computed by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, tolerance: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_hundred_steps_as_torch(dtype: torch.dtype, tolerance: float, grouped: bool) -> None:
+def test_hundred_steps_match_torch(dtype: torch.dtype, tolerance: float, grouped: bool) -> None:
     ours, theirs = small_model(dtype), small_model(dtype)
     start = copy.deepcopy(ours)
     params = two_groups if grouped else nn.Module.parameters
@@ -66,7 +66,7 @@ def test_first_step_by_hand() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW), (AdamW, AdamW)]
 )
-def test_state_moves_between_ours_and_torch(
+def test_state_loads_between_ours_and_torch(
     first: type[torch.optim.Optimizer], second: type[torch.optim.Optimizer]
 ) -> None:
     model = small_model()
@@ -82,7 +82,7 @@ def test_state_moves_between_ours_and_torch(
     assert steps == {40.0}
 
 
-def test_state_has_the_keys_and_formats_of_torch() -> None:
+def test_state_has_the_keys_and_dtypes_of_torch() -> None:
     model = small_model(torch.bfloat16)
     optimizer = AdamW(model.parameters())
     train(model, optimizer, 1)
@@ -91,7 +91,7 @@ def test_state_has_the_keys_and_formats_of_torch() -> None:
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == parameter.dtype
 
 
-def test_a_parameter_without_gradient_stays() -> None:
+def test_a_parameter_without_gradient_is_unchanged() -> None:
     used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
     used.grad = torch.ones(3)
     optimizer = AdamW([used, unused])
@@ -101,7 +101,7 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert used.tolist() != [1.0, 1.0, 1.0]
 
 
-def test_closure_runs_with_gradients_and_its_loss_returns() -> None:
+def test_closure_runs_with_gradients_enabled_and_returns_its_loss() -> None:
     weight = nn.Parameter(torch.tensor([3.0]))
     optimizer = AdamW([weight], lr=0.1, weight_decay=0.0)
 
@@ -115,7 +115,7 @@ def test_closure_runs_with_gradients_and_its_loss_returns() -> None:
     assert float(weight) == pytest.approx(2.9)
 
 
-def test_a_minimum_is_found() -> None:
+def test_converges_to_the_minimum() -> None:
     weight = nn.Parameter(torch.tensor([3.0, -2.0]))
     optimizer = AdamW([weight], lr=0.05, weight_decay=0.0)
     for _ in range(500):
@@ -136,7 +136,7 @@ def test_a_minimum_is_found() -> None:
         ({"betas": (0.9, -0.5)}, r"betas\[1\] is -0.5"),
     ],
 )
-def test_bad_settings_are_refused(bad: dict[str, object], message: str) -> None:
+def test_invalid_hyperparameters_raise(bad: dict[str, object], message: str) -> None:
     parameter = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=message):
         AdamW([parameter], **bad)
@@ -144,14 +144,14 @@ def test_bad_settings_are_refused(bad: dict[str, object], message: str) -> None:
         AdamW([{"params": [parameter], **bad}])
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_raise() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="dense gradients"):
         AdamW(embedding.parameters()).step()
 
 
-def test_state_of_another_rule_is_refused() -> None:
+def test_state_of_an_unsupported_variant_raises() -> None:
     model = small_model()
     other = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, other, 1)

@@ -1,4 +1,4 @@
-"""One call, any implementation: the choice, the refusals, and what all of them owe."""
+"""`attention`: dispatch, unsupported inputs, and properties that every implementation has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gradients(impl: str, inputs: list[Tensor], grad: Tensor, **how: object) -> l
 
 
 def assert_same(impl: str, inputs: list[Tensor], grad: Tensor, **how: object) -> None:
-    """Output and gradients are those of the reference, in float64."""
+    """Assert that output and gradients are those of the reference, in float64."""
     expected = gradients("reference", inputs, grad, **how)
     for ours, theirs in zip(gradients(impl, inputs, grad, **how), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
@@ -90,9 +90,9 @@ def test_strided_inputs_and_gradients(impl: str, layout: object) -> None:
 @pytest.mark.parametrize("impl", ["auto", *ON_CPU[1:]])
 @pytest.mark.parametrize("scale", [-1.0, 0.0])
 @ALIGNED
-def test_a_scale_below_or_at_zero(impl: str, scale: float, how: dict[str, str]) -> None:
+def test_negative_or_zero_scale(impl: str, scale: float, how: dict[str, str]) -> None:
     *inputs, grad = draw_qkv(9, 17, 8)
-    # The second call goes straight to where the first was sent.
+    # The second call uses the dispatch cache.
     for _ in range(2):
         assert_same(impl, inputs, grad, scale=scale, **how)
 
@@ -122,7 +122,7 @@ def test_empty_inputs(
 
 
 @pytest.mark.parametrize("impl", ON_CPU)
-def test_rows_that_see_no_key_are_zero_without_a_nan_on_the_way(impl: str) -> None:
+def test_rows_without_a_visible_key_are_zero_without_nan(impl: str) -> None:
     *inputs, grad = draw_qkv(9, 4, 6)
     with torch.autograd.detect_anomaly(check_nan=True):
         out, *grads = gradients(impl, inputs, grad, **BOTTOM_RIGHT)
@@ -138,7 +138,7 @@ def test_rows_that_see_no_key_are_zero_without_a_nan_on_the_way(impl: str) -> No
 @pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_nan_comes_out_as_nan(impl: str, which: str, is_causal: bool) -> None:
+def test_nan_propagates(impl: str, which: str, is_causal: bool) -> None:
     inputs = dict(zip("qkv", draw_qkv(140, 140, 8), strict=False))
     inputs[which][0, 1, 3, 2] = float("nan")
     out = attention(*inputs.values(), is_causal=is_causal, impl=impl)
@@ -150,14 +150,14 @@ def test_nan_comes_out_as_nan(impl: str, which: str, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @ALIGNED
-def test_torch_half_formats(dtype: torch.dtype, how: dict[str, str]) -> None:
+def test_sdpa_in_16_bit_dtypes(dtype: torch.dtype, how: dict[str, str]) -> None:
     q, k, v, grad = draw_qkv(63, 111, 40, key_heads=1, dtype=dtype)
     check_against_float64(partial(attention, impl="sdpa_math"), q, k, v, grad, **how)
-    # Its CPU kernel rounds the weights for the gradient of v, so only the output can be held.
+    # Its CPU kernel rounds the probabilities for the gradient of v, so only the output is checked.
     check_against_float64(partial(attention, impl="sdpa"), q, k, v, None, **how)
 
 
-def test_a_wrong_attention_fails_the_policy() -> None:
+def test_an_incorrect_attention_fails_the_policy() -> None:
     q, k, v, grad = draw_qkv(63, 63, 16, dtype=torch.float32)
 
     def slightly_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,12 +169,12 @@ def test_a_wrong_attention_fails_the_policy() -> None:
         check_against_float64(lambda q, k, v: (q + k + v) * float("nan"), q, k, v, None)
     with pytest.raises(AssertionError, match=r"output is torch.float64"):
         check_against_float64(lambda q, k, v: (q + k + v).double(), q, k, v, None)
-    found = check_against_float64(reference_attention, q, k, v, grad)
-    assert set(found) == {"output", "dq", "dk", "dv"}
-    assert all(accuracy.ratio <= 1 for accuracy in found.values())
+    accuracies = check_against_float64(reference_attention, q, k, v, grad)
+    assert set(accuracies) == {"output", "dq", "dk", "dv"}
+    assert all(accuracy.ratio <= 1 for accuracy in accuracies.values())
 
 
-def test_every_name_is_a_callable_with_the_same_checks() -> None:
+def test_every_implementation_checks_its_inputs() -> None:
     q, k, v, _ = draw_qkv(5, 5, 16, dtype=torch.float32)
     for name in IMPLEMENTATION_NAMES:
         if name in (*ON_CPU, "auto"):
@@ -184,10 +184,11 @@ def test_every_name_is_a_callable_with_the_same_checks() -> None:
             attention_with(name)(q, k.double(), v)
 
 
-def test_a_named_implementation_says_why_it_cannot() -> None:
+def test_a_named_implementation_reports_why_an_input_is_unsupported() -> None:
     q, k, v, _ = draw_qkv(5, 5, 16, dtype=torch.float32)
     for impl in ("sdpa_cudnn", "sdpa_efficient"):
-        with pytest.raises(ValueError, match=f"'{impl}' cannot .* for CUDA only, and q is on cpu"):
+        message = f"'{impl}' does not support .* for CUDA only, and q is on cpu"
+        with pytest.raises(ValueError, match=message):
             attention(q, k, v, impl=impl)
     with pytest.raises(ValueError, match=r"same last dimension. Got .* Value.size\(-1\): 8"):
         attention(q, k, v[..., :8], impl="sdpa_flash")
@@ -195,9 +196,9 @@ def test_a_named_implementation_says_why_it_cannot() -> None:
         attention(q, k[..., :0, :], v[..., :0, :], impl="sdpa_flash")
     with pytest.raises(ValueError, match="has a backward for CUDA only, and q is on cpu"):
         attention(q, k, v, impl="flex")
-    with pytest.raises(ValueError, match=r"takes no empty input: shapes .* \(1, 2, 0, 16\)"):
+    with pytest.raises(ValueError, match=r"not support empty inputs: shapes .* \(1, 2, 0, 16\)"):
         attention(q, k[..., :0, :], v[..., :0, :], impl="flex")
-    with pytest.raises(ValueError, match="needs a head dimension of 16, not 8"):
+    with pytest.raises(ValueError, match="needs a head dimension of at least 16, not 8"):
         attention(q[..., :8], k[..., :8], v, impl="flex")
     with pytest.raises(ValueError, match="no kernel for float64"):
         attention(q.double(), k.double(), v.double(), impl="flex")
@@ -213,47 +214,45 @@ def refuses_long(*inputs: object) -> str | None:
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = registry.Implementation(
-        name="planted",
+        name="fake",
         load=lambda: sevens,
         refuses=refuses_long,
         saves_scores=False,
         description="a constant",
     )
-    monkeypatch.setitem(IMPLEMENTATIONS, "planted", entry)
-    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+    monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
 
-@pytest.mark.usefixtures("planted")
-def test_auto_takes_the_first_that_does_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("planted", "sdpa"))
+@pytest.mark.usefixtures("fake")
+def test_auto_chooses_the_first_that_supports_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("fake", "sdpa"))
     short, long = draw(5, 4), draw(6, 4)
     assert (attention(short, short, short) == 7.0).all()
-    assert explain(short, short, short).chosen == "planted"
+    assert explain(short, short, short).chosen == "fake"
     torch.testing.assert_close(attention(long, long, long), reference_attention(long, long, long))
     assert explain(long, long, long).chosen == "sdpa"
-    with pytest.raises(ValueError, match="impl='planted' cannot take this input: too long"):
-        attention(long, long, long, impl="planted")
-    monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("planted",))
-    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
-    with pytest.raises(ValueError, match=r"no implementation takes .*planted: too long"):
+    with pytest.raises(ValueError, match="impl='fake' does not support this input: too long"):
+        attention(long, long, long, impl="fake")
+    monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("fake",))
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
+    with pytest.raises(ValueError, match=r"no implementation supports .*fake: too long"):
         attention(long, long, long)
     assert explain(long, long, long).chosen is None
 
 
 def test_explain() -> None:
     q, k, v, _ = draw_qkv(5, 5, 16, dtype=torch.float32)
-    told = explain(q, k, v, is_causal=True)
-    assert told.chosen == "sdpa"
-    assert [verdict.name for verdict in told.verdicts] == list(IMPLEMENTATIONS)
-    assert {verdict.name for verdict in told.verdicts if verdict.takes} >= set(ON_CPU)
-    first, *lines = str(told).splitlines()
-    assert (
-        first
-        == f"auto takes sdpa: the first that is good for it of {', '.join(registry.PREFERENCE)}"
-    )
-    assert lines[list(IMPLEMENTATIONS).index("tiled")] == "  tiled           can take this input"
+    explanation = explain(q, k, v, is_causal=True)
+    assert explanation.chosen == "sdpa"
+    assert [verdict.name for verdict in explanation.verdicts] == list(IMPLEMENTATIONS)
+    assert {verdict.name for verdict in explanation.verdicts if verdict.takes} >= set(ON_CPU)
+    first, *lines = str(explanation).splitlines()
+    order = ", ".join(registry.PREFERENCE)
+    assert first == f"auto chooses sdpa: the first suitable one of {order}"
+    assert lines[list(IMPLEMENTATIONS).index("tiled")] == "  tiled           supports this input"
     assert lines[list(IMPLEMENTATIONS).index("flex")].endswith(
         "FlexAttention has a backward for CUDA only, and q is on cpu"
     )
@@ -272,7 +271,7 @@ def test_traces_into_one_graph(impl: str, how: dict[str, str]) -> None:
     "compiled" not in {v.name for v in explain(*(draw(2, 2),) * 3).verdicts if v.takes},
     reason="needs a C++ compiler",
 )
-def test_compiled_meets_more_shapes_than_torch_would_compile() -> None:
+def test_compiled_supports_more_shapes_than_the_recompile_limit() -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -292,9 +291,9 @@ def test_compiled_meets_more_shapes_than_torch_would_compile() -> None:
 @pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (384, 128)])
 def test_on_the_gpu(impl: str, lengths: tuple[int, int], how: dict[str, str]) -> None:
     tensors = [x.cuda() for x in draw_qkv(*lengths, 64, dtype=torch.bfloat16)]
-    told = {v.name: v.refusal for v in explain(*tensors[:3], **how).verdicts}
-    if told[impl] is not None:
-        pytest.skip(f"{impl} refuses: {told[impl]}")
+    refusals = {v.name: v.refusal for v in explain(*tensors[:3], **how).verdicts}
+    if refusals[impl] is not None:
+        pytest.skip(f"{impl} refuses: {refusals[impl]}")
     out, *grads = gradients(impl, tensors[:3], tensors[3], **how)
     exact = gradients("reference", [x.double() for x in tensors[:3]], tensors[3].double(), **how)
     for ours, theirs in zip((out, *grads), exact, strict=True):
@@ -303,13 +302,13 @@ def test_on_the_gpu(impl: str, lengths: tuple[int, int], how: dict[str, str]) ->
 
 @pytest.mark.gpu
 @on_gpu
-def test_refusals_on_the_gpu_are_torch_s_own() -> None:
+def test_reasons_on_the_gpu_are_those_of_torch() -> None:
     tensors = [x.cuda() for x in draw_qkv(64, 64, 64, dtype=torch.float32)[:3]]
     for impl in ("sdpa_flash", "sdpa_cudnn"):
         with pytest.raises(
-            ValueError, match=f"'{impl}' cannot take this input: .*([Dd]type|float32)"
+            ValueError, match=f"'{impl}' does not support this input: .*([Dd]type|float32)"
         ):
             attention(*tensors, impl=impl)
     assert attention(*tensors, impl="sdpa_efficient").shape == tensors[0].shape
-    with pytest.raises(ValueError, match=r"'flex' cannot take this input: .* not 8"):
+    with pytest.raises(ValueError, match=r"'flex' does not support this input: .* not 8"):
         attention(*(x[..., :8] for x in tensors), impl="flex")

@@ -1,4 +1,4 @@
-"""Every bad input is one clear error that names the argument and the value."""
+"""Every invalid input raises an error that names the argument and its value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BAD_INPUTS = {
     "no value dimension": (bad(v=f32(2, 4, 6, 0)), "head dimension of v is 0"),
     "integers": (bad(v=torch.ones(2, 4, 6, 8, dtype=torch.int64)), "v is int64; it must be one of"),
     "complex": (bad(q=f32(2, 4, 6, 8).cfloat()), "q is complex64"),
-    "formats": (bad(k=f32(2, 4, 6, 8).half()), "k is float16 and q is float32"),
+    "dtypes": (bad(k=f32(2, 4, 6, 8).half()), "k is float16 and q is float32"),
     "devices": (bad(v=torch.zeros(2, 4, 6, 8, device="meta")), "v is on meta and q is on cpu"),
     "batches": (bad(k=f32(3, 4, 6, 8)), "batch dimensions differ"),
     "broadcast batch": (bad(v=f32(1, 4, 6, 8)), "v has shape .* batch dimensions differ"),
@@ -50,7 +50,7 @@ BAD_INPUTS = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input(case: str) -> None:
+def test_invalid_input(case: str) -> None:
     given, message = BAD_INPUTS[case]
     q, k, v = (given[name] for name in "qkv")
     how = {name: value for name, value in given.items() if name not in "qkv"}
@@ -63,13 +63,13 @@ def test_bad_input(case: str) -> None:
         FlashAttentionTorch.apply(q, k, v, **how)
 
 
-def test_the_good_ones_are_good() -> None:
+def test_valid_input() -> None:
     given = bad()
     assert attention(*given.values()).shape == (2, 4, 6, 8)
 
 
 @pytest.mark.parametrize("how", [{}, {"causal_align": "top-left"}, {"is_causal": True}])
-def test_an_alignment_is_needed_only_where_it_matters(how: dict[str, object]) -> None:
+def test_alignment_is_required_only_for_unequal_causal_lengths(how: dict[str, object]) -> None:
     q, k, v = bad().values()
     if "is_causal" not in how:
         q = q[..., :3, :]
@@ -81,7 +81,7 @@ def test_unknown_implementation() -> None:
         attention(*bad().values(), impl="tilde")
 
 
-def test_unequal_formats_are_equal_under_autocast() -> None:
+def test_mixed_dtypes_are_valid_under_autocast() -> None:
     q, k, v = bad().values()
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, k.half(), v, impl="reference").dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The naive attention against a loop over rows, against torch, and by finite differences."""
+"""Naive attention against a loop over rows, against torch, and by finite differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_qkv(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 
 def attention_by_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-    """One query at a time in Python floats, seeing only the keys that it may."""
+    """Compute one query at a time in Python floats, over its visible keys only."""
     out = torch.zeros(q.shape[0], v.shape[1], dtype=torch.float64)
     for i in range(q.shape[0]):
         seen = i + 1 if is_causal else k.shape[0]
@@ -42,7 +42,7 @@ ON_CPU = ("reference", "tiled", "sdpa", "sdpa_flash", "sdpa_math")
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_every_implementation_is_the_formula(
+def test_every_implementation_computes_the_formula(
     name: str, is_causal: bool, scale: float | None
 ) -> None:
     q, k, v = random_qkv(13, 6)
@@ -55,7 +55,7 @@ def test_every_implementation_is_the_formula(
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 7, 4), (2, 3, 17, 8), (2, 1, 3, 5, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_reference_takes_any_leading_dimensions(shape: tuple[int, ...], is_causal: bool) -> None:
+def test_reference_supports_any_leading_dimensions(shape: tuple[int, ...], is_causal: bool) -> None:
     q, k, v = random_qkv(*shape)
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     actual = reference_attention(q, k, v, is_causal=is_causal)
@@ -66,7 +66,7 @@ def test_reference_takes_any_leading_dimensions(shape: tuple[int, ...], is_causa
     ("dtype", "tolerance"),
     [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
 )
-def test_reference_keeps_the_format(dtype: torch.dtype, tolerance: float) -> None:
+def test_reference_preserves_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
     q, k, v = random_qkv(2, 33, 16, dtype=dtype)
     exact = reference_attention(q.double(), k.double(), v.double(), is_causal=True)
     actual = reference_attention(q, k, v, is_causal=True)
@@ -81,7 +81,7 @@ def test_more_keys_than_queries_without_a_mask() -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_causal_over_unequal_lengths_is_refused(name: str) -> None:
+def test_causal_over_unequal_lengths_raises_without_alignment(name: str) -> None:
     q, k, v = random_qkv(9, 4)
     with pytest.raises(ValueError, match="3 queries over 9 keys"):
         attention(q[:3], k, v, is_causal=True, impl=name)
@@ -97,10 +97,10 @@ def test_causal_over_unequal_lengths_is_refused(name: str) -> None:
         (3, 3, "bottom-right", [1, 2, 3]),
     ],
 )
-def test_alignment_says_how_many_keys_a_query_sees(
+def test_alignment_determines_the_visible_keys(
     seq_q: int, seq_k: int, align: str, seen: list[int]
 ) -> None:
-    # With equal scores the output counts the keys: each adds its own column, all weigh the same.
+    # With equal scores the output counts the keys: each adds its own column with equal weight.
     q, k, v = torch.zeros(seq_q, 3), torch.zeros(seq_k, 3), torch.eye(seq_k)
     out = reference_attention(q, k, v, is_causal=True, causal_align=align)
     for row, count in zip(out, seen, strict=True):
@@ -110,11 +110,11 @@ def test_alignment_says_how_many_keys_a_query_sees(
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_neighbouring_heads_share_a_key_head(group: int) -> None:
+def test_consecutive_heads_share_a_key_head(group: int) -> None:
     q, k, v = random_qkv(2, 4, 7, 6)
     k, v = k[:, : 4 // group], v[:, : 4 // group]
-    alone = [x.repeat_interleave(group, dim=1) for x in (k, v)]
-    expected = reference_attention(q, *alone, is_causal=True)
+    repeated = [x.repeat_interleave(group, dim=1) for x in (k, v)]
+    expected = reference_attention(q, *repeated, is_causal=True)
     torch.testing.assert_close(reference_attention(q, k, v, is_causal=True), expected)
 
 
@@ -127,7 +127,7 @@ def test_reference_gradients(is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_large_scores_neither_overflow_nor_see_past_the_mask(name: str) -> None:
+def test_large_scores_neither_overflow_nor_leak_past_the_mask(name: str) -> None:
     q, k, v = (x[None] for x in random_qkv(8, 4, dtype=torch.float32))
     out = attention(q * 1e4, k * 1e4, v, is_causal=True, impl=name)
     assert torch.isfinite(out).all()

@@ -1,4 +1,4 @@
-"""A step that cannot be one CUDA graph: a skipped case with the reason, not an error."""
+"""A step that cannot be captured as a CUDA graph is a skipped case with a reason, not an error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stepscope.studies.training import captured
 from stepscope.studies.training.captured import CapturedStep
 
 
-def built_where_the_capture_says(error: Exception, patch: pytest.MonkeyPatch) -> None:
-    """As torch does: its end of a capture raises again, over what was raised within."""
+def build_with_failing_capture(error: Exception, patch: pytest.MonkeyPatch) -> None:
+    """Fail as torch does: the end of a capture raises another error over the original one."""
 
     def capture(*_: Any) -> None:
         try:
@@ -26,16 +26,14 @@ def built_where_the_capture_says(error: Exception, patch: pytest.MonkeyPatch) ->
     CapturedStep(None, None)  # type: ignore[arg-type]
 
 
-def test_values_that_are_read_back_skip_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
-    with pytest.raises(CaseSkipped, match=f"cannot be a CUDA graph: RuntimeError: {said}"):
-        built_where_the_capture_says(RuntimeError(said), monkeypatch)
+def test_a_host_synchronization_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
+    with pytest.raises(CaseSkipped, match=f"cannot be a CUDA graph: RuntimeError: {message}"):
+        build_with_failing_capture(RuntimeError(message), monkeypatch)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("a mistake")])
-def test_other_failures_stay_what_they_are(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_failures_propagate(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="previous error") as caught:
-        built_where_the_capture_says(error, monkeypatch)
+        build_with_failing_capture(error, monkeypatch)
     assert caught.value.__context__ is error

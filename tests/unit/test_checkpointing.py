@@ -1,4 +1,4 @@
-"""Blocks that run again in the backward: the same gradients, as often as the closed form says."""
+"""Activation checkpointing: equal gradients, and the predicted number of recomputed blocks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def gradients_and_runs(strategy: str) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_the_same_and_blocks_run_as_often_as_counted(strategy: str) -> None:
+def test_gradients_are_equal_and_blocks_run_as_often_as_predicted(strategy: str) -> None:
     plain, once = gradients_and_runs("no")
     gradients, runs = gradients_and_runs(strategy)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
     assert runs - once == run_again(stretches(strategy, LAYERS), LAYERS)
 
 
-def test_without_gradients_nothing_is_kept_for_running_again() -> None:
+def test_without_gradients_the_output_is_unchanged() -> None:
     model = TransformerLM(SHAPE, checkpoint=(2,))
     plain = TransformerLM(SHAPE)
     plain.load_state_dict(model.state_dict())
@@ -46,8 +46,8 @@ def test_without_gradients_nothing_is_kept_for_running_again() -> None:
 
 
 def test_strategies_in_numbers() -> None:
-    """Of 32 blocks: stretches, inputs kept at most, forwards of a block that run again."""
-    for strategy, sizes, kept, again in (
+    """For 32 blocks: segment sizes, maximum saved inputs, recomputed block forwards."""
+    for strategy, sizes, saved, recomputed in (
         ("no", (), 0, 0),
         ("1", (1,), 32, 32),
         ("8", (8,), 4, 32),
@@ -55,12 +55,12 @@ def test_strategies_in_numbers() -> None:
         ("nested", (16, 8, 4, 2, 1), 6, 96),
     ):
         assert stretches(strategy, 32) == sizes
-        assert saved_inputs(sizes, 32) == kept
-        assert run_again(sizes, 32) == again
+        assert saved_inputs(sizes, 32) == saved
+        assert run_again(sizes, 32) == recomputed
 
 
 @given(st.integers(1, 200))
-def test_halving_keeps_few_and_runs_often(layers: int) -> None:
+def test_nested_saves_few_inputs_and_recomputes_often(layers: int) -> None:
     sizes = stretches("nested", layers)
     depth = (layers - 1).bit_length()
     assert sizes[-1] == 1
@@ -70,6 +70,6 @@ def test_halving_keeps_few_and_runs_often(layers: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["", "0", "-1", "1-2", "2-2", "4-0", "half", "4.", "²"])
-def test_what_is_no_strategy_is_refused(strategy: str) -> None:
+def test_an_invalid_strategy_raises(strategy: str) -> None:
     with pytest.raises(UsageError, match="checkpoint"):
         stretches(strategy, 8)

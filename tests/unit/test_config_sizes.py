@@ -1,4 +1,4 @@
-"""The size tables against the published ones, and how sizes are found and changed."""
+"""Size tables against the published ones, and lookup and overrides of sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("table", PUBLISHED)
-def test_tables_are_the_published_ones(table: str) -> None:
+def test_tables_match_the_published_ones(table: str) -> None:
     shapes = {
         name: (size.d_model, size.d_ff, size.n_layers, size.n_heads)
         for name, size in SIZES[table].items()
@@ -40,7 +40,7 @@ def test_tables_are_the_published_ones(table: str) -> None:
         assert size.vocab == other.get(name, 10_000), name
 
 
-def test_tiny_sizes_grow_about_threefold() -> None:
+def test_tiny_sizes_grow_about_threefold_in_work() -> None:
     work = [
         size.n_layers * (4 * size.d_model**2 + 3 * size.d_model * size.d_ff)
         + size.vocab * size.d_model
@@ -56,7 +56,7 @@ def test_find_size() -> None:
     assert find_size("tiny", "2026") is find_size("tiny") is SIZES["tiny"]["tiny"]
 
 
-def test_an_unknown_name_gets_the_known_ones_and_one_of_another_table_its_flag() -> None:
+def test_an_unknown_name_lists_the_known_ones_or_the_flag_of_its_table() -> None:
     with pytest.raises(UsageError, match=r"one of: .*small, medium, large, xl, 2\.7b") as error:
         find_size("11b")
     assert "10b" not in str(error.value).split("one of:")[1]
@@ -66,7 +66,7 @@ def test_an_unknown_name_gets_the_known_ones_and_one_of_another_table_its_flag()
         find_size("small", "2024")
 
 
-def test_overrides_are_checked() -> None:
+def test_overrides_are_validated() -> None:
     size = find_size("small")
     longer = with_overrides(size, context=2048, n_layers=2)
     assert (longer.context, longer.n_layers, longer.d_model) == (2048, 2, 768)
@@ -77,7 +77,7 @@ def test_overrides_are_checked() -> None:
         with_overrides(size, n_layers=0)
 
 
-def test_impossible_shapes_are_refused() -> None:
+def test_impossible_shapes_raise() -> None:
     with pytest.raises(UsageError, match="does not divide"):
         ModelConfig(d_model=64, d_ff=64, n_layers=1, n_heads=5)
     with pytest.raises(UsageError, match="must be even"):

@@ -1,4 +1,4 @@
-"""Costs against what torch counts and keeps when the real model runs."""
+"""Cost model against the FLOPs that torch counts and the bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from stepscope.model import (
 )
 from stepscope.optim import AdamW
 
-# No two dimensions alike, so that no two items of an account can stand in for each other.
+# All dimensions differ, so that no item of the cost model can be mistaken for another.
 # Heads of 64 and 96 tokens: torch's kernels pad neither.
 SHAPE = ModelConfig(d_model=128, d_ff=176, n_layers=3, n_heads=2, vocab=97, context=100)
 BATCH, SEQ = 4, 96
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Savings:
-    """Bytes of every storage that autograd keeps, without those it is told of and scalars."""
+class SavedBytes:
+    """Bytes of every storage that autograd saves, except known ones and scalars."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._kept: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, torch.Tensor] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        # Some kernels keep the state of a dropout that is not in use; it alone is uint64.
-        if tensor.dim() and tensor.dtype != torch.uint64 and place not in self._known:
-            self._kept[place] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        # Some kernels save the RNG state of an unused dropout; only that is uint64.
+        if tensor.dim() and tensor.dtype != torch.uint64 and address not in self._known:
+            self._saved[address] = tensor
         return tensor
 
-    def __enter__(self) -> Savings:
+    def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
         return self
 
@@ -54,7 +54,7 @@ class Savings:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values())
 
 
 def saved_by_model(chosen: Precision, attention: str) -> int:
@@ -68,25 +68,25 @@ def saved_by_model(chosen: Precision, attention: str) -> int:
     tokens, targets = (torch.randint(0, SHAPE.vocab, (BATCH, SEQ), device=DEVICE) for _ in range(2))
     compute = getattr(torch, chosen.compute)
     with (
-        Savings([*model.parameters(), *model.buffers()]) as savings,
+        SavedBytes([*model.parameters(), *model.buffers()]) as saved_bytes,
         torch.autocast(DEVICE, compute, enabled=chosen.autocast),
     ):
         loss = cross_entropy(model(tokens), targets)
     assert loss.requires_grad
-    return savings.bytes
+    return saved_bytes.bytes
 
 
 @pytest.mark.parametrize(
     "name", ["float32", "bfloat16", "bfloat16-stream", "float16", "bfloat16-pure"]
 )
 @pytest.mark.parametrize("attention", ["auto", "reference", "tiled", "sdpa", "sdpa_math"])
-def test_activation_bytes_are_those_autograd_keeps(name: str, attention: str) -> None:
+def test_activation_bytes_match_what_autograd_saves(name: str, attention: str) -> None:
     chosen = precision(name)
     counted = cost.activation_bytes(SHAPE, BATCH, SEQ, chosen, attention, DEVICE)
     assert counted.total == saved_by_model(chosen, attention)
 
 
-def test_autocast_keeps_weight_copies_on_their_own_line() -> None:
+def test_weight_copies_of_autocast_are_a_separate_item() -> None:
     plain = cost.activation_bytes(SHAPE, BATCH, SEQ, precision("float32"), "sdpa")
     mixed = cost.activation_bytes(SHAPE, BATCH, SEQ, precision("bfloat16"), "sdpa")
     matrices = [p for p in TransformerLM(SHAPE, device="meta").parameters() if p.dim() == 2]
@@ -95,7 +95,7 @@ def test_autocast_keeps_weight_copies_on_their_own_line() -> None:
     assert mixed.weight_copies == 2 * (sum(p.numel() for p in matrices) - embedding)
 
 
-def test_naive_attention_keeps_the_squares_and_flash_does_not() -> None:
+def test_only_naive_attention_saves_quadratic_memory() -> None:
     def grown(attention: str) -> float:
         short, long = (
             cost.activation_bytes(SHAPE, BATCH, seq, precision("float32"), attention).per_block
@@ -108,7 +108,7 @@ def test_naive_attention_keeps_the_squares_and_flash_does_not() -> None:
 
 
 @pytest.mark.parametrize("size", ["tiny", "mini"])
-def test_flops_are_those_torch_counts(size: str) -> None:
+def test_flops_match_what_torch_counts(size: str) -> None:
     config = find_size(size)
     model = TransformerLM(config, attention=reference_attention, device="meta")
     tokens = torch.zeros(2, 32, dtype=torch.long, device="meta")
@@ -117,14 +117,14 @@ def test_flops_are_those_torch_counts(size: str) -> None:
     forward = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter:
         logits.sum().backward()
-    # The naive form computes the masked half as well.
+    # Naive attention computes the masked half as well.
     counted = cost.flops(config, 2, 32, causal=False)
     assert counted.forward == forward
     assert counted.backward == counter.get_total_flops()
     assert counted.step == forward + counter.get_total_flops()
 
 
-def test_causal_halves_the_attention_alone() -> None:
+def test_causal_halves_only_attention() -> None:
     full = cost.flops(SHAPE, BATCH, 64, causal=False)
     half = cost.flops(SHAPE, BATCH, 64)
     assert half.forward_linear == full.forward_linear
@@ -133,7 +133,7 @@ def test_causal_halves_the_attention_alone() -> None:
 
 
 def test_flops_of_a_published_size() -> None:
-    # small: 85 M in the layers' products after norms and embedding, 7.68 M in the head
+    # small: 85 M in the matmuls of the layers, 7.68 M in the head
     per_token = cost.flops(find_size("small"), 1, 512).forward_linear / 512
     assert per_token == 2 * (12 * (4 * 768 * 768 + 3 * 768 * 3072) + 768 * 10_000)
 
@@ -155,7 +155,7 @@ def test_weights_gradients_and_optimizer_state(name: str) -> None:
     assert cost.optimizer_bytes(SHAPE, chosen) == sum(t.nbytes for t in state)
 
 
-def test_minimum_bytes_grow_with_the_mode_and_stay_below_the_parts() -> None:
+def test_minimum_bytes_grow_with_the_mode_and_stay_below_the_sum() -> None:
     chosen = precision("bfloat16")
     config = SIZES["2025"]["xl"]
     forward, backward, step = (
@@ -171,7 +171,7 @@ def test_minimum_bytes_grow_with_the_mode_and_stay_below_the_parts() -> None:
         cost.activation_bytes(config, 4, 512, chosen, "flush")
 
 
-def test_published_sizes_meet_the_memory_they_are_known_for() -> None:
+def test_published_sizes_need_the_memory_they_are_known_for() -> None:
     # Four float32 copies of 3.4 billion parameters are 54 GB: no 40 GB card trains that.
     chosen = precision("float32")
     assert cost.minimum_bytes(SIZES["2025"]["2.7b"], 4, 128, chosen, "train-step") > 54e9
@@ -179,20 +179,20 @@ def test_published_sizes_meet_the_memory_they_are_known_for() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_reference_attention_saves_what_is_counted(causal: bool) -> None:
+def test_reference_attention_saves_the_counted_bytes(causal: bool) -> None:
     shape = AttentionShape(batch=2, heads=3, seq_q=11, seq_k=11, d_head=8)
     q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
-    with Savings([]) as savings:
+    with SavedBytes([]) as saved_bytes:
         reference_attention(q, k, v, is_causal=causal)
-    assert attention_cost.reference_saved_bytes(shape, 4, causal=causal) == savings.bytes
+    assert attention_cost.reference_saved_bytes(shape, 4, causal=causal) == saved_bytes.bytes
 
 
-def test_flash_attention_saves_what_is_counted() -> None:
+def test_flash_attention_saves_the_counted_bytes() -> None:
     shape = AttentionShape(batch=2, heads=3, seq_q=32, seq_k=32, d_head=8)
     q, k, v = (torch.randn(2, 3, 32, 8, requires_grad=True) for _ in range(3))
-    with Savings([]) as savings:
+    with SavedBytes([]) as saved_bytes:
         attention_with("sdpa")(q, k, v, is_causal=True)
-    assert attention_cost.flash_saved_bytes(shape, 4) == savings.bytes
+    assert attention_cost.flash_saved_bytes(shape, 4) == saved_bytes.bytes
 
 
 def test_attention_flops_and_bytes() -> None:
@@ -205,10 +205,10 @@ def test_attention_flops_and_bytes() -> None:
         out.sum().backward()
     assert attention_cost.forward_flops(shape, causal=False) == forward
     assert attention_cost.backward_flops(shape, causal=False) == counter.get_total_flops()
-    # One product more than the naive backward: the scores once again.
-    products = 5 * (2 * 2 * 3 * 5 * 7 * 8)
-    assert attention_cost.kernel_backward_flops(shape, causal=False) == products
-    assert 2 * attention_cost.kernel_backward_flops(shape, causal=True) == products
+    # One matmul more than the naive backward: the recomputed scores.
+    five_matmuls = 5 * (2 * 2 * 3 * 5 * 7 * 8)
+    assert attention_cost.kernel_backward_flops(shape, causal=False) == five_matmuls
+    assert 2 * attention_cost.kernel_backward_flops(shape, causal=True) == five_matmuls
 
     log_sum_exp = torch.empty(2, 3, 5, device="meta")
     moved = [q, k, v, out, log_sum_exp]

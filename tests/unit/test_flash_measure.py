@@ -107,7 +107,7 @@ def test_errors_are_left_out_where_float64_costs_too_much() -> None:
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where nobody asked for it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
 
 @pytest.mark.usefixtures("no_interpreter")

@@ -1,7 +1,7 @@
-"""The fused kernels compile for a Hopper GPU on a machine without one, with wide loads and without
-spills.
+"""The fused kernels compile for Hopper on a machine without a GPU, with wide loads and without
+register spills.
 
-In a process of its own: under Triton's interpreter nothing compiles.
+In a separate process: under Triton's interpreter nothing compiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.optim import triton_adamw
 
 def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):
-    # Pointers and sizes as a launch finds them: multiples of 16, but for those that are odd.
+    # Pointers and sizes as in a typical launch: multiples of 16, except for those in `odd`.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
     aligned = {
@@ -109,7 +109,7 @@ print("adamw one", wide_loads(
 """
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="Triton is there on Linux only")
+@pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")
 def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
@@ -119,6 +119,6 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 27
-    assert {name for name, count in found.items() if int(count) == 0} == set(), found
+    loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert len(loads) == 27
+    assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

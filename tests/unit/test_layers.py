@@ -1,4 +1,4 @@
-"""Layers against float64 formulas of their own, and the properties they are chosen for."""
+"""Layers against independent float64 formulas, and their mathematical properties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rms_norm_in_bfloat16_sums_in_float32() -> None:
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
-def test_rotary_turns_pairs_as_complex_numbers() -> None:
+def test_rotary_rotates_pairs_as_complex_numbers() -> None:
     d_head, theta = 8, 100.0
     rotary = RotaryEmbedding(d_head, context=50, theta=theta, dtype=torch.float64)
     x = torch.randn(2, 50, d_head, dtype=torch.float64)
@@ -57,9 +57,9 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
     for position in (0, 1, 7, 49):
         for i in range(d_head // 2):
             pair = complex(x[1, position, i], x[1, position, i + d_head // 2])
-            turned = pair * cmath.exp(1j * position * theta ** (-2 * i / d_head))
+            rotated = pair * cmath.exp(1j * position * theta ** (-2 * i / d_head))
             assert complex(out[1, position, i], out[1, position, i + d_head // 2]) == (
-                pytest.approx(turned, abs=1e-12)
+                pytest.approx(rotated, abs=1e-12)
             )
 
 
@@ -70,7 +70,7 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
     shift=st.integers(0, 100),
     seed=st.integers(0, 2**31),
 )
-def test_rotary_scores_depend_on_the_distance_alone(
+def test_rotary_scores_depend_only_on_the_distance(
     first: int, second: int, shift: int, seed: int
 ) -> None:
     rotary = RotaryEmbedding(16, context=501, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_rotary_scores_depend_on_the_distance_alone(
     assert float(here) == pytest.approx(float(there), abs=1e-10)
 
 
-def test_rotary_moves_scores_when_the_distance_changes() -> None:
+def test_rotary_scores_change_with_the_distance() -> None:
     rotary = RotaryEmbedding(16, context=8, dtype=torch.float64)
     ones = rotary(torch.ones(8, 16, dtype=torch.float64))
     assert abs(ones[0] @ ones[0] - ones[0] @ ones[5]) > 1.0
@@ -136,6 +136,6 @@ def test_initial_weights_are_a_truncated_normal(dtype: torch.dtype) -> None:
     assert float(linear.abs().max()) <= 3 * math.sqrt(2 / 400) * 1.01
     embedding = Embedding(300, 100, dtype=dtype).weight.detach().double()
     assert float(embedding.std()) == pytest.approx(1.0, rel=0.03)
-    # 13 in 10,000 lie beyond 3 std of a normal that is not cut; none pile up at the cut.
+    # 13 in 10,000 lie beyond 3 std of an untruncated normal; none accumulate at the truncation.
     assert float(embedding.abs().max()) <= 3.0
     assert float((embedding.abs() > 2.99).double().mean()) < 1e-3

@@ -1,4 +1,4 @@
-"""The head and its loss by chunks: what the plain form gives, without all logits in memory."""
+"""Fused linear cross-entropy: the result of the naive version without all logits in memory."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, targets
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+def naive(x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     return functional.cross_entropy(x @ weight.T, targets, reduction=reduction)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("chunk_rows", [1, 8, 37, 100, None])
 @pytest.mark.parametrize("upstream", [1.0, -3.5, 0.0, 65536.0])
-def test_as_the_plain_form(reduction: str, chunk_rows: int | None, upstream: float) -> None:
+def test_matches_the_naive_version(reduction: str, chunk_rows: int | None, upstream: float) -> None:
     x, weight, targets = inputs()
-    expected = plain(x, weight, targets, reduction)
+    expected = naive(x, weight, targets, reduction)
     actual = linear_cross_entropy(x, weight, targets, reduction=reduction, chunk_rows=chunk_rows)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     above = torch.tensor(upstream, dtype=torch.float64)
     torch.testing.assert_close(
         torch.autograd.grad(actual, (x, weight), above),
         torch.autograd.grad(expected, (x, weight), above),
-        rtol=1e-10, atol=1e-12 * max(1.0, abs(upstream)),
-    )  # fmt: skip
+        rtol=1e-10,
+        atol=1e-12 * max(1.0, abs(upstream)),
+    )
 
 
 def test_leading_dimensions_and_another_ignored_index() -> None:
@@ -64,21 +65,21 @@ def test_leading_dimensions_and_another_ignored_index() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_only_what_learns_gets_a_gradient(frozen: str) -> None:
+def test_only_tensors_that_require_grad_get_a_gradient(frozen: str) -> None:
     x, weight, targets = inputs()
     (x if frozen == "x" else weight).requires_grad_(False)
-    learns = weight if frozen == "x" else x
-    (actual,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), learns)
-    (expected,) = torch.autograd.grad(plain(x, weight, targets), learns)
+    trained = weight if frozen == "x" else x
+    (actual,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), trained)
+    (expected,) = torch.autograd.grad(naive(x, weight, targets), trained)
     torch.testing.assert_close(actual, expected)
 
 
-def test_all_rows_ignored_is_what_torch_makes_of_it() -> None:
+def test_all_rows_ignored_matches_torch() -> None:
     x, weight, targets = inputs()
-    nothing = torch.full_like(targets, -100)
-    loss = linear_cross_entropy(x, weight, nothing)
+    ignored = torch.full_like(targets, -100)
+    loss = linear_cross_entropy(x, weight, ignored)
     assert loss.isnan()
-    assert plain(x, weight, nothing).isnan()
+    assert naive(x, weight, ignored).isnan()
     assert all(not grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
 
 
@@ -86,27 +87,27 @@ def test_tied_weights_get_both_gradients() -> None:
     _, weight, targets = inputs()
     tokens = targets.roll(1).clamp(min=0)
     (actual,) = torch.autograd.grad(linear_cross_entropy(weight[tokens], weight, targets), weight)
-    (expected,) = torch.autograd.grad(plain(weight[tokens], weight, targets), weight)
+    (expected,) = torch.autograd.grad(naive(weight[tokens], weight, targets), weight)
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "kernels"])
-def test_a_second_backward_is_refused_and_not_wrong(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["naive", "kernels"])
+def test_a_second_backward_raises(dtype: torch.dtype) -> None:
     x, weight, targets = inputs(dtype)
     loss = linear_cross_entropy(x, weight, targets)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="the fused loss has one backward"):
+    with pytest.raises(RuntimeError, match="the fused loss supports one backward"):
         loss.backward()
 
 
-def test_autocast_computes_in_its_format_and_answers_in_the_inputs() -> None:
+def test_autocast_computes_in_its_dtype_and_returns_float32() -> None:
     x, weight, targets = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, targets, chunk_rows=8)
         expected = functional.cross_entropy((x @ weight.T).float(), targets)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    exact = torch.autograd.grad(plain(x, weight, targets), (x, weight))
+    exact = torch.autograd.grad(naive(x, weight, targets), (x, weight))
     for actual, theirs, truth in zip(
         torch.autograd.grad(loss, (x, weight)),
         torch.autograd.grad(expected, (x, weight)),
@@ -118,8 +119,8 @@ def test_autocast_computes_in_its_format_and_answers_in_the_inputs() -> None:
         assert 0 < error <= 1.5 * reference
 
 
-def test_bfloat16_gradients_do_not_lose_chunks() -> None:
-    """Summed in bfloat16, a chunk below a 256th of the sum so far would vanish."""
+def test_bfloat16_gradients_do_not_lose_small_chunks() -> None:
+    """In a bfloat16 sum, a chunk below 1/256 of the sum so far would vanish."""
     x, weight, targets = torch.ones(2048, 1), torch.zeros(2, 1), torch.zeros(2048, dtype=torch.long)
     leaf = weight.bfloat16().requires_grad_()
     loss = linear_cross_entropy(x.bfloat16(), leaf, targets, reduction="sum", chunk_rows=1)
@@ -150,10 +151,10 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
         del types
-        made = function(*arguments, **(keywords or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        output = function(*arguments, **(keywords or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self.elements = max(self.elements, *sizes, 0)
-        return made
+        return output
 
 
 def test_no_tensor_is_larger_than_a_chunk_or_the_weight() -> None:
@@ -164,11 +165,11 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight() -> None:
         linear_cross_entropy(x, weight, targets, chunk_rows=chunk).backward()
     assert ours.elements == chunk * vocab
     with LargestTensor() as theirs:
-        plain(x, weight, targets).backward()
+        naive(x, weight, targets).backward()
     assert theirs.elements == rows * vocab
 
 
-def test_nothing_is_read_back_to_the_host() -> None:
+def test_no_host_synchronization() -> None:
     class NoReading(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
             del types
@@ -189,8 +190,8 @@ def test_nothing_is_read_back_to_the_host() -> None:
         (8192, 10_000, 2560, 8192),
         (32_768, 151_936, 4096, 8192),
         (32_768, 151_936, 2048, 4096),  # as many logits as the weight has bytes in float32
-        (32_768, 50_257, 768, 2560),  # 2^27 logits: 2,669 rows, 2,560 in whole 128s
-        (16_400, 10_000, 2560, 8320),  # no small rest: 13,312 would leave one
+        (32_768, 50_257, 768, 2560),  # 2^27 logits: 2,669 rows, 2,560 in multiples of 128
+        (16_400, 10_000, 2560, 8320),  # no small remainder: 13,312 would leave one
         (1_000_000, 256, 512, 500_096),
         (8, 10**9, 4, 128),
         (0, 100, 4, 128),
@@ -208,23 +209,23 @@ def test_chunks_are_bounded_and_about_the_same_size(rows: int, vocab: int, d: in
     chunks = -(-rows // chunk)
     last = rows - (chunks - 1) * chunk
     assert 0 < last <= chunk
-    # What rounding up to 128 takes from the last.
+    # Rounding up to 128 shortens the last chunk.
     assert chunk - last < 128 * chunks
 
 
-def test_the_cast_of_a_weight_is_gone_before_its_gradient_is_made() -> None:
-    """In one chunk: less memory than all of them together."""
+def test_the_cast_of_the_weight_is_freed_before_its_gradient_is_computed() -> None:
+    """With one chunk: the peak excludes the cast copy."""
     alive: list[int] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
             del types
-            made = function(*arguments, **(keywords or {}))
-            if function is torch.ops.aten._to_copy.default and made.shape == (VOCAB, D):
-                casts.append(weakref.ref(made))
-            if function is torch.ops.aten.mm.default and made.shape == (VOCAB, D):
+            output = function(*arguments, **(keywords or {}))
+            if function is torch.ops.aten._to_copy.default and output.shape == (VOCAB, D):
+                casts.append(weakref.ref(output))
+            if function is torch.ops.aten.mm.default and output.shape == (VOCAB, D):
                 alive.append(sum(cast() is not None for cast in casts))
-            return made
+            return output
 
     casts: list[weakref.ref[Tensor]] = []
     x, weight, targets = inputs(torch.float32)
@@ -234,7 +235,7 @@ def test_the_cast_of_a_weight_is_gone_before_its_gradient_is_made() -> None:
     assert alive == [0]
 
 
-def test_targets_may_be_of_32_bits() -> None:
+def test_targets_may_be_int32() -> None:
     x, weight, targets = inputs()
     expected = linear_cross_entropy(x, weight, targets)
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets.int()), expected)
@@ -249,7 +250,7 @@ def test_autocast_leaves_float64_alone() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_no_rows_give_no_gradient() -> None:
+def test_no_rows_give_a_zero_gradient() -> None:
     _, weight, _ = inputs()
     loss = linear_cross_entropy(torch.empty(0, D), weight, torch.empty(0, dtype=torch.long))
     (grad,) = torch.autograd.grad(loss, weight)
@@ -258,7 +259,7 @@ def test_no_rows_give_no_gradient() -> None:
     assert not grad.any()
 
 
-def test_training_with_it_finds_the_minimum() -> None:
+def test_training_converges() -> None:
     torch.manual_seed(0)
     head = nn.Linear(4, 3, bias=False)
     x = torch.eye(4)[:3]
@@ -275,13 +276,13 @@ def test_training_with_it_finds_the_minimum() -> None:
     ("change", "message"),
     [
         ({"reduction": "none"}, "reduction is 'none'"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, "go together"),
-        ({"weight": torch.zeros(VOCAB, D + 1)}, "go together"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, "the shapes must be"),
+        ({"weight": torch.zeros(VOCAB, D + 1)}, "the shapes must be"),
         ({"targets": torch.zeros(ROWS, dtype=torch.uint8)}, "targets are torch.uint8"),
         ({"targets": torch.zeros(ROWS)}, "targets are torch.float32"),
     ],
 )
-def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
+def test_invalid_input_raises(change: dict[str, object], message: str) -> None:
     x, weight, targets = inputs()
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**({"x": x, "weight": weight, "targets": targets} | change))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Float32 master weights around an optimizer: the same rule, on copies that do not round."""
+"""Float32 master weights around an optimizer: the same rule, on unrounded copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_gradients(model: torch.nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW, torch.optim.SGD])
-def test_the_model_is_the_float32_training_rounded(kind: Any) -> None:
+def test_the_model_is_the_rounded_float32_training(kind: Any) -> None:
     narrow, wide = model_of(torch.bfloat16), model_of(torch.bfloat16).float()
     with_copies = MasterWeights(narrow.parameters(), kind, lr=3e-4)
     plain = kind(wide.parameters(), lr=3e-4)
@@ -38,8 +38,8 @@ def test_the_model_is_the_float32_training_rounded(kind: Any) -> None:
         assert torch.equal(a, b.bfloat16())
 
 
-def test_updates_too_small_for_bfloat16_add_up() -> None:
-    """A hundred steps of a thousandth of the weight's last place."""
+def test_updates_too_small_for_bfloat16_accumulate() -> None:
+    """A hundred steps, each of a fraction of the weight's last place."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     pure = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     with_copies = MasterWeights([weight], torch.optim.SGD, lr=1e-4)
@@ -53,26 +53,26 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     assert weight.tolist() == [0.98828125] * 3
 
 
-def test_state_survives_being_saved_and_loaded() -> None:
+def test_state_dict_round_trip() -> None:
     first = model_of(torch.bfloat16)
     optimizer = MasterWeights(first.parameters(), torch.optim.AdamW, lr=1e-3)
     for seed in range(3):
         set_gradients(first, seed)
         optimizer.step()
     second = copy.deepcopy(first)
-    again = MasterWeights(second.parameters(), torch.optim.AdamW, lr=5e-2)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert again.param_groups[0]["lr"] == 1e-3
+    loaded = MasterWeights(second.parameters(), torch.optim.AdamW, lr=5e-2)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert loaded.param_groups[0]["lr"] == 1e-3
     for parameter in second.parameters():
-        assert {held.dtype for held in again.state[parameter].values()} == {torch.float32}
-    for model, each in ((first, optimizer), (second, again)):
+        assert {value.dtype for value in loaded.state[parameter].values()} == {torch.float32}
+    for model, each_optimizer in ((first, optimizer), (second, loaded)):
         set_gradients(model, 9)
-        each.step()
+        each_optimizer.step()
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(optimizer.state[a]["master"], again.state[b]["master"])
+        assert torch.equal(optimizer.state[a]["master"], loaded.state[b]["master"])
 
 
-def test_a_scheduler_moves_the_rate_of_the_copies() -> None:
+def test_a_scheduler_changes_the_learning_rate_of_the_copies() -> None:
     model = model_of(torch.bfloat16)
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
@@ -84,7 +84,7 @@ def test_a_scheduler_moves_the_rate_of_the_copies() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_parameters_without_gradient_stay() -> None:
+def test_parameters_without_gradient_are_unchanged() -> None:
     model = model_of(torch.bfloat16)
     optimizer = MasterWeights(model.parameters(), AdamW)
     set_gradients(model, 0)
@@ -95,17 +95,17 @@ def test_parameters_without_gradient_stay() -> None:
     assert model.bias not in optimizer.state
 
 
-@pytest.fixture(params=["kernel", "plain"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By the kernel, in the interpreter, which has float16; or where it does not run."""
-    if request.param == "plain":
+@pytest.fixture(params=["kernel", "naive"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel in the interpreter, which supports float16; or the naive version."""
+    if request.param == "naive":
         for module in ("in_backward", "fused"):
             monkeypatch.setattr(f"stepscope.optim.{module}.kernel_takes", lambda *_: False)
     return str(request.param)
 
 
-@pytest.mark.usefixtures("form")
-def test_in_one_launch_it_is_the_same() -> None:
+@pytest.mark.usefixtures("variant")
+def test_fused_adamw_matches() -> None:
     models = [model_of(torch.float16) for _ in range(2)]
     around = MasterWeights(models[0].parameters(), AdamW, lr=1e-3)
     fused = FusedAdamW(models[1].parameters(), lr=1e-3, master=True)
@@ -114,15 +114,15 @@ def test_in_one_launch_it_is_the_same() -> None:
             set_gradients(model, seed)
             optimizer.step()
     for a, b in zip(*(model.parameters() for model in models), strict=True):
-        held, made = around.state[a], fused.state[b]
-        assert set(held) == set(made)
-        assert {tensor.dtype for tensor in made.values()} == {torch.float32}
-        torch.testing.assert_close(made, held, rtol=2e-5, atol=1e-7)
-        assert torch.equal(b, made["master"].half())
+        expected, actual = around.state[a], fused.state[b]
+        assert set(expected) == set(actual)
+        assert {tensor.dtype for tensor in actual.values()} == {torch.float32}
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7)
+        assert torch.equal(b, actual["master"].half())
 
 
-@pytest.mark.usefixtures("form")
-def test_in_the_backward_it_is_the_same() -> None:
+@pytest.mark.usefixtures("variant")
+def test_in_backward_adamw_matches() -> None:
     x = torch.randn(3, 6, dtype=torch.float16)
     models = [model_of(torch.float16) for _ in range(2)]
     after = FusedAdamW(models[0].parameters(), lr=1e-2, master=True)
@@ -137,8 +137,8 @@ def test_in_the_backward_it_is_the_same() -> None:
         assert torch.equal(after.state[a]["master"], within.state[b]["master"])
 
 
-@pytest.mark.usefixtures("form")
-def test_a_state_goes_from_one_to_the_other_without_being_rounded() -> None:
+@pytest.mark.usefixtures("variant")
+def test_state_loads_into_fused_adamw_without_rounding() -> None:
     first, second = model_of(torch.float16), model_of(torch.float16)
     around = MasterWeights(first.parameters(), AdamW, lr=1e-3)
     for seed in range(3):
@@ -157,7 +157,7 @@ def test_a_state_goes_from_one_to_the_other_without_being_rounded() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_what_has_no_master_copy_is_updated_as_it_is() -> None:
+def test_float32_parameters_have_no_master_copy() -> None:
     plain, with_masters = model_of(torch.float32), model_of(torch.float32)
     for model, optimizer in (
         (plain, FusedAdamW(plain.parameters(), lr=1e-3)),
@@ -172,7 +172,7 @@ def test_what_has_no_master_copy_is_updated_as_it_is() -> None:
         FusedAdamW(plain.parameters(), master=True, stochastic_bfloat16_state=True)
 
 
-def test_a_loaded_state_of_float64_keeps_its_digits() -> None:
+def test_a_loaded_float64_state_is_not_rounded() -> None:
     models = [model_of(torch.float64) for _ in range(2)]
     first, second = (FusedAdamW(model.parameters(), master=True) for model in models)
     set_gradients(models[0], 0)

@@ -1,4 +1,4 @@
-"""Naive attention is matmul, softmax, matmul of one module: losses, routers and SDPA are not."""
+"""Detection of naive attention: matmul, softmax, matmul in one module, not a loss or a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH, HEADS, CONTEXT, VOCAB = 32, 2, 16, 64
 
 
 class LoRA(nn.Module):
-    """An adapter beside a linear layer, as PEFT adds it, with modules of its own."""
+    """A LoRA adapter with submodules in parallel to a linear layer, as PEFT adds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class LoRA(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, form: str) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()
-        self.form = form
+        self.variant = variant
         self.query, self.key, self.value = LoRA(), LoRA(), LoRA()
         self.out = nn.Linear(WIDTH, WIDTH)
         self.softmax, self.dropout = nn.Softmax(-1), nn.Dropout(0.1)
@@ -41,9 +41,9 @@ class Attention(nn.Module):
             part(x).view(batch, length, HEADS, -1).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        if self.form == "sdpa":
+        if self.variant == "sdpa":
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif self.form == "modules":
+        elif self.variant == "modules":
             mixed = self.dropout(self.softmax(q @ k.transpose(-2, -1))) @ v
         else:
             mixed = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k), -1) @ v
@@ -69,11 +69,11 @@ class Experts(nn.Module):
 class Causal(nn.Module):
     """A model that returns its loss, as those of Transformers do."""
 
-    def __init__(self, form: str, experts: bool) -> None:
+    def __init__(self, variant: str, experts: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(
-            nn.ModuleList((Attention(form), Experts() if experts else nn.Identity()))
+            nn.ModuleList((Attention(variant), Experts() if experts else nn.Identity()))
             for _ in range(2)
         )
         self.lm_head = nn.Linear(WIDTH, VOCAB)
@@ -115,18 +115,18 @@ def modules() -> tuple[nn.Module, object]:
 
 
 @pytest.mark.parametrize("build", ["sdpa", "sdpa_with_experts"])
-def test_losses_and_routers_beside_fused_attention_are_not_naive_attention(build: str) -> None:
+def test_losses_and_routers_with_fused_attention_are_not_naive_attention(build: str) -> None:
     assert measured_step(__name__, build).attention == ()
 
 
 @pytest.mark.parametrize("build", ["functional", "modules"])
-def test_naive_attention_is_recognised_with_its_own_matmuls_alone(build: str) -> None:
-    found = measured_step(__name__, build)
-    parts = {work.name: work for work in found.attention}
+def test_naive_attention_is_detected_with_only_its_matmuls(build: str) -> None:
+    step = measured_step(__name__, build)
+    parts = {work.name: work for work in step.attention}
     assert set(parts) == {"forward", "backward"}
-    whole = {work.name: work for work in found.phases}
+    phases = {work.name: work for work in step.phases}
     for name, part in parts.items():
-        assert 0 < part.classes["matmul"] < whole[name].classes["matmul"]
+        assert 0 < part.classes["matmul"] < phases[name].classes["matmul"]
         assert part.classes["softmax"] > 0
 
 
@@ -134,9 +134,15 @@ def use(
     kernel: str, kind: str, module: str, role: str = "", count: float = 12.0, **more: str
 ) -> Use:
     return Use(
-        kernel=kernel, kind=kind, phase=more.get("phase", "forward"), module=module, role=role,
-        ms=1.0, count=count, places=12,
-    )  # fmt: skip
+        kernel=kernel,
+        kind=kind,
+        phase=more.get("phase", "forward"),
+        module=module,
+        role=role,
+        ms=1.0,
+        count=count,
+        places=12,
+    )
 
 
 def traced(*uses: Use) -> Summary:
@@ -151,16 +157,16 @@ NAIVE = (
     use("gemm_linear", "matmul", f"{LAYER}/q_proj", role="forward"),
 )
 LOSS = (
-    # Kernels of a GPU do not say that the softmax is a loss's, and split-K sums have no role.
+    # GPU kernels do not show that a softmax belongs to a loss, and split-K reductions have no role.
     use("softmax_warp_forward", "softmax", "base_model/model", count=1.0),
     use("splitKreduce_kernel", "matmul", f"{LAYER}/q_proj", phase="backward"),
 )
 
 
-def test_kernels_of_a_gpu() -> None:
+def test_gpu_kernels() -> None:
     assert attention_work(traced(*LOSS), ()) == ()
-    (found,) = attention_work(traced(*NAIVE, *LOSS), ())
-    assert found.classes == {"matmul": 2.0, "softmax": 1.0}
+    (work,) = attention_work(traced(*NAIVE, *LOSS), ())
+    assert work.classes == {"matmul": 2.0, "softmax": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -174,11 +180,11 @@ def test_fused_attention_or_top_k_in_the_module_rules_it_out(other: Use) -> None
     assert attention_work(traced(*NAIVE, other), ()) == ()
 
 
-def test_one_matmul_beside_a_softmax_is_not_attention() -> None:
+def test_one_matmul_and_a_softmax_are_not_attention() -> None:
     assert attention_work(traced(*NAIVE[1:]), ()) == ()
 
 
-def test_the_shape_of_what_a_softmax_saved_tells_a_router() -> None:
+def test_the_shape_saved_by_a_softmax_distinguishes_a_router() -> None:
     module = "base_model.model.layers.3.self_attn"
     router, scores = (
         saved("softmax", 128, 4, module=module),

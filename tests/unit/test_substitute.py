@@ -1,4 +1,4 @@
-"""Attention that a model writes out is done as one kernel: the same numbers, whoever wrote it."""
+"""Naive attention in a model is replaced by a fused kernel with the same results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax((q @ k.mT + slope.expand(LENGTH, -1)), dim=-1) @ v
 
 
-FORMS: tuple[Attention, ...] = (operators, methods, added_mask, where, no_mask, window, bias)
+VARIANTS: tuple[Attention, ...] = (operators, methods, added_mask, where, no_mask, window, bias)
 
 
 def inputs() -> list[torch.Tensor]:
@@ -72,58 +72,58 @@ def outcome(attention: Attention, tensors: list[torch.Tensor]) -> list[torch.Ten
     return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_gives_what_it_gave(form: Attention) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
+def test_every_variant_gives_the_same_result(variant: Attention) -> None:
     tensors = inputs()
-    plain = outcome(form, tensors)
+    plain = outcome(variant, tensors)
     with fused_attention() as within:
-        changed = outcome(form, tensors)
+        changed = outcome(variant, tensors)
     assert within.substituted == 1
     for one, other in zip(plain, changed, strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_is_found_in_a_traced_graph(form: Attention) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
+def test_every_variant_is_detected_in_a_traced_graph(variant: Attention) -> None:
     tensors = inputs()
-    plain = outcome(form, tensors)
+    plain = outcome(variant, tensors)
     within = fused_attention()
     with within:
-        # Shows the masks.
-        form(*tensors)
-    found = []
+        # Lets the mode inspect the masks.
+        variant(*tensors)
+    counts = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(substitute(module, within))
+        counts.append(substitute(module, within))
         return module.forward
 
     torch._dynamo.reset()
-    changed = outcome(torch.compile(form, backend=backend, dynamic=False), tensors)
-    assert found == [1]
+    changed = outcome(torch.compile(variant, backend=backend, dynamic=False), tensors)
+    assert counts == [1]
     for one, other in zip(plain, changed, strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(("form", "causal"), [(operators, True), (added_mask, True),
+@pytest.mark.parametrize(("variant", "causal"), [(operators, True), (added_mask, True),
                                               (window, False), (bias, False)])  # fmt: skip
-def test_a_causal_mask_is_recognised(
-    form: Attention, causal: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_causal_mask_is_detected(
+    variant: Attention, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {}
+    passed = {}
     plain = functional.scaled_dot_product_attention
 
-    def noted(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        asked.update(keywords)
+    def recorded(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        passed.update(keywords)
         return plain(*arguments, **keywords)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded)
     with fused_attention():
-        form(*inputs())
-    assert asked["is_causal"] is causal
-    assert (asked["attn_mask"] is None) is causal
+        variant(*inputs())
+    assert passed["is_causal"] is causal
+    assert (passed["attn_mask"] is None) is causal
 
 
-def test_dropout_of_the_weights_is_the_kernels() -> None:
+def test_dropout_of_the_probabilities_is_passed_to_the_kernel() -> None:
     q, k, _ = inputs()
     with fused_attention():
         weights = functional.dropout(torch.softmax(q @ k.mT, -1), 0.25)
@@ -131,7 +131,7 @@ def test_dropout_of_the_weights_is_the_kernels() -> None:
         assert weights.dropout == 0.25
 
 
-def test_what_is_no_attention_is_made_as_written() -> None:
+def test_other_operations_compute_the_matmul_unchanged() -> None:
     q, k, v = inputs()
     plain = (q @ k.mT, (q @ k.mT).relu() @ v, torch.cat([q @ k.mT, q @ k.mT]), (q @ k.mT)[0] - 1)
     with fused_attention() as within:
@@ -147,7 +147,7 @@ def test_what_is_no_attention_is_made_as_written() -> None:
     torch.testing.assert_close(over_rows, torch.softmax(q @ k.mT, dim=-2) @ v)
 
 
-ASKED: tuple[Callable[[Any], Any], ...] = (
+OPERATIONS: tuple[Callable[[Any], Any], ...] = (
     lambda s: s**2,
     lambda s: 2**s,
     lambda s: 1 - s,
@@ -167,8 +167,8 @@ ASKED: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=range(len(ASKED)))
-def test_whatever_else_python_asks_is_asked_of_the_product(asked: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("asked", OPERATIONS, ids=range(len(OPERATIONS)))
+def test_other_python_operations_apply_to_the_computed_matmul(asked: Callable[[Any], Any]) -> None:
     q, k, _ = inputs()
     plain = asked(q @ k.mT)
     with fused_attention():
@@ -180,7 +180,7 @@ def test_whatever_else_python_asks_is_asked_of_the_product(asked: Callable[[Any]
         assert changed == plain
 
 
-def test_what_is_done_in_place_shows_under_every_name() -> None:
+def test_in_place_operations_are_visible_through_every_alias() -> None:
     q, k, v = inputs()
     with fused_attention() as within:
         scores = named = q @ k.mT
@@ -192,7 +192,7 @@ def test_what_is_done_in_place_shows_under_every_name() -> None:
     torch.testing.assert_close(out, torch.softmax(q @ k.mT * 0.25, -1) @ v)
 
 
-def test_values_in_another_format_meet_weights_as_written() -> None:
+def test_values_in_another_dtype_are_not_fused() -> None:
     q, k, v = (one.half() for one in inputs())
     wide = torch.softmax(q.float() @ k.float().mT, -1)
     with fused_attention() as within:
@@ -205,7 +205,7 @@ def test_values_in_another_format_meet_weights_as_written() -> None:
     torch.testing.assert_close(out, wide.half() @ v)
 
 
-def test_a_product_has_the_gradients_and_the_autocast_of_its_moment() -> None:
+def test_a_deferred_matmul_uses_the_autograd_and_autocast_state_of_its_creation() -> None:
     q, k, v = (one.detach().float().requires_grad_() for one in inputs())
     with fused_attention() as within:
         with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_product_has_the_gradients_and_the_autocast_of_its_moment() -> None:
     assert torch.autograd.grad(out.sum(), (q, v), allow_unused=True)[0] is None
 
 
-def test_a_row_without_a_key_is_as_written() -> None:
+def test_a_row_without_a_visible_key_is_unchanged() -> None:
     q, k, v = inputs()
     hidden = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     hidden[2], hidden[4, :3] = True, True
@@ -237,7 +237,7 @@ def test_a_row_without_a_key_is_as_written() -> None:
         assert within.substituted == substituted
 
 
-def test_a_bias_that_only_looks_causal_is_none() -> None:
+def test_a_small_causal_bias_is_not_a_causal_mask() -> None:
     q, k, v = inputs()
     slight = -later().to(q.dtype)
     plain = torch.softmax(q @ k.mT + slight, -1) @ v
@@ -246,7 +246,7 @@ def test_a_bias_that_only_looks_causal_is_none() -> None:
     torch.testing.assert_close(changed, plain)
 
 
-def test_a_fill_that_is_scaled_afterwards_is_scaled() -> None:
+def test_scaling_after_a_fill_also_scales_the_fill() -> None:
     q, k, v = inputs()
     plain = torch.softmax((q @ k.mT).masked_fill(later(), -1e9) * 1e-9, -1) @ v
     with fused_attention():
@@ -255,7 +255,7 @@ def test_a_fill_that_is_scaled_afterwards_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, HEADS, LENGTH, WIDTH), (HEADS, LENGTH, WIDTH)])
-def test_a_product_that_repeats_a_batch_is_made_at_once(shape: tuple[int, ...]) -> None:
+def test_a_broadcasting_matmul_is_not_deferred(shape: tuple[int, ...]) -> None:
     _, k, _ = inputs()
     q = torch.randn(shape, dtype=torch.float64)
     with fused_attention():
@@ -264,7 +264,7 @@ def test_a_product_that_repeats_a_batch_is_made_at_once(shape: tuple[int, ...]) 
     assert scores.shape == (BATCH, HEADS, LENGTH, LENGTH)
 
 
-def test_a_mask_of_more_dimensions_than_the_scores_is_as_written() -> None:
+def test_a_mask_with_a_larger_batch_than_the_scores_is_not_fused() -> None:
     q, k, _ = (one[:1] for one in inputs())
     hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.3
     plain = torch.softmax((q @ k.mT).masked_fill(hidden, float("-inf")), -1)
@@ -287,7 +287,7 @@ WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 @pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
 @pytest.mark.parametrize("which", ["queries", "keys", "bias"])
-def test_a_product_is_made_before_what_it_reads_is_written_over(
+def test_a_deferred_matmul_is_computed_before_its_operands_are_overwritten(
     write: Callable[[torch.Tensor], Any], which: str
 ) -> None:
     q, k, v = (one.detach() for one in inputs())
@@ -300,18 +300,18 @@ def test_a_product_is_made_before_what_it_reads_is_written_over(
     torch.testing.assert_close(changed + 0.0, plain)
 
 
-def test_a_change_that_nobody_saw_is_told() -> None:
+def test_an_unseen_in_place_change_raises() -> None:
     q, k, _ = (one.detach() for one in inputs())
     with fused_attention():
         scores = q @ k.mT
         with torch._C.DisableTorchFunction():
             q.zero_()
-        with pytest.raises(RuntimeError, match="changed in place"):
+        with pytest.raises(RuntimeError, match="modified in place"):
             scores.sum()
         del scores
 
 
-def test_a_product_that_leaves_is_made_on_the_way_out() -> None:
+def test_a_deferred_matmul_is_computed_when_the_context_exits() -> None:
     q, k, _ = (one.detach() for one in inputs())
     plain = q @ k.mT
     with fused_attention():
@@ -320,7 +320,7 @@ def test_a_product_that_leaves_is_made_on_the_way_out() -> None:
     torch.testing.assert_close(scores + 0.0, plain)
 
 
-def test_an_autograd_function_of_one_s_own_is_told_that_no_gradient_would_come_back() -> None:
+def test_a_custom_autograd_function_raises() -> None:
     class Softmax(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -331,21 +331,21 @@ def test_an_autograd_function_of_one_s_own_is_told_that_no_gradient_would_come_b
     with pytest.raises(RuntimeError, match="autograd Function"), fused_attention():
         Softmax.apply(q @ k.mT)
     with fused_attention():
-        made: Any = Softmax.apply(q.detach() @ k.detach().mT)
-    torch.testing.assert_close(made, torch.softmax(q @ k.mT, -1).detach())
+        out: Any = Softmax.apply(q.detach() @ k.detach().mT)
+    torch.testing.assert_close(out, torch.softmax(q @ k.mT, -1).detach())
 
 
-def traced(form: Attention, tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """How many were found in its graph, and what it gives."""
-    found = []
+def traced(variant: Attention, tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """Return the number of replacements in the graph of a variant, and its output."""
+    counts = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(substitute(module, fused_attention()))
+        counts.append(substitute(module, fused_attention()))
         return module.forward
 
     torch._dynamo.reset()
-    made = torch.compile(form, backend=backend, dynamic=False)(*tensors)
-    return sum(found), made
+    out = torch.compile(variant, backend=backend, dynamic=False)(*tensors)
+    return sum(counts), out
 
 
 def masked_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -368,17 +368,17 @@ def some_seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.softmax(torch.where(seen, q @ k.mT, float("-inf")), -1) @ v
 
 
-def written_over(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def overwritten(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     own = q.clone()
     scores = own @ k.mT
     own.zero_()
     return torch.softmax(scores, -1) @ v
 
 
-@pytest.mark.parametrize(("form", "found"), [(masked_rows, 1), (two_masks, 1), (filled_rows, 0),
-                                             (some_seen, 0), (written_over, 0)])  # fmt: skip
-def test_a_graph_is_changed_where_it_says_the_same(form: Attention, found: int) -> None:
+@pytest.mark.parametrize(("variant", "found"), [(masked_rows, 1), (two_masks, 1), (filled_rows, 0),
+                                             (some_seen, 0), (overwritten, 0)])  # fmt: skip
+def test_a_graph_is_changed_only_where_it_is_equivalent(variant: Attention, found: int) -> None:
     tensors = [one.detach() for one in inputs()]
-    count, changed = traced(form, tensors)
+    count, changed = traced(variant, tensors)
     assert count == found
-    torch.testing.assert_close(changed, form(*tensors))
+    torch.testing.assert_close(changed, variant(*tensors))

@@ -1,4 +1,4 @@
-"""FlashAttention-2 in plain PyTorch: as exact as the policy says, and saving what it says."""
+"""FlashAttention-2 in plain PyTorch: accuracy, and the tensors it saves for backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from accuracy import check_against_float64
 from attention_inputs import BOTTOM_RIGHT, TOP_LEFT, draw, draw_qkv
 from stepscope.attention import FlashAttentionTorch, attention, reference_attention, tiled
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 
 tiled_attention = partial(attention, impl="tiled")
 
@@ -43,7 +43,9 @@ def test_accuracy(
 @pytest.mark.parametrize("how", [{}, TOP_LEFT, BOTTOM_RIGHT], ids=["full", "top", "bottom"])
 @pytest.mark.parametrize("seq_q", [1, 31, 32, 33, 64, 75])
 @pytest.mark.parametrize("seq_k", [1, 16, 31, 64, 75])
-def test_tiles_in_every_position_to_the_mask(seq_q: int, seq_k: int, how: dict[str, str]) -> None:
+def test_tiles_in_every_position_relative_to_the_mask(
+    seq_q: int, seq_k: int, how: dict[str, str]
+) -> None:
     q, k, v, grad = draw_qkv(seq_q, seq_k, 8, heads=6, key_heads=2)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     expected = reference_attention(*inputs, scale=0.4, **how)
@@ -58,12 +60,12 @@ def test_tiles_in_every_position_to_the_mask(seq_q: int, seq_k: int, how: dict[s
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_tiles_that_no_query_sees_are_not_visited() -> None:
-    sight = Sight.of(96, 96, True, None)
+def test_fully_masked_tiles_are_skipped() -> None:
+    causal_mask = CausalMask.of(96, 96, True, None)
     visited = [
-        (rows.start, keys.start, cut)
-        for rows in sight.row_tiles(tiled.QUERY_TILE)
-        for keys, cut in sight.key_tiles(rows, tiled.KEY_TILE)
+        (rows.start, keys.start, needs_mask)
+        for rows in causal_mask.row_tiles(tiled.QUERY_TILE)
+        for keys, needs_mask in causal_mask.key_tiles(rows, tiled.KEY_TILE)
     ]
     assert visited == [
         (row, key, key + 15 > row)
@@ -83,13 +85,13 @@ def test_gradients_by_finite_differences(lengths: tuple[int, int], how: dict[str
 @pytest.mark.parametrize("shape", [(2, 37, 8), (2, 3, 37, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_what_is_saved(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> None:
+def test_saved_tensors(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> None:
     q, k, v = (draw(*shape, dtype=dtype, seed=i).requires_grad_() for i in range(3))
     out = FlashAttentionTorch.apply(q, k, v, is_causal)
     saved = out.grad_fn.saved_tensors
     assert len(saved) == 5
-    for kept, expected in zip(saved, (q, k, v, out), strict=False):
-        assert kept.data_ptr() == expected.data_ptr()
+    for actual, expected in zip(saved, (q, k, v, out), strict=False):
+        assert actual.data_ptr() == expected.data_ptr()
     (log_sum_exp,) = (x for x in saved if x.shape == q.shape[:-1])
     assert log_sum_exp.dtype == torch.promote_types(dtype, torch.float32)
     scores = q.double() @ k.double().mT / math.sqrt(8)
@@ -99,20 +101,20 @@ def test_what_is_saved(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bo
     assert error < 1e-6
 
 
-def test_nothing_else_is_kept_for_backward() -> None:
+def test_nothing_else_is_saved_for_backward() -> None:
     q, k, v, _ = draw_qkv(130, 130, 16, dtype=torch.float32)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         tiled_attention(q.requires_grad_(), k, v, is_causal=True)
-    assert sorted(x.numel() for x in kept) == [2 * 130] + 4 * [2 * 130 * 16]
+    assert sorted(x.numel() for x in saved) == [2 * 130] + 4 * [2 * 130 * 16]
 
 
-def test_function_by_keyword_and_without_gradients() -> None:
+def test_apply_by_keyword_and_without_gradients() -> None:
     q, k, v = (draw(2, 5, 4, seed=i) for i in range(3))
     expected = reference_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(FlashAttentionTorch.apply(q, k, v, is_causal=True), expected)
@@ -123,7 +125,7 @@ def test_function_by_keyword_and_without_gradients() -> None:
         FlashAttentionTorch.apply(q[:, :3], k, v, True)
 
 
-def test_double_backward_is_refused() -> None:
+def test_double_backward_raises() -> None:
     q, k, v, _ = draw_qkv(5, 5, 4)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     first = torch.autograd.grad(tiled_attention(*inputs).sum(), inputs, create_graph=True)
@@ -132,7 +134,7 @@ def test_double_backward_is_refused() -> None:
             gradient.sum().backward(retain_graph=True)
 
 
-def test_autocast_narrows_the_inputs_and_not_what_is_inside() -> None:
+def test_autocast_casts_the_inputs_only() -> None:
     q, k, v, grad = draw_qkv(70, 70, 16, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = tiled_attention(q, k.bfloat16(), v)

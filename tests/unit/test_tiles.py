@@ -1,4 +1,4 @@
-"""Tiles: every head dimension has a list of them that ends with one that fits anywhere."""
+"""Tile sizes: the list of every head dimension ends with a tile that fits every GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from stepscope.attention.tiles import MAX_HEAD, Tile, columns, tiles
 
 SMALLEST_SHARED = 48 << 10
-"""What a kernel may use on any GPU without asking for more."""
+"""Shared memory that a kernel may use on any GPU without opting in to more."""
 
 
 def one_buffer(tile: Tile, head: int, element_bytes: int) -> int:
-    """Bytes of a query tile and of one key and one value tile."""
+    """Return the bytes of a query tile, a key tile and a value tile."""
     return (tile.m + 2 * tile.n) * sum(columns(head)) * element_bytes
 
 
@@ -21,15 +21,15 @@ def one_buffer(tile: Tile, head: int, element_bytes: int) -> int:
 @pytest.mark.parametrize(
     ("width", "capability"), [(2, (9, 0)), (2, (8, 0)), (2, (7, 5)), (4, (9, 0))]
 )
-def test_every_head_dimension_has_tiles_that_shrink(kind, width, capability) -> None:
+def test_every_head_dimension_has_tiles_of_decreasing_size(kind, width, capability) -> None:
     for head in range(1, MAX_HEAD + 1):
-        found = tiles(kind, head, width, capability)
-        sizes = [tile.m * tile.n for tile in found]
+        choices = tiles(kind, head, width, capability)
+        sizes = [tile.m * tile.n for tile in choices]
         assert sizes == sorted(sizes, reverse=True)
-        assert one_buffer(found[-1], head, width) <= SMALLEST_SHARED
+        assert one_buffer(choices[-1], head, width) <= SMALLEST_SHARED
 
 
-def test_columns_are_powers_of_two_without_a_half_of_zeros() -> None:
+def test_columns_are_powers_of_two_with_less_than_half_padding() -> None:
     assert {head: columns(head) for head in (1, 16, 17, 40, 48, 64, 80, 96, 100, 128, 160)} == {
         1: (16, 0), 16: (16, 0), 17: (32, 0), 40: (32, 16), 48: (32, 16), 64: (64, 0),
         80: (64, 16), 96: (64, 32), 100: (128, 0), 128: (128, 0), 160: (128, 32),

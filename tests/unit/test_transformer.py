@@ -1,4 +1,4 @@
-"""The whole model: size, causality, formats, gradients, and the ways it is run."""
+"""The full model: size, causality, dtypes, gradients, and its variants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.attention.api import attention_with
 from stepscope.model import SIZES, ModelConfig, TransformerLM, cost, cross_entropy, precision
 
 SHAPE = ModelConfig(d_model=48, d_ff=80, n_layers=2, n_heads=3, vocab=61, context=32)
-FORMS: tuple[dict[str, bool], ...] = ({}, {"fused": True}, {"fused": True, "joined": True})
+VARIANTS: tuple[dict[str, bool], ...] = ({}, {"fused": True}, {"fused": True, "joined": True})
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_parameter_counts_of_every_size(table: str, name: str) -> None:
     assert by_part == {part: getattr(counted, part) for part in by_part}
 
 
-def test_later_tokens_do_not_change_earlier_logits() -> None:
+def test_later_tokens_do_not_affect_earlier_logits() -> None:
     for name in ("reference", "sdpa"):
         model = TransformerLM(SHAPE, attention=attention_with(name), dtype=torch.float64)
         tokens = some_tokens()
@@ -92,7 +92,7 @@ def test_names_of_the_parts() -> None:
 @pytest.mark.parametrize(
     "name", ["float32", "bfloat16", "bfloat16-stream", "float16", "bfloat16-pure"]
 )
-def test_formats_under_every_precision(name: str) -> None:
+def test_dtypes_under_every_precision(name: str) -> None:
     chosen = precision(name)
     weights, stream, compute = (
         getattr(torch, kind) for kind in (chosen.weights, chosen.stream, chosen.compute)
@@ -102,12 +102,12 @@ def test_formats_under_every_precision(name: str) -> None:
     for path, module in model.named_modules():
         kind = type(module).__name__
 
-        def keep(_module: object, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, kind=kind):
+        def record(_module: object, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, kind=kind):
             seen.setdefault(f"{kind} in", set()).add(inputs[0].dtype)
             seen.setdefault(f"{kind} out", set()).add(out.dtype)
 
         if path and kind != "ModuleList":
-            module.register_forward_hook(keep)
+            module.register_forward_hook(record)
     with torch.autocast("cpu", compute, enabled=chosen.autocast):
         logits = model(some_tokens())
         loss = cross_entropy(logits, some_tokens())
@@ -120,7 +120,7 @@ def test_formats_under_every_precision(name: str) -> None:
     assert {p.grad.dtype for p in model.parameters()} == {weights}
 
 
-def test_a_norm_keeps_a_low_format_under_autocast() -> None:
+def test_a_norm_preserves_a_low_precision_dtype_under_autocast() -> None:
     norm = TransformerLM(SHAPE).norm
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(torch.ones(2, 48, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -135,33 +135,33 @@ def test_loss_is_the_mean_over_tokens_in_float32() -> None:
     assert float(loss) == pytest.approx(float(-picked.mean()), rel=1e-6)
 
 
-def test_a_sequence_longer_than_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence of 33 tokens in a model for 32"):
+def test_a_sequence_longer_than_the_context_raises() -> None:
+    with pytest.raises(ValueError, match="sequence of 33 tokens exceeds the context of 32"):
         TransformerLM(SHAPE)(some_tokens(33))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (1, 1, 5)])
-@pytest.mark.parametrize("how", FORMS, ids=str)
-def test_tokens_are_a_batch_of_sequences(how: dict[str, bool], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("how", VARIANTS, ids=str)
+def test_tokens_must_be_a_batch_of_sequences(how: dict[str, bool], shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"they need \(batch, seq\)"):
         TransformerLM(SHAPE, **how)(torch.zeros(shape, dtype=torch.long))
 
 
-@pytest.mark.parametrize("how", FORMS, ids=str)
-def test_no_sequences_give_no_logits_and_no_gradient(how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("how", VARIANTS, ids=str)
+def test_an_empty_batch_gives_empty_logits_and_zero_gradients(how: dict[str, bool]) -> None:
     model = TransformerLM(SHAPE, **how)
-    nothing = torch.zeros(0, 4, dtype=torch.long)
-    logits = model(nothing)
+    empty = torch.zeros(0, 4, dtype=torch.long)
+    logits = model(empty)
     assert logits.shape == (0, 4, SHAPE.vocab)
-    loss = model(nothing, nothing)
+    loss = model(empty, empty)
     assert loss.isnan()
-    for made in (logits.sum(), loss):
-        gradients = torch.autograd.grad(made, list(model.parameters()))
+    for out in (logits.sum(), loss):
+        gradients = torch.autograd.grad(out, list(model.parameters()))
         assert all(not gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("how", FORMS, ids=str)
-def test_autocast_leaves_a_model_in_float64_alone(how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("how", VARIANTS, ids=str)
+def test_autocast_does_not_cast_a_float64_model(how: dict[str, bool]) -> None:
     model = TransformerLM(SHAPE, dtype=torch.float64, **how)
     tokens = some_tokens()
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +169,7 @@ def test_autocast_leaves_a_model_in_float64_alone(how: dict[str, bool]) -> None:
     torch.testing.assert_close(under, (model(tokens), model(tokens, tokens)))
 
 
-def test_built_on_meta_then_filled() -> None:
+def test_created_on_meta_then_initialized() -> None:
     model = TransformerLM(SHAPE, device="meta")
     assert model(some_tokens().to("meta")).shape == (2, 20, SHAPE.vocab)
     model.to_empty(device="cpu")

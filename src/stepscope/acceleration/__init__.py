@@ -1,1 +1,1 @@
-"""Faster forms of the parts of a model that is not ours, applied from outside."""
+"""Optimizations of a user's model, applied from outside without changing its code."""

@@ -1,4 +1,4 @@
-"""Changes that any model can be given from outside, for models of one's own and for scripts."""
+"""Changes that apply to any model from outside: compilation, checkpointing, fused attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is repeated: every entry of its outermost lists of modules."""
+    """Return the repeated blocks of a model: every entry of its outermost `ModuleList`s."""
     import torch
 
     if isinstance(model, torch.nn.ModuleList):
@@ -26,9 +26,9 @@ def compile_own(
     attention: fused_attention | None = None,
     mode: str = "default",
 ) -> int:
-    """Compile the `model`, or each `block` of it, and return how many modules that were; `graphs`
-    is the model with CUDA graphs of torch.compile. With `attention`, naive attention is one
-    kernel."""
+    """Compile the model in place and return the number of compiled modules. `how` is `model`,
+    `block` (each block separately) or `graphs` (the model, with CUDA graphs of torch.compile). With
+    `attention`, naive attention is replaced by a fused kernel."""
     keywords: dict[str, Any] = {"mode": "reduce-overhead" if how == "graphs" else mode}
     if attention is not None:
         from stepscope.acceleration.attention.graph import backend
@@ -41,7 +41,8 @@ def compile_own(
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> int:
-    """Every repeated block keeps its inputs only and runs again in the backward: how many."""
+    """Checkpoint every repeated block: it saves only its inputs and is recomputed in the backward.
+    Return the number of blocks."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -49,17 +50,18 @@ def checkpoint_blocks(model: torch.nn.Module) -> int:
     for block in blocks:
         forward = block.forward
 
-        def again(*arguments: Any, plain: Any = forward, **keywords: Any) -> Any:
+        def checkpointed(*arguments: Any, plain: Any = forward, **keywords: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*arguments, **keywords)
             return checkpoint(plain, *arguments, use_reentrant=False, **keywords)
 
-        block.forward = again
+        block.forward = checkpointed
     return len(blocks)
 
 
 def one_kernel_attention() -> fused_attention:
-    """Made before the model, whose checkpointed stretches it is to follow."""
+    """Create a mode that fuses naive attention. Call this before the model is created, so that the
+    mode also applies when checkpointed segments are recomputed."""
     from stepscope.acceleration.attention.recompute import follow_into_checkpoints
     from stepscope.acceleration.attention.substitute import fused_attention
 

@@ -1,4 +1,4 @@
-"""Attention: one call, several implementations, and what each costs. Loads without torch."""
+"""Attention: one function, several implementations and their cost model. Imports without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "reference_attention",
 ]
 
-# These need torch, so they are imported when someone asks for them.
+# These need torch, so they are imported on first use.
 _MODULES = {
     "Explanation": "api",
     "attention": "api",

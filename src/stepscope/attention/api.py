@@ -1,4 +1,5 @@
-"""`attention(q, k, v)`: one call, any implementation; `explain` says which one and why."""
+"""`attention(q, k, v)`: one function for every implementation; `explain` reports which one runs and
+why."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from stepscope.attention.registry import (
     implementation,
 )
 
-_DECIDED: dict[tuple[object, ...], BoundAttention] = {}
-"""Where a call was sent: at short lengths deciding anew would take longer than the GPU does."""
-_MOST_DECIDED = 4096
+_DISPATCH_CACHE: dict[tuple[object, ...], BoundAttention] = {}
+"""Dispatch cache: for short inputs dispatch costs more than the kernel."""
+_MAX_DISPATCH_CACHE = 4096
 
 
 def attention(
@@ -35,55 +36,74 @@ def attention(
     causal_align: str | None = None,
     impl: str = AUTO,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v; the scale is 1/√d unless given, `impl` names the implementation.
+    """Compute softmax(q kᵀ · scale) v with the implementation named by `impl`.
 
-    Tensors may have any leading dimensions, none included. With four or more, k and v may have
-    fewer heads than q (dimension -3), each shared by as many neighbouring heads of q.
+    The scale defaults to 1/√d. Tensors may have any number of leading dimensions, including none.
+    With four or more dimensions, k and v may have fewer heads (dimension -3) than q: grouped-query
+    attention, in which consecutive query heads share a key head.
 
-    A causal mask over unequal lengths needs `causal_align`: "top-left" lets the first query see the
-    first key, "bottom-right" the last query the last key. Rows that see no key are zero.
+    A causal mask over unequal lengths needs `causal_align`: "top-left" aligns the first query with
+    the first key, "bottom-right" the last query with the last key. Rows without a visible key are
+    zero.
 
-    Bad inputs, and inputs that the named implementation refuses, are a ValueError; an unknown name
-    is a UsageError. A named implementation never falls back to another.
+    Raises ValueError for invalid inputs and for inputs that the named implementation does not
+    support, and UsageError for an unknown name. A named implementation never falls back to another.
     """
-    # The compiler runs this once for a graph, and its shapes may be symbols.
+    # torch.compile traces this once per graph, and its shapes may be symbolic.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, None)
+        return _dispatch(q, k, v, is_causal, scale, causal_align, impl, None)
     try:
-        # Strides and alignment are no part of it: none of these functions is chosen by them, and
-        # each that keeps something for them has a key of its own.
+        # Strides and alignment are not in the key: dispatch does not depend on them, and an
+        # implementation that caches by them has its own key.
         key = (
-            impl, is_causal, scale, causal_align, q.shape, k.shape, v.shape,
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        )  # fmt: skip
-        decided = _DECIDED.get(key)
+            impl,
+            is_causal,
+            scale,
+            causal_align,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+        )
+        bound = _DISPATCH_CACHE.get(key)
     except (AttributeError, TypeError):
-        # No tensor, or nothing that hashes: the check below says what is wrong.
-        key, decided = None, None
-    if decided is None:
-        return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, key)
-    return decided(q, k, v)
+        # Not a tensor, or not hashable: the check in _dispatch reports what is wrong.
+        key, bound = None, None
+    if bound is None:
+        return _dispatch(q, k, v, is_causal, scale, causal_align, impl, key)
+    return bound(q, k, v)
 
 
-def _decide_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None,
-    causal_align: str | None, impl: str, key: tuple[object, ...] | None,
-) -> Tensor:  # fmt: skip
-    """Check, decide, compute; what was decided is kept under the key, if there is one."""
+def _dispatch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    impl: str,
+    key: tuple[object, ...] | None,
+) -> Tensor:
+    """Check the inputs, choose an implementation, cache the choice under `key` and compute."""
     entry = None if impl == AUTO else implementation(impl)
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
     inputs = (q, k, v, is_causal, scale, causal_align)
     if entry is None:
-        entry = _first_that_takes(*inputs)
+        entry = _first_supported(*inputs)
     else:
         refusal = entry.refuses(*inputs)
         if refusal is not None:
-            raise ValueError(f"impl={impl!r} cannot take this input: {refusal}")
+            raise ValueError(f"impl={impl!r} does not support this input: {refusal}")
     function = entry.load()
     if key is not None and entry.decides_by_shape:
-        if len(_DECIDED) >= _MOST_DECIDED:
-            _DECIDED.clear()
-        _DECIDED[key] = (
+        if len(_DISPATCH_CACHE) >= _MAX_DISPATCH_CACHE:
+            _DISPATCH_CACHE.clear()
+        _DISPATCH_CACHE[key] = (
             entry.bind(*inputs)
             if entry.bind
             else functools.partial(
@@ -93,7 +113,7 @@ def _decide_and_attend(
     return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
 
 
-def _first_that_takes(*inputs: *Inputs) -> Implementation:
+def _first_supported(*inputs: *Inputs) -> Implementation:
     refusals = []
     for name in PREFERENCE:
         entry = IMPLEMENTATIONS[name]
@@ -101,23 +121,23 @@ def _first_that_takes(*inputs: *Inputs) -> Implementation:
         if refusal is None:
             return entry
         refusals.append(f"{name}: {refusal}")
-    raise ValueError(f"no implementation takes this input ({'; '.join(refusals)})")
+    raise ValueError(f"no implementation supports this input ({'; '.join(refusals)})")
 
 
 def attention_with(impl: str) -> AttentionFunction:
-    """`attention` by one implementation: inputs are checked, a refusal is an error."""
+    """Bind `attention` to one implementation. Inputs are checked; an unsupported one raises."""
     return functools.partial(attention, impl=implementation(impl).name)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one implementation says to an input."""
+    """Whether one implementation supports an input, and the reason if it does not."""
 
     name: str
     refusal: str | None
-    """Why it cannot take the input; None where it can."""
+    """Why the input is not supported; None if it is."""
     leaves: str | None = None
-    """Why `auto` passes it by all the same."""
+    """Why `auto` prefers another implementation although this one supports the input."""
 
     @property
     def takes(self) -> bool:
@@ -126,7 +146,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `impl="auto"` takes for an input, and what every implementation says to it."""
+    """The implementation that `impl="auto"` chooses for an input, and every one's verdict."""
 
     chosen: str | None
     preference: tuple[str, ...]
@@ -135,12 +155,12 @@ class Explanation:
     def __str__(self) -> str:
         width = max(len(verdict.name) for verdict in self.verdicts)
         order = ", ".join(self.preference)
-        lines = [f"auto takes {self.chosen or 'nothing'}: the first that is good for it of {order}"]
+        lines = [f"auto chooses {self.chosen or 'nothing'}: the first suitable one of {order}"]
         for verdict in self.verdicts:
-            said = verdict.refusal or "can take this input"
+            text = verdict.refusal or "supports this input"
             if verdict.takes and verdict.leaves:
-                said += f"; auto passes it by: {verdict.leaves}"
-            lines.append(f"  {verdict.name:<{width}}  {said}")
+                text += f"; not chosen by auto: {verdict.leaves}"
+            lines.append(f"  {verdict.name:<{width}}  {text}")
         return "\n".join(lines)
 
 
@@ -153,17 +173,16 @@ def explain(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Explanation:
-    """Which implementation `impl="auto"` takes for this input, and why not the others. Printable.
+    """Report which implementation `impl="auto"` chooses for this input, and why not the others.
 
-    A bad input is a ValueError, as in `attention`.
+    The result is printable. An invalid input raises ValueError, as in `attention`.
     """
-    inputs = (
-        *checked_inputs(q, k, v, is_causal, scale, causal_align), is_causal, scale, causal_align
-    )  # fmt: skip
+    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
+    inputs = (q, k, v, is_causal, scale, causal_align)
     verdicts = tuple(
         Verdict(name, entry.refuses(*inputs), entry.leaves(*inputs))
         for name, entry in IMPLEMENTATIONS.items()
     )
-    taking = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}
-    chosen = next((name for name in PREFERENCE if name in taking), None)
+    suitable = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}
+    chosen = next((name for name in PREFERENCE if name in suitable), None)
     return Explanation(chosen=chosen, preference=PREFERENCE, verdicts=verdicts)

@@ -1,4 +1,4 @@
-"""The reference form under torch.compile, and how anything here is compiled."""
+"""Reference attention under torch.compile, and the compilation settings of this package."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stepscope.attention.reference import reference_attention
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Tensor])
 
-# One kernel for each shape; torch would stop at 8 of them.
-_MOST_SHAPES = 256
+# One compiled kernel per shape; torch's default recompile limit is 8.
+_RECOMPILE_LIMIT = 256
 
 
 def compiled_attention(
@@ -28,7 +28,7 @@ def compiled_attention(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """`reference_attention` as one graph, compiled anew for each shape that it meets."""
+    """Compute `reference_attention` as one graph, recompiled for each new shape."""
     run = _compiled_reference()
     return run(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
 
@@ -42,7 +42,7 @@ def refuses(
 
 @functools.cache
 def missing_compiler(device_type: str) -> str | None:
-    """What torch.compile lacks for that kind of device."""
+    """Return what torch.compile lacks for that device type, or None."""
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         return "torch.compile needs a C++ compiler"
     if device_type != "cpu" and importlib.util.find_spec("triton") is None:
@@ -51,19 +51,19 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def compile_by_shape(function: Compiled) -> Compiled:
-    """Specialised on each shape: a graph for all lengths is slower, and a study compares shapes.
+    """Compile a function, specialized on each shape: a graph with dynamic lengths is slower.
 
-    Never falls back to eager: what cannot be compiled is an error.
+    Never falls back to eager: a function that cannot be compiled raises.
     """
     compiled = torch.compile(function, fullgraph=True, dynamic=False)
 
     @functools.wraps(function)
-    def run(*args: object, **how: object) -> Tensor:
+    def run(*args: object, **kwargs: object) -> Tensor:
         try:
-            return compiled(*args, **how)
+            return compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
-                return compiled(*args, **how)
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+                return compiled(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 

@@ -1,11 +1,11 @@
-"""What attention costs, from shapes alone. Loads without torch.
+"""FLOPs and bytes of attention, from shapes alone. Imports without torch.
 
-FLOPs are two per multiply-add and count the two matrix products of the forward, not the softmax.
-A causal mask leaves half of the score matrix, counted as exactly one half. For the backward there
-are two conventions, and both are here:
+FLOPs are two per multiply-add and count the two matmuls of the forward, not the softmax. A causal
+mask leaves half of the score matrix, counted as exactly one half. There are two conventions for the
+backward, and both are here:
 
-- a *model's* FLOPs take twice the forward: four products of the gradient, no recomputation;
-- a *kernel's* TFLOP/s takes two and a half times: a flash backward computes the scores again.
+- the FLOPs of a *model* count twice the forward: four gradient matmuls, no recomputation;
+- the TFLOP/s of a *kernel* counts 2.5 times the forward: a flash backward recomputes the scores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BOOL_BYTES = 1
 
 
 class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries and outputs have `seq_q` rows in each head, keys and values `seq_k`."""
+    """Sizes of one attention: per head, q and the output have `seq_q` rows, k and v `seq_k`."""
 
     batch: int
     heads: int
@@ -44,29 +44,29 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """Scores and weighted sum: 4·B·H·Sq·Sk·D, half of that under a causal mask."""
+    """FLOPs of the forward, scores and weighted sum: 4·B·H·Sq·Sk·D, half under a causal mask."""
     full = 4 * shape.scores * shape.d_head
     return full // 2 if causal else full
 
 
 def backward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """The backward as a model's FLOPs count it: twice the forward."""
+    """FLOPs of the backward by the model convention: twice the forward."""
     return 2 * forward_flops(shape, causal=causal)
 
 
 def kernel_backward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """The backward as a kernel's rate counts it: five products where the forward has two."""
+    """FLOPs of the backward by the kernel convention: five matmuls where the forward has two."""
     return 5 * forward_flops(shape, causal=causal) // 2
 
 
 def forward_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Least traffic of a forward: q, k, v read once; output and float32 log-sum-exp written."""
+    """Minimum traffic of a forward: q, k, v read once; output and float32 log-sum-exp written."""
     tensors = 2 * shape.query_elements + 2 * shape.key_elements
     return tensors * element_bytes + shape.rows * FLOAT32_BYTES
 
 
 def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Least traffic of a backward: q, k, v, output, its gradient and log-sum-exp read once;
+    """Minimum traffic of a backward: q, k, v, output, its gradient and log-sum-exp read once;
     the gradients of q, k, v written."""
     read = 3 * shape.query_elements + 2 * shape.key_elements
     written = shape.query_elements + 2 * shape.key_elements
@@ -76,9 +76,11 @@ def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
 def reference_forward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """What the operators of the reference form read and write in a causal forward: the scores are
-    written, scaled, masked, normalised and read again, so eight times their size; CUDA's autocast
-    adds two casts around a softmax in float32."""
+    """Bytes that the operators of reference attention read and write in a causal forward.
+
+    The scores are written, scaled, masked, normalized and read again: eight times their size. CUDA
+    autocast adds two casts around a float32 softmax.
+    """
     scores = 8 * element_bytes + (4 * FLOAT32_BYTES if float32_softmax else 0)
     tensors = 2 * shape.query_elements + 2 * shape.key_elements
     return shape.scores * scores + tensors * element_bytes + mask_bytes(shape, causal=True)
@@ -87,18 +89,22 @@ def reference_forward_bytes(
 def reference_backward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """The same for the backward: the gradient of the probabilities is written, goes through
-    softmax, mask and scale, and is read by two products; the probabilities are read twice."""
+    """Bytes that the operators of reference attention read and write in a causal backward.
+
+    The gradient of the probabilities is written, passes through softmax, mask and scale, and is
+    read by two matmuls; the probabilities are read twice.
+    """
     narrow = shape.scores * element_bytes
     scores = 10 * narrow + 5 * shape.scores * FLOAT32_BYTES if float32_softmax else 11 * narrow
-    # The output's gradient and one operand for each of four products; three gradients.
+    # Read: the gradient of the output and one operand of each of four matmuls. Written: three
+    # gradients.
     read = 3 * shape.query_elements + 2 * shape.key_elements
     written = shape.query_elements + 2 * shape.key_elements
     return scores + (read + written) * element_bytes + mask_bytes(shape, causal=True)
 
 
 def input_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """q, k and v."""
+    """Bytes of q, k and v."""
     return (shape.query_elements + 2 * shape.key_elements) * element_bytes
 
 
@@ -109,16 +115,16 @@ def output_bytes(shape: AttentionShape, element_bytes: int) -> int:
 def probability_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """The probabilities that the reference form keeps. CUDA's autocast runs softmax in float32 and
-    casts the result for the next product, so both of them stay."""
-    kept = element_bytes
+    """Bytes of the probabilities that reference attention saves for backward. CUDA autocast runs
+    softmax in float32 and casts the result for the next matmul, so both tensors are saved."""
+    bytes_per_score = element_bytes
     if float32_softmax:
-        kept += FLOAT32_BYTES
-    return shape.scores * kept
+        bytes_per_score += FLOAT32_BYTES
+    return shape.scores * bytes_per_score
 
 
 def mask_bytes(shape: AttentionShape, *, causal: bool) -> int:
-    """The boolean mask that the reference form keeps; all heads share it."""
+    """Bytes of the boolean mask that reference attention saves; all heads share it."""
     return shape.seq_q * shape.seq_k * BOOL_BYTES if causal else 0
 
 
@@ -129,7 +135,7 @@ def log_sum_exp_bytes(shape: AttentionShape) -> int:
 def reference_saved_bytes(
     shape: AttentionShape, element_bytes: int, *, causal: bool, float32_softmax: bool = False
 ) -> int:
-    """Saved for backward by the reference form: q, k, v, the probabilities and the mask."""
+    """Bytes that reference attention saves for backward: q, k, v, probabilities and mask."""
     return (
         input_bytes(shape, element_bytes)
         + probability_bytes(shape, element_bytes, float32_softmax=float32_softmax)
@@ -138,6 +144,6 @@ def reference_saved_bytes(
 
 
 def flash_saved_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Saved for backward by a flash form: q, k, v, the output and the log-sum-exp."""
+    """Bytes that FlashAttention saves for backward: q, k, v, the output and the log-sum-exp."""
     tensors = input_bytes(shape, element_bytes) + output_bytes(shape, element_bytes)
     return tensors + log_sum_exp_bytes(shape)

@@ -1,4 +1,4 @@
-"""FlexAttention, torch's compiler-made attention, with a causal block mask."""
+"""torch's FlexAttention, compiled, with a causal block mask."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from stepscope.attention.compiled import compile_by_shape, missing_compiler
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 
-_SMALLEST_HEAD = 16
+_MIN_HEAD_DIM = 16
 
 
 def flex_attention_by_mask(
@@ -26,18 +26,18 @@ def flex_attention_by_mask(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v by `flex_attention`, compiled anew for each shape that it meets."""
-    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    seeing = as_four_dims(q[..., sight.blind_rows :, :])
+    """Compute softmax(q kᵀ · scale) v by `flex_attention`, recompiled for each new shape."""
+    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    q_visible = as_four_dims(q[..., causal_mask.blind_rows :, :])
     out = _compiled_flex()(
-        seeing,
+        q_visible,
         as_four_dims(k),
         as_four_dims(v),
-        block_mask=_mask_for(seeing.shape[-2], k.shape[-2], sight.offset, q.device),
+        block_mask=_mask_for(q_visible.shape[-2], k.shape[-2], causal_mask.offset, q.device),
         scale=scale,
         enable_gqa=heads_per_key_head(q, k) > 1,
     )
-    out = functional.pad(out, (0, 0, sight.blind_rows, 0)) if sight.blind_rows else out
+    out = functional.pad(out, (0, 0, causal_mask.blind_rows, 0)) if causal_mask.blind_rows else out
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -48,10 +48,11 @@ def refuses(
     if q.dtype == torch.float64:
         return "FlexAttention has no kernel for float64"
     smallest = min(q.shape[-1], v.shape[-1])
-    if smallest < _SMALLEST_HEAD:
-        return f"FlexAttention needs a head dimension of {_SMALLEST_HEAD}, not {smallest}"
+    if smallest < _MIN_HEAD_DIM:
+        return f"FlexAttention needs a head dimension of at least {_MIN_HEAD_DIM}, not {smallest}"
     if 0 in (q.numel(), k.numel()):
-        return f"FlexAttention takes no empty input: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
+        return f"FlexAttention does not support empty inputs: shapes {shapes}"
     if q.device.type != "cuda":
         return f"FlexAttention has a backward for CUDA only, and q is on {q.device}"
     return missing_compiler(q.device.type)
@@ -63,20 +64,21 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def _mask_for(seq_q: int, seq_k: int, offset: int | None, device: torch.device) -> BlockMask | None:
-    """The block mask, kept for later calls but in a trace or a capture: the mask of a captured CUDA
-    graph has its values with the first replay only, in memory of that graph."""
+    """Return the block mask. It is cached except in a trace or a capture: a mask created while a
+    CUDA graph is captured has no values before the first replay, and lives in the graph's memory.
+    """
     if torch.compiler.is_compiling():
         return _block_mask(seq_q, seq_k, offset, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _block_mask(seq_q, seq_k, offset, device)
-    return _kept_mask(seq_q, seq_k, offset, device)
+    return _cached_mask(seq_q, seq_k, offset, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_mask(
+def _cached_mask(
     seq_q: int, seq_k: int, offset: int | None, device: torch.device
 ) -> BlockMask | None:
-    # An evaluation may ask first, and a training step cannot save tensors of inference mode.
+    # The first caller may run in inference mode, and a training step cannot save inference tensors.
     with torch.inference_mode(False):
         return _block_mask(seq_q, seq_k, offset, device)
 

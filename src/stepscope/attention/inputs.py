@@ -1,5 +1,5 @@
-"""The one check of what `attention` is given. Everything wrong is a ValueError that names the
-argument and its value; an implementation behind it may trust its inputs."""
+"""Validation of the inputs of `attention`. An invalid input raises a ValueError that names the
+argument and its value; implementations may trust inputs that passed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from stepscope.attention.masking import causal_offset
 
 TINY_SCALE = 1e-30
-"""Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
+"""Replaces a scale of zero, which would turn the -inf of a masked score into NaN."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -23,14 +23,14 @@ def checked_inputs(
     scale: float | None,
     causal_align: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors as an implementation gets them: valid together, cast where autocast is on."""
-    _check_alone("q", q)
-    if not _alike(q, k, v):
-        _check_alone("k", k)
-        _check_alone("v", v)
-        _check_together(*(_as_autocast_would(x) for x in (q, k, v)))
+    """Validate the inputs and cast them as autocast would, if it is on."""
+    _check_tensor("q", q)
+    if not _all_equal(q, k, v):
+        _check_tensor("k", k)
+        _check_tensor("v", v)
+        _check_shapes_match(*(_as_autocast_would(x) for x in (q, k, v)))
     if isinstance(scale, Tensor):
-        # Its gradient would be lost, and a decision for its value would outlive the value.
+        # Its gradient would be lost, and the dispatch cache would keep its current value.
         raise ValueError("scale is a tensor; it must be a number: multiply q by the tensor instead")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not a finite number")
@@ -46,28 +46,28 @@ def default_scale(q: Tensor) -> float:
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale above zero that give the same scores: kernels that mask before they scale
-    would turn -inf round."""
+    """Return queries and a positive scale that give the same scores. In kernels that mask before
+    they scale, a negative scale would turn -inf into +inf."""
     if scale < 0:
         return -q, -scale
     return q, scale or TINY_SCALE
 
 
 def heads_per_key_head(q: Tensor, k: Tensor) -> int:
-    """How many query heads share one key head; they are neighbours."""
+    """Return the number of consecutive query heads that share one key head."""
     if q.dim() < 4 or q.shape[-3] == k.shape[-3]:
         return 1
     return q.shape[-3] // k.shape[-3]
 
 
 def as_four_dims(x: Tensor) -> Tensor:
-    """(batch, heads, seq, d): only such tensors reach torch's fused kernels."""
+    """Reshape to (batch, heads, seq, d): torch's fused kernels take only 4-D tensors."""
     if x.dim() < 4:
         return x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:])
     return x.flatten(0, -4) if x.dim() > 4 else x
 
 
-def _check_alone(name: str, x: Tensor) -> None:
+def _check_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, not a tensor")
     if x.dim() < 2:
@@ -79,8 +79,8 @@ def _check_alone(name: str, x: Tensor) -> None:
         raise ValueError(f"the head dimension of {name} is 0 (shape {_shape(x)})")
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """The common case in a microsecond or two: nothing can be wrong between them."""
+def _all_equal(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Fast path of one to two microseconds: equal shape, dtype and device need no further check."""
     return (
         isinstance(k, Tensor)
         and isinstance(v, Tensor)
@@ -90,14 +90,14 @@ def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_shapes_match(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         _check_against_query(name, x, q)
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"the head dimension of k is {k.shape[-1]}, that of q is {q.shape[-1]}")
     if v.shape[:-1] != k.shape[:-1]:
-        what = "lengths" if v.shape[:-2] == k.shape[:-2] else "heads"
-        raise ValueError(f"k and v have different {what}: {_shape(k)} and {_shape(v)}")
+        mismatch = "lengths" if v.shape[:-2] == k.shape[:-2] else "heads"
+        raise ValueError(f"k and v have different {mismatch}: {_shape(k)} and {_shape(v)}")
 
 
 def _check_against_query(name: str, x: Tensor, q: Tensor) -> None:
@@ -107,40 +107,40 @@ def _check_against_query(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device} and q is on {q.device}")
     shapes = f"{name} has shape {_shape(x)} and q {_shape(q)}"
     if x.dim() != q.dim():
-        raise ValueError(f"{shapes}: they need as many dimensions")
+        raise ValueError(f"{shapes}: they need the same number of dimensions")
     if q.dim() < 4:
         if x.shape[:-2] != q.shape[:-2]:
             raise ValueError(f"{shapes}: their batch dimensions differ")
         return
     if x.shape[:-3] != q.shape[:-3]:
         raise ValueError(f"{shapes}: their batch dimensions differ")
-    heads, of_query = x.shape[-3], q.shape[-3]
-    if heads != of_query and (heads == 0 or of_query % heads):
-        raise ValueError(f"{shapes}: {heads} heads do not divide the {of_query} of q")
+    heads, query_heads = x.shape[-3], q.shape[-3]
+    if heads != query_heads and (heads == 0 or query_heads % heads):
+        raise ValueError(f"{shapes}: {heads} heads do not divide the {query_heads} of q")
 
 
-# The meta device, for one, has no autocast, and torch raises when asked. Asked once: the compiler
-# cannot trace the question.
+# Some devices, such as meta, have no autocast, and torch raises when queried for them. Queried once
+# at import: the compiler cannot trace the call.
 _WITH_AUTOCAST = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
 )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts to where x is; None where it is off."""
-    kind = x.device.type
-    on = kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    """Return the autocast dtype for the device of x; None if autocast is off."""
+    device_type = x.device.type
+    on = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product will read x in: the format of autocast where that is on. It never casts
-    float64."""
+    """Return the dtype in which a matmul reads x: the autocast dtype if autocast is on, which never
+    casts float64."""
     return x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
-    """Autocast casts what torch's own products read; an implementation of ours is none of them."""
+    """Cast x as autocast does for torch's own matmuls, which it does not do for custom kernels."""
     return x.to(matmul_dtype(x))
 
 

@@ -1,7 +1,8 @@
-"""Which keys a query sees. Loads without torch; numbers only.
+"""Causal masks as offsets and tiles. Imports without torch; integers only.
 
-Query `i` sees key `j` where `j <= i + offset`: the offset is 0 where the first query goes with the
-first key (top-left), and `seq_k - seq_q` where the last goes with the last (bottom-right).
+Query `i` sees key `j` if `j <= i + offset`. The offset is 0 if the first query is aligned with the
+first key (top-left), and `seq_k - seq_q` if the last query is aligned with the last key
+(bottom-right).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ALIGNMENTS = (TOP_LEFT, BOTTOM_RIGHT)
 
 
 def causal_offset(seq_q: int, seq_k: int, causal_align: str | None) -> int:
-    """The offset of the last key that a query sees from the query's own position."""
+    """Return the offset from a query's position to the last key that it sees."""
     if causal_align is not None and causal_align not in ALIGNMENTS:
         raise ValueError(f"causal_align={causal_align!r} is neither {' nor '.join(ALIGNMENTS)}")
     if seq_q == seq_k or causal_align == TOP_LEFT:
@@ -30,31 +31,31 @@ def causal_offset(seq_q: int, seq_k: int, causal_align: str | None) -> int:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the queries of one attention see."""
+class CausalMask:
+    """The visible keys of each query of one attention, causal or not."""
 
     seq_q: int
     seq_k: int
     offset: int | None
-    """None: every query sees every key."""
+    """None if every query sees every key."""
 
     @classmethod
-    def of(cls, seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None) -> Sight:
+    def of(cls, seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None) -> CausalMask:
         return cls(seq_q, seq_k, causal_offset(seq_q, seq_k, causal_align) if is_causal else None)
 
     @property
     def blind_rows(self) -> int:
-        """Leading queries that see no key; every later one sees the first key at least."""
+        """Number of leading queries without a visible key; every later one sees the first key."""
         if self.seq_k == 0:
             return self.seq_q
         return 0 if self.offset is None else max(0, -self.offset)
 
     def row_tiles(self, size: int) -> Iterator[slice]:
-        """The queries that see something."""
+        """Iterate over tiles of the queries that see at least one key."""
         return _tiles(self.blind_rows, self.seq_q, size)
 
     def key_tiles(self, rows: slice, size: int) -> Iterator[tuple[slice, bool]]:
-        """The keys that some of these rows see, and whether some of the rows do not see some."""
+        """Iterate over tiles of the keys that these rows see, each with whether it needs a mask."""
         if self.offset is None:
             yield from ((keys, False) for keys in _tiles(0, self.seq_k, size))
             return
@@ -63,4 +64,4 @@ class Sight:
 
 
 def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
-    return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
+    return (slice(first, min(first + size, stop)) for first in range(start, stop, size))

@@ -1,9 +1,10 @@
-"""Our attention as torch operators: for autograd, for torch.compile, and as an autograd Function.
+"""The Triton attention as torch operators, for autograd and torch.compile, and as an autograd
+Function.
 
 `stepscope::flash_forward` and `stepscope::flash_backward` are opaque to the compiler; their fake
-forms tell it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D). Outside of the compiler and
-of everything else that watches operators, the kernels are launched directly: an operator written in
-Python costs more host time than a short attention takes on the GPU.
+implementations give it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D). Where no compiler,
+dispatch mode or transform intercepts operators, the kernels are launched directly: a custom
+operator in Python costs more host time than a short attention takes on the GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from stepscope.torch_tools.derivatives import (
 from stepscope.torch_tools.triton_available import is_interpreted
 
 FEWEST_PRODUCTS = 1 << 34
-"""Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
-_NAME = "attention by our kernels"
+"""Multiply-adds of one matmul below which a launch through torch's C++ dispatch is faster."""
+_NAME = "Triton attention"
 TUNED_FOR = 9
+"""Major compute capability that the tiles are tuned for."""
 WIDEST = 96
+"""Largest head dimension at which the 16-bit kernels are preferred to cuDNN."""
 
 
 @functools.cache
@@ -46,32 +49,39 @@ def _kernels() -> Any:
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels walk the last dimension by ones."""
+    """Make the last dimension contiguous: the kernels assume a stride of one."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the log-sum-exp of each row; a row sees key j iff j <= row + shift."""
+    """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    made: tuple[Tensor, Tensor] = _kernels().forward(
+    outputs: tuple[Tensor, Tensor] = _kernels().forward(
         q, k, v, scale=scale, causal=is_causal, shift=shift
     )
-    return made
+    return outputs
 
 
 def _launch_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # Hooks on saved tensors may give `out` and `lse` back with other strides than they had.
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Saved-tensor hooks may return `out` and `lse` with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
-    made: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
+    grads: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
         grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
     )
-    return made
+    return grads
 
 
 @torch.library.custom_op("stepscope::flash_forward", mutates_args=())
@@ -83,26 +93,45 @@ def flash_forward(
 
 @flash_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    shift: int,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("stepscope::flash_backward", mutates_args=())
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _launch_backward(grad, q, k, v, out, lse, is_causal, scale, shift)
 
 
 @flash_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,  # noqa: ARG001
-    is_causal: bool, scale: float, shift: int,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    made = [torch.empty_like(_rows_contiguous(x)) for x in (q, k, v)]
-    return made[0], made[1], made[2]
+    grad: Tensor,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,  # noqa: ARG001
+    lse: Tensor,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    shift: int,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [torch.empty_like(_rows_contiguous(x)) for x in (q, k, v)]
+    return grads[0], grads[1], grads[2]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -114,25 +143,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    made = flash_backward(grad, q, k, v, out, lse, ctx.is_causal, ctx.scale, ctx.shift)
-    return (*made, None, None, None)
+    grads = flash_backward(grad, q, k, v, out, lse, ctx.is_causal, ctx.scale, ctx.shift)
+    return (*grads, None, None, None)
 
 
-def _refuse_to_differentiate(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
+def _raise_no_second_derivative(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
     raise RuntimeError(no_second_derivative(_NAME, "impl='reference'"))
 
 
 flash_forward.register_autograd(_differentiate, setup_context=_save)
-flash_backward.register_autograd(_refuse_to_differentiate)
+flash_backward.register_autograd(_raise_no_second_derivative)
 
 
-def _launches_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Nothing needs to see an operator: plain tensors, no compiler, no mode, no transform."""
+def _can_launch_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether nothing needs to intercept an operator: plain tensors, no compiler, no
+    dispatch mode, no transform."""
     return (
         not torch.compiler.is_compiling()
-        and type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
+        and type(q) in _PLAIN_TENSOR_TYPES
+        and type(k) in _PLAIN_TENSOR_TYPES
+        and type(v) in _PLAIN_TENSOR_TYPES
         and torch._C._len_torch_dispatch_stack() == 0
         and not transforms_active()
     )
@@ -140,13 +170,13 @@ def _launches_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend(q, k, v, is_causal, scale, shift, direct=_launches_directly(q, k, v))
+        return _attend(q, k, v, is_causal, scale, shift, direct=_can_launch_directly(q, k, v))
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        direct = _launches_directly(q, k, v) and type(grad) in _PLAIN
-        return _differentiated(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)
+        direct = _can_launch_directly(q, k, v) and type(grad) in _PLAIN_TENSOR_TYPES
+        return _attend_backward(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)
 
     return Passes(_NAME, forward, backward)
 
@@ -154,7 +184,7 @@ def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int, *, direct: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp for tensors with any leading dimensions."""
+    """Return output and log-sum-exp for tensors with any number of leading dimensions."""
     run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
     if q.dim() == 4:
         return run(q, k, v, is_causal, scale, shift)
@@ -162,20 +192,26 @@ def _attend(
     return out.view(q.shape), lse.view(q.shape[:-1])
 
 
-def _differentiated(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    settings: tuple[bool, float, int], direct: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, k and v, with any leading dimensions."""
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    settings: tuple[bool, float, int],
+    direct: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v with any number of leading dimensions."""
     run: Callable[..., tuple[Tensor, ...]] = _launch_backward if direct else flash_backward
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
-    made = run(*heads, lse.reshape(heads[1].shape[:-1]), *settings)
-    return tuple(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
+    grads = run(*heads, lse.reshape(heads[1].shape[:-1]), *settings)
+    return tuple(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def triton_attention(
@@ -187,10 +223,10 @@ def triton_attention(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """Attention by our kernels. Inputs have been checked and not refused."""
+    """Compute attention with the Triton kernels. Inputs have been checked and are supported."""
     q, factor = with_positive_scale(q, default_scale(q) if scale is None else scale)
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    if _launches_directly(q, k, v):
+    if _can_launch_directly(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
         q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
@@ -218,7 +254,7 @@ def refuses(
     if q.dtype == torch.bfloat16 and interpreted:
         return "q is bfloat16: Triton's interpreter computes it wrongly; use float32 or float16"
     if q.shape[-1] > MAX_HEAD:
-        return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD}"
+        return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD} is supported"
     if v.shape[-1] != q.shape[-1]:
         return f"the head dimension of v is {v.shape[-1]}, that of q {q.shape[-1]}: must be equal"
     return None
@@ -232,22 +268,24 @@ def leaves(
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
 ) -> str | None:
-    """Where something else is the better choice though the kernels could do it."""
+    """Return why another implementation is preferred although the kernels support the input."""
     if q.device.type != "cuda":
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_FOR:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_FOR}"
     if q.numel() * k.shape[-2] < FEWEST_PRODUCTS:
-        # No count here: the compiler cannot write out a size that it keeps open.
-        return f"below {FEWEST_PRODUCTS:.1e} products are done before the host could launch them"
+        # The message has no size of the input: the compiler cannot format a symbolic one.
+        return f"below {FEWEST_PRODUCTS:.1e} multiply-adds the launch takes longer than the kernel"
     if q.dtype != torch.float32 and q.shape[-1] > WIDEST:
-        return f"cuDNN, which torch takes here, is faster at head dimensions above {WIDEST}"
+        return f"cuDNN, which torch uses here, is faster at head dimensions above {WIDEST}"
     return None
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False)`: saves q, k, v, the output and the log-sum-exp (natural
-    logarithm, of the scaled scores, shaped like q without its last dimension). Differentiable once.
+    """FlashAttention-2 by the Triton kernels: `apply(q, k, v, is_causal=False)`.
+
+    Saves q, k, v, the output and the log-sum-exp of the scaled scores (natural logarithm, shaped
+    like q without its last dimension). Differentiable once.
     """
 
     @classmethod
@@ -262,7 +300,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def attend(
         cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
-        """The same for inputs that have been checked and not refused; scale is positive."""
+        """Compute attention of checked and supported inputs with a positive scale."""
         if transforms_active():
             return attend_under_transforms(q, k, v, _passes(is_causal, scale, shift))
         out: Tensor = super().apply(q, k, v, is_causal, scale, shift)  # type: ignore[no-untyped-call]
@@ -272,23 +310,23 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
-        direct = _launches_directly(q, k, v)
+        direct = _can_launch_directly(q, k, v)
         out, lse = _attend(q, k, v, is_causal, scale, shift, direct=direct)
-        ctx.how = (is_causal, scale, shift)
+        ctx.settings = (is_causal, scale, shift)
         ctx.direct = direct
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Gradients that nobody differentiates again need no guard.
-        return _gradients_once(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad)
+        # Without create_graph no second derivative can be taken, so no guard is needed.
+        return _guarded_gradients(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    made = _differentiated(grad, q, k, v, out, lse, ctx.how, ctx.direct)
-    return (*made, None, None, None)
+    grads = _attend_backward(grad, q, k, v, out, lse, ctx.settings, ctx.direct)
+    return (*grads, None, None, None)
 
 
-_gradients_once = differentiable_once(_NAME, "impl='reference'")(_gradients)
+_guarded_gradients = differentiable_once(_NAME, "impl='reference'")(_gradients)

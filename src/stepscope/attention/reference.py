@@ -1,4 +1,4 @@
-"""The only naive attention of the repository: the formula, written out, for any float format."""
+"""Naive attention: the formula operator by operator, for any floating-point dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.attention.inputs import default_scale, heads_per_key_head
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 from stepscope.torch_tools.ranges import named
 
 
@@ -20,21 +20,21 @@ def reference_attention(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v, with every intermediate in memory. The scale is 1/√d by default."""
-    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    # A softmax over nothing would be NaN, and so would be its gradient.
-    seeing = q[..., sight.blind_rows :, :]
+    """Compute softmax(q kᵀ · scale) v with every intermediate in memory. Default scale: 1/√d."""
+    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    # A softmax over no keys would be NaN, and so would its gradient.
+    q_visible = q[..., causal_mask.blind_rows :, :]
     group = heads_per_key_head(q, k)
     if group > 1:
-        seeing = torch.unflatten(seeing, -3, (-1, group)).flatten(-3, -2)
+        q_visible = torch.unflatten(q_visible, -3, (-1, group)).flatten(-3, -2)
     with named("scores"):
-        scores = seeing @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
+        scores = q_visible @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
     if group > 1:
         scores = torch.unflatten(scores, -2, (group, -1))
-    if sight.offset is not None:
+    if causal_mask.offset is not None:
         with named("mask"):
-            later = _later_keys(scores, max(0, sight.offset))
-            scores = scores.masked_fill(later, float("-inf"))
+            masked = _later_keys(scores, max(0, causal_mask.offset))
+            scores = scores.masked_fill(masked, float("-inf"))
     with named("softmax"):
         weights = torch.softmax(scores, dim=-1)
     with named("values"):
@@ -42,10 +42,10 @@ def reference_attention(
             out = torch.unflatten(weights.flatten(-3, -2) @ v, -2, (group, -1)).flatten(-4, -3)
         else:
             out = weights @ v
-    return functional.pad(out, (0, 0, sight.blind_rows, 0)) if sight.blind_rows else out
+    return functional.pad(out, (0, 0, causal_mask.blind_rows, 0)) if causal_mask.blind_rows else out
 
 
 def _later_keys(scores: Tensor, offset: int) -> Tensor:
-    """True where the key comes after the query: above the diagonal."""
-    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    return everything.triu(diagonal=1 + offset)
+    """Return a mask that is True where the key comes after the query: above the diagonal."""
+    all_true = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return all_true.triu(diagonal=1 + offset)

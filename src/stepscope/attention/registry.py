@@ -1,4 +1,5 @@
-"""Which attentions there are. Loads without torch: an entry says how to load what it needs."""
+"""Registry of attention implementations. Imports without torch: an entry imports its module when it
+is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ AUTO = "auto"
 
 
 class AttentionFunction(Protocol):
-    """What every implementation is: tensors of (..., seq, d) in, (..., seq_q, d_v) out."""
+    """Signature of every implementation: tensors of (..., seq, d) in, (..., seq_q, d_v) out."""
 
     def __call__(
         self,
@@ -30,38 +31,38 @@ class AttentionFunction(Protocol):
 
 
 BoundAttention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
-"""One for inputs of one shape and format, which has nothing more to decide."""
+"""An implementation bound to inputs of one shape and dtype, with no dispatch left."""
 
 Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, bool, float | None, str | None]"
-"""q, k, v, is_causal, scale, causal_align: what a refusal is asked about."""
+"""q, k, v, is_causal, scale, causal_align."""
 
 
-def takes_everything(*inputs: *Inputs) -> None:
+def supports_all(*inputs: *Inputs) -> None:
     del inputs
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention."""
+    """One implementation of attention."""
 
     name: str
     load: Callable[[], AttentionFunction]
-    """Imports the implementation itself, which trusts its inputs; only here torch is needed."""
+    """Imports the implementation, which trusts its inputs. Only this needs torch."""
     saves_scores: bool
-    """Keeps a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
+    """Saves a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
     description: str
-    refuses: Callable[[Unpack[Inputs]], str | None] = takes_everything
-    """(q, k, v, is_causal, scale, causal_align): why it cannot take a valid input, or None."""
-    leaves: Callable[[Unpack[Inputs]], str | None] = takes_everything
-    """Why `auto` passes it by for an input that it could take, or None."""
+    refuses: Callable[[Unpack[Inputs]], str | None] = supports_all
+    """(q, k, v, is_causal, scale, causal_align): why a valid input is not supported, or None."""
+    leaves: Callable[[Unpack[Inputs]], str | None] = supports_all
+    """Why `auto` prefers the next implementation for a supported input, or None."""
     bind: Callable[[Unpack[Inputs]], BoundAttention] | None = None
-    """The shortest way to it for such inputs, where that is shorter than `load`'s."""
+    """Returns a cheaper function than `load` for such inputs, if there is one."""
     decides_by_shape: bool = True
-    """All these follow from shapes, formats, devices and settings, so that one answer serves all
-    calls that have them in common."""
+    """Support and choice depend only on shapes, dtypes, devices and settings, so that one cached
+    decision serves all calls that have them in common."""
 
 
-# Import statements and not importlib: torch.compile traces through the former only.
+# Import statements, not importlib: torch.compile traces only through the former.
 
 
 def _load_reference() -> AttentionFunction:
@@ -131,7 +132,7 @@ def _flex_refuses(*inputs: *Inputs) -> str | None:
 
 
 def _load_auto() -> AttentionFunction:
-    raise TypeError("auto is a choice among implementations and not one to load")
+    raise TypeError("auto chooses among implementations; it cannot be loaded itself")
 
 
 def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool) -> Implementation:
@@ -162,7 +163,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             name="reference",
             load=_load_reference,
             saves_scores=True,
-            description="the formula written out, all scores in memory",
+            description="naive attention, all scores in memory",
         ),
         Implementation(
             name="compiled",
@@ -190,7 +191,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             load=_load_sdpa,
             bind=_bind_sdpa,
             saves_scores=False,
-            description="torch's scaled_dot_product_attention, backend by its own choice",
+            description="torch's scaled_dot_product_attention, backend chosen by torch",
         ),
         _sdpa_backend("sdpa_flash", "FLASH_ATTENTION", "torch's FlashAttention-2", False),
         _sdpa_backend("sdpa_cudnn", "CUDNN_ATTENTION", "cuDNN's attention through torch", False),
@@ -209,21 +210,22 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 PREFERENCE: tuple[str, ...] = ("triton", "sdpa", "reference")
-"""What `auto` takes: the first that neither refuses the input nor leaves it to the next."""
+"""Order in which `auto` tries implementations: the first that neither refuses nor leaves the input.
+"""
 
 _AUTO_ENTRY = Implementation(
     name=AUTO,
     load=_load_auto,
     saves_scores=False,
-    description=f"the first that is good for the input of: {', '.join(PREFERENCE)}",
+    description=f"the first suitable one of: {', '.join(PREFERENCE)}",
 )
 
 IMPLEMENTATION_NAMES: tuple[str, ...] = (AUTO, *IMPLEMENTATIONS)
-"""Every name that `impl=` takes."""
+"""Every valid value of `impl=`."""
 
 
 def implementation(name: str) -> Implementation:
-    """The implementation of that name; `auto` is one too, and chooses at each call."""
+    """Return the implementation of that name; that of `auto` chooses at each call."""
     if name == AUTO:
         return _AUTO_ENTRY
     if name not in IMPLEMENTATIONS:

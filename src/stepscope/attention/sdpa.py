@@ -1,7 +1,7 @@
-"""PyTorch's own attention: with PyTorch's choice among its backends, or with one of them by name.
+"""torch's scaled_dot_product_attention: with the backend that torch chooses, or with a named one.
 
-A named backend runs alone (`sdpa_kernel`), so that torch raises where it cannot run; `refusal` asks
-beforehand and passes torch's reason on.
+A named backend is the only one enabled (`sdpa_kernel`), so that torch raises if it cannot run;
+`refusal` checks in advance and returns torch's reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head, with_positive_scale
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 from stepscope.attention.reference import reference_attention
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ _CAN_USE = {
     SDPBackend.CUDNN_ATTENTION: cuda.can_use_cudnn_attention,
 }
 _CUDA_ONLY = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-# These know a mask aligned to the last key; the others read one from memory.
-_ALIGNS_LAST = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+# These have a bottom-right causal mask built in; the others read a mask from memory.
+_BOTTOM_RIGHT_BUILT_IN = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def sdpa_attention(
@@ -48,7 +48,7 @@ def sdpa_attention(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v by `scaled_dot_product_attention`, backend by torch's choice."""
+    """Compute softmax(q kᵀ · scale) v by torch's SDPA with the backend that torch chooses."""
     return _attend(q, k, v, is_causal, scale, causal_align, None)
 
 
@@ -60,7 +60,7 @@ def bind(
     scale: float | None,
     causal_align: str | None,
 ) -> BoundAttention:
-    """For inputs like these: torch's function itself where it takes them as they are."""
+    """Return torch's function itself if it takes such inputs unchanged, else `sdpa_attention`."""
     if q.numel() and k.numel() and (scale is None or scale > 0):
         call = _Call.of(q, k, v, is_causal, causal_align, None)
         if call.q is q and call.k is k and call.mask is None:
@@ -74,14 +74,14 @@ def bind(
 def _torch_attention(
     is_causal: bool, scale: float | None, is_grouped: bool, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    # Looked up at each call: a program may have replaced torch's function since the first one.
+    # Looked up at each call: the user's program may replace torch's function between calls.
     return functional.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
 
 def backend_attention(name: str) -> AttentionFunction:
-    """The same with that backend of torch's `SDPBackend` and no other."""
+    """Return SDPA restricted to one backend of torch's `SDPBackend`."""
     backend = getattr(SDPBackend, name)
 
     def attend(
@@ -108,10 +108,10 @@ def refusal(
     scale: float | None,
     causal_align: str | None,
 ) -> str | None:
-    """Why that backend cannot take this input, in torch's words where it has some."""
+    """Return why that backend does not support this input, in torch's words where there are any."""
     del scale
     backend = getattr(SDPBackend, name)
-    # Under the compiler nothing can be asked; torch raises when the graph runs.
+    # Under the compiler support cannot be queried; torch raises when the graph runs.
     if backend == SDPBackend.MATH or torch.compiler.is_compiling():
         return None
     if backend in _CUDA_ONLY and q.device.type != "cuda":
@@ -124,9 +124,9 @@ def refusal(
         try:
             choice = call.choice()
         except RuntimeError as error:
-            said = _reasons([str(w.message) for w in caught], backend)
-            return said or f"torch has no kernel of it for {q.dtype} on {q.device} ({error})"
-    return None if choice == int(backend) else f"torch would take {SDPBackend(choice).name} instead"
+            reasons = _reasons([str(w.message) for w in caught], backend)
+            return reasons or f"torch has no kernel of it for {q.dtype} on {q.device} ({error})"
+    return None if choice == int(backend) else f"torch would use {SDPBackend(choice).name} instead"
 
 
 def _attend(
@@ -139,7 +139,7 @@ def _attend(
     backend: SDPBackend | None,
 ) -> Tensor:
     if not q.numel() or not k.numel():
-        # Nothing to compute, and torch's CPU kernel divides by a count of zero heads: a crash.
+        # Nothing to compute, and torch's CPU kernel crashes with a division by zero heads.
         return reference_attention(
             q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align
         )
@@ -147,16 +147,21 @@ def _attend(
         q, scale = with_positive_scale(q, scale)
     call = _Call.of(q, k, v, is_causal, causal_align, backend)
     out = functional.scaled_dot_product_attention(
-        call.q, call.k, call.v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale,
+        call.q,
+        call.k,
+        call.v,
+        attn_mask=call.mask,
+        is_causal=call.is_causal,
+        scale=scale,
         enable_gqa=call.is_grouped,
-    )  # fmt: skip
+    )
     if call.blind_rows:
         out = functional.pad(out, (0, 0, call.blind_rows, 0))
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
 class _Call(NamedTuple):
-    """Arguments that say to torch what was meant: 4-D, and no row without a key."""
+    """Arguments of an equivalent call of torch's SDPA: 4-D, and no row without a visible key."""
 
     q: Tensor
     k: Tensor
@@ -178,14 +183,14 @@ class _Call(NamedTuple):
         mask: Tensor | None = None
         blind_rows = 0
         if is_causal and q.shape[-2] != k.shape[-2]:
-            sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-            blind_rows = sight.blind_rows
+            causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+            blind_rows = causal_mask.blind_rows
             q = q[..., blind_rows:, :]
-            if sight.offset == 0:
-                # No query sees the keys past the last one; fused kernels want a square.
+            if causal_mask.offset == 0:
+                # No query sees the keys past the last one, and fused kernels need a square mask.
                 k, v = (x[..., : q.shape[-2], :] for x in (k, v))
-            elif sight.offset is not None and sight.offset > 0:
-                mask = _aligned_to_last(q, k, sight.offset, backend)
+            elif causal_mask.offset is not None and causal_mask.offset > 0:
+                mask = _bottom_right_mask(q, k, causal_mask.offset, backend)
         if q.dim() != 4:
             q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
         return cls(q, k, v, mask, is_causal and mask is None, blind_rows)
@@ -194,36 +199,41 @@ class _Call(NamedTuple):
     def is_grouped(self) -> bool:
         return heads_per_key_head(self.q, self.k) > 1
 
-    def _read_mask(self) -> Tensor | None:
-        """A mask by rule is none to the kernels that know the rule."""
+    def _mask_in_memory(self) -> Tensor | None:
+        """Return the mask unless it is a `CausalBias`, which the kernels build in."""
         return self.mask if type(self.mask) is Tensor else None
 
     def params(self) -> cuda.SDPAParams:
         return cuda.SDPAParams(
-            self.q, self.k, self.v, self._read_mask(), 0.0, self.is_causal, self.is_grouped
+            self.q, self.k, self.v, self._mask_in_memory(), 0.0, self.is_causal, self.is_grouped
         )
 
     def choice(self) -> int:
         return torch._fused_sdp_choice(
-            self.q, self.k, self.v, self._read_mask(), 0.0, self.is_causal,
+            self.q,
+            self.k,
+            self.v,
+            self._mask_in_memory(),
+            0.0,
+            self.is_causal,
             enable_gqa=self.is_grouped,
-        )  # fmt: skip
+        )
 
 
-def _aligned_to_last(q: Tensor, k: Tensor, offset: int, backend: SDPBackend | None) -> Tensor:
-    if q.device.type == "cuda" and backend in _ALIGNS_LAST:
+def _bottom_right_mask(q: Tensor, k: Tensor, offset: int, backend: SDPBackend | None) -> Tensor:
+    if q.device.type == "cuda" and backend in _BOTTOM_RIGHT_BUILT_IN:
         return causal_lower_right(q.shape[-2], k.shape[-2])
-    everything = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-    return everything.tril(diagonal=offset)
+    all_true = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    return all_true.tril(diagonal=offset)
 
 
 def _reasons(messages: list[str], backend: SDPBackend) -> str:
-    """What torch says below the headline of that backend."""
-    own, reasons = False, []
+    """Return torch's warnings that follow the headline of that backend."""
+    of_backend, reasons = False, []
     for message in messages:
-        said = message.split(" (Triggered internally")[0].strip()
-        if said.rstrip(":").endswith("not used because"):
-            own = said.startswith(_HEADLINES[backend])
-        elif own:
-            reasons.append(said)
+        text = message.split(" (Triggered internally")[0].strip()
+        if text.rstrip(":").endswith("not used because"):
+            of_backend = text.startswith(_HEADLINES[backend])
+        elif of_backend:
+            reasons.append(text)
     return " ".join(reasons)

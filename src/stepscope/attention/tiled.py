@@ -1,16 +1,16 @@
-"""FlashAttention-2 in plain PyTorch: tile by tile, the scores are never in memory as a whole.
+"""FlashAttention-2 in plain PyTorch: tile by tile, so the full score matrix is never in memory.
 
-Forward: each tile of queries passes over the tiles of keys it sees, with a running maximum and a
-running sum (online softmax); what was summed before is rescaled when the maximum grows. Of the
-probabilities only the log-sum-exp of each row, L, is kept.
+Forward: each tile of queries iterates over its visible tiles of keys with a running maximum and a
+running sum (online softmax); earlier partial sums are rescaled when the maximum grows. Of the
+probabilities only the log-sum-exp of each row, L, is saved.
 
 Backward: P = exp(S - L) tile by tile, and with D = rowsum(dO ∘ O)
 
     dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
-Arithmetic is one format wider than the inputs: float32 for the half formats, float64 for float32.
-In float32 alone a short row can miss twice the error of the reference form. Query heads that share
-a key head are rows of one tile, so that their gradients add up within a product.
+Arithmetic is one dtype wider than the inputs: float32 for 16-bit dtypes, float64 for float32. In
+float32 alone a short row can exceed twice the error of the reference. Query heads that share a key
+head are rows of one tile, so that their gradients are summed within a matmul.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 from stepscope.attention.transforms import Passes, attend_under_transforms
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -31,8 +31,10 @@ KEY_TILE = 128
 
 
 class FlashAttentionTorch(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False)`: saves q, k, v, the output and the log-sum-exp (natural
-    logarithm, of the scaled scores, shaped like q without its last dimension). Differentiable once.
+    """FlashAttention-2 in plain PyTorch: `apply(q, k, v, is_causal=False)`.
+
+    Saves q, k, v, the output and the log-sum-exp of the scaled scores (natural logarithm, shaped
+    like q without its last dimension). Differentiable once.
     """
 
     @classmethod
@@ -63,9 +65,9 @@ class FlashAttentionTorch(torch.autograd.Function):
         scale: float | None = None,
         causal_align: str | None = None,
     ) -> Tensor:
-        ctx.sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+        ctx.causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
         ctx.scale = default_scale(q) if scale is None else scale
-        out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.sight, ctx.scale)
+        out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.causal_mask, ctx.scale)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
         return out
 
@@ -74,7 +76,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp = ctx.saved_tensors
         grads = _without_autocast(
-            backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.sight, ctx.scale
+            backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.causal_mask, ctx.scale
         )
         return (*grads, None, None, None)
 
@@ -82,16 +84,18 @@ class FlashAttentionTorch(torch.autograd.Function):
 def _passes(
     q: Tensor, k: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
 ) -> Passes:
-    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
     factor = default_scale(q) if scale is None else scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return _without_autocast(forward_by_tiles, q, k, v, sight, factor)
+        return _without_autocast(forward_by_tiles, q, k, v, causal_mask, factor)
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, ...]:
-        return _without_autocast(backward_by_tiles, q, k, v, out, log_sum_exp, grad, sight, factor)
+        return _without_autocast(
+            backward_by_tiles, q, k, v, out, log_sum_exp, grad, causal_mask, factor
+        )
 
     return Passes(FlashAttentionTorch.__name__, forward, backward)
 
@@ -99,7 +103,7 @@ def _passes(
 def _without_autocast(
     run: Callable[..., tuple[Tensor, ...]], q: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Autocast would narrow the matmuls inside."""
+    """Run with autocast off: it would narrow the matmuls inside."""
     with torch.autocast(q.device.type, enabled=False):
         return run(q, *rest)
 
@@ -113,37 +117,39 @@ def tiled_attention(
     scale: float | None = None,
     causal_align: str | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v by `FlashAttentionTorch`."""
+    """Compute softmax(q kᵀ · scale) v by `FlashAttentionTorch`."""
     return FlashAttentionTorch.apply(q, k, v, is_causal, scale, causal_align)
 
 
 def forward_by_tiles(
-    q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal_mask: CausalMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of each row; -inf for a row that sees nothing."""
-    wide = _wider(q.dtype)
+    """Return the output and the log-sum-exp of each row; -inf for a row without a visible key."""
+    compute_dtype = _wider_dtype(q.dtype)
     group = heads_per_key_head(q, k)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     log_sum_exp = q.new_full(
         (*q.shape[:-1], 1), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32)
     )
-    for rows in sight.row_tiles(QUERY_TILE):
-        q_tile = _take_rows(q, rows, group).to(wide)
-        peak = q_tile.new_full((*q_tile.shape[:-1], 1), float("-inf"))
-        total = torch.zeros_like(peak)
-        weighted = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-        for keys, cut in sight.key_tiles(rows, KEY_TILE):
-            scores = q_tile @ k[..., keys, :].to(wide).mT * scale
-            if cut:
-                scores.masked_fill_(_later_keys(rows, keys, sight, group, scores), float("-inf"))
-            higher = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
-            weights = torch.exp(scores - higher)
-            shrink = torch.exp(peak - higher)
-            total = total * shrink + weights.sum(dim=-1, keepdim=True)
-            weighted = weighted * shrink + weights @ v[..., keys, :].to(wide)
-            peak = higher
-        _put_rows(out, rows, group, weighted / total)
-        _put_rows(log_sum_exp, rows, group, peak + torch.log(total))
+    for rows in causal_mask.row_tiles(QUERY_TILE):
+        q_tile = _take_rows(q, rows, group).to(compute_dtype)
+        row_max = q_tile.new_full((*q_tile.shape[:-1], 1), float("-inf"))
+        row_sum = torch.zeros_like(row_max)
+        acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
+        for keys, needs_mask in causal_mask.key_tiles(rows, KEY_TILE):
+            scores = q_tile @ k[..., keys, :].to(compute_dtype).mT * scale
+            if needs_mask:
+                scores.masked_fill_(
+                    _later_keys(rows, keys, causal_mask, group, scores), float("-inf")
+                )
+            new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
+            probs = torch.exp(scores - new_max)
+            rescale = torch.exp(row_max - new_max)
+            row_sum = row_sum * rescale + probs.sum(dim=-1, keepdim=True)
+            acc = acc * rescale + probs @ v[..., keys, :].to(compute_dtype)
+            row_max = new_max
+        _put_rows(out, rows, group, acc / row_sum)
+        _put_rows(log_sum_exp, rows, group, row_max + torch.log(row_sum))
     return out, log_sum_exp.squeeze(-1)
 
 
@@ -154,44 +160,45 @@ def backward_by_tiles(
     out: Tensor,
     log_sum_exp: Tensor,
     grad_out: Tensor,
-    sight: Sight,
+    causal_mask: CausalMask,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    wide = _wider(q.dtype)
+    """Return the gradients of q, k and v."""
+    compute_dtype = _wider_dtype(q.dtype)
     group = heads_per_key_head(q, k)
     grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    grad_k, grad_v = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
+    grad_k, grad_v = (x.new_zeros(x.shape, dtype=compute_dtype) for x in (k, v))
     log_sum_exp = log_sum_exp.unsqueeze(-1)
-    for rows in sight.row_tiles(QUERY_TILE):
-        q_tile = _take_rows(q, rows, group).to(wide)
-        grad_out_tile = _take_rows(grad_out, rows, group).to(wide)
-        out_tile = _take_rows(out, rows, group).to(wide)
-        dot = (grad_out_tile * out_tile).sum(dim=-1, keepdim=True)
+    for rows in causal_mask.row_tiles(QUERY_TILE):
+        q_tile = _take_rows(q, rows, group).to(compute_dtype)
+        grad_out_tile = _take_rows(grad_out, rows, group).to(compute_dtype)
+        out_tile = _take_rows(out, rows, group).to(compute_dtype)
+        delta = (grad_out_tile * out_tile).sum(dim=-1, keepdim=True)
         log_sum_exp_tile = _take_rows(log_sum_exp, rows, group)
         grad_q_tile = torch.zeros_like(q_tile)
-        for keys, cut in sight.key_tiles(rows, KEY_TILE):
-            k_tile, v_tile = (x[..., keys, :].to(wide) for x in (k, v))
-            weights = torch.exp(q_tile @ k_tile.mT * scale - log_sum_exp_tile)
-            if cut:
-                weights.masked_fill_(_later_keys(rows, keys, sight, group, weights), 0.0)
-            grad_v[..., keys, :] += weights.mT @ grad_out_tile
+        for keys, needs_mask in causal_mask.key_tiles(rows, KEY_TILE):
+            k_tile, v_tile = (x[..., keys, :].to(compute_dtype) for x in (k, v))
+            probs = torch.exp(q_tile @ k_tile.mT * scale - log_sum_exp_tile)
+            if needs_mask:
+                probs.masked_fill_(_later_keys(rows, keys, causal_mask, group, probs), 0.0)
+            grad_v[..., keys, :] += probs.mT @ grad_out_tile
             if keys.stop == 1:
-                # An only key weighs 1 whatever its score; rounding would leave a remainder.
+                # A single key has probability 1 whatever its score, so dS is 0; rounding would
+                # leave a remainder.
                 break
-            grad_scores = weights * (grad_out_tile @ v_tile.mT - dot) * scale
+            grad_scores = probs * (grad_out_tile @ v_tile.mT - delta) * scale
             grad_k[..., keys, :] += grad_scores.mT @ q_tile
             grad_q_tile += grad_scores @ k_tile
         _put_rows(grad_q, rows, group, grad_q_tile)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
+def _wider_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
 
 
 def _by_key_head(x: Tensor, group: int) -> Tensor:
-    """(..., heads, seq, d) as (..., key heads, group, seq, d); a view."""
+    """View (..., heads, seq, d) as (..., key heads, group, seq, d)."""
     return x.unsqueeze(-3) if group == 1 else torch.unflatten(x, -3, (-1, group))
 
 
@@ -203,9 +210,11 @@ def _put_rows(x: Tensor, rows: slice, group: int, tile: Tensor) -> None:
     _by_key_head(x, group)[..., rows, :] = torch.unflatten(tile, -2, (group, -1))
 
 
-def _later_keys(rows: slice, keys: slice, sight: Sight, group: int, like: Tensor) -> Tensor:
-    """True where the key comes after what the query sees, for each row of a tile."""
-    assert sight.offset is not None
-    row = torch.arange(rows.start, rows.stop, device=like.device) + sight.offset
+def _later_keys(
+    rows: slice, keys: slice, causal_mask: CausalMask, group: int, like: Tensor
+) -> Tensor:
+    """Return a mask of a tile that is True where the key is not visible to the query."""
+    assert causal_mask.offset is not None
+    row = torch.arange(rows.start, rows.stop, device=like.device) + causal_mask.offset
     key = torch.arange(keys.start, keys.stop, device=like.device)
     return (key > row.unsqueeze(-1)).repeat(group, 1)

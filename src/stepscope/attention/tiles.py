@@ -1,7 +1,7 @@
-"""Which tile a kernel works with: by architecture, head dimension and format. No torch, no Triton.
+"""Tile sizes of the Triton attention by architecture, head dimension and dtype. No torch import.
 
-The first tile of a list is the preferred one; the next ones need less shared memory and registers,
-for a GPU that cannot hold the first.
+The first tile of a list is the preferred one; the next ones need less shared memory and fewer
+registers, for a GPU on which the first does not fit.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ Pass = Literal["forward", "query", "key_value"]
 
 MAX_HEAD = 256
 IN_PLANES = "planes"
-"""float32 tensors as three of bfloat16 that sum to them, and six of the nine products."""
+"""float32 tensors split into three bfloat16 tensors that sum to them; six of the nine matmuls."""
 _FIRST_WITH_BFLOAT16 = 8
-"""Compute capability from which on matrix units take it."""
+"""First major compute capability whose tensor cores support bfloat16."""
 _SMALLEST_DOT = 16
 
 
 class Tile(NamedTuple):
-    """Query rows × key rows of one step of the loop, and how the compiler is to lay it out."""
+    """Query rows × key rows of one loop iteration, and the launch options of the kernel."""
 
     m: int
     n: int
     warps: int
     stages: int
     group: int = 1
-    """Heads that advance together, so that their keys stay in the cache."""
+    """Heads that are scheduled together, so that their keys stay in the L2 cache."""
     hold: bool = False
-    """Keep the tile that the loop does not change in registers (16-bit formats)."""
+    """Keep the loop-invariant tile in registers (16-bit dtypes)."""
     registers: int = 0
-    """The most that a thread may take, so that one more block fits; 0 leaves it to the compiler."""
+    """Register limit per thread, so that one more block fits; 0 leaves it to the compiler."""
     precision: str = "ieee"
-    """How products of float32 are made: the compiler's own ways, or IN_PLANES. No effect on 16-bit
-    formats."""
+    """Precision of float32 matmuls: an `input_precision` of `tl.dot`, or IN_PLANES. No effect on
+    16-bit dtypes."""
 
 
 def columns(head: int, *, in_one_part: bool = False) -> tuple[int, int]:
-    """Columns of a tile in one or two parts, powers of two that the matrix units can take.
+    """Return the columns of a tile in one or two parts, powers of two that `tl.dot` supports.
 
     80 is 64 + 16: a single part of 128 would spend a third of the work on zeros. The second part
-    is 0 where it would save nothing.
+    is 0 if it would save nothing.
     """
-    whole = max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
-    first = whole // 2
+    padded = max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
+    first = padded // 2
     if in_one_part or first < _SMALLEST_DOT or head <= first:
-        return whole, 0
+        return padded, 0
     second = max(_SMALLEST_DOT, 1 << (head - first - 1).bit_length())
-    return (first, second) if first + second < whole else (whole, 0)
+    return (first, second) if first + second < padded else (padded, 0)
 
 
-# Hopper, 16-bit formats, by the most columns that an entry is for.
+# Hopper, 16-bit dtypes, by the largest number of columns of an entry.
 _HOPPER: dict[Pass, dict[int, Tile]] = {
     "forward": {
         64: Tile(64, 128, 4, 3, group=16, hold=True),
@@ -71,15 +71,15 @@ _HOPPER: dict[Pass, dict[int, Tile]] = {
         256: Tile(32, 64, 8, 2),
     },
 }
-# 16-bit formats on any other GPU: small enough for the shared memory of an older one.
+# 16-bit dtypes on any other GPU: small enough for the shared memory of older ones.
 _ELSEWHERE: dict[int, Tile] = {
     64: Tile(64, 32, 4, 2),
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
 }
-# float32 as six products of bfloat16 parts: nearer to the truth than products one by one, since
-# they round less often. Cut into planes beforehand where registers suffice for it, else by the
-# compiler within the loop. All passes of a width are of one kind.
+# float32 as six matmuls of bfloat16 parts: more accurate than float32 FMAs, since they round less
+# often. Split into planes in advance if registers suffice, else by the compiler within the loop.
+# All passes of a width use the same precision.
 _FLOAT32: dict[Pass, dict[int, Tile]] = {
     "forward": {
         128: Tile(64, 32, 4, 2, precision=IN_PLANES),
@@ -98,7 +98,7 @@ _LAST = Tile(16, 16, 4, 1)
 
 
 def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
-    """Tiles to try, best first."""
+    """Return the tiles to try, best first."""
     if element_bytes > 2:
         if capability[0] < _FIRST_WITH_BFLOAT16:
             return [_LAST]
@@ -111,4 +111,4 @@ def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]
 
 
 def _entry(table: dict[int, Tile], wide: int) -> Tile:
-    return next(tile for most, tile in table.items() if wide <= most)
+    return next(tile for max_columns, tile in table.items() if wide <= max_columns)

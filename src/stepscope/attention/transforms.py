@@ -1,9 +1,9 @@
 """FlashAttention under `torch.func`: `grad`, `vjp`, `vmap` and their compositions.
 
-The transforms need an autograd Function with a separate `setup_context`, and a rule for `vmap`.
-Such a Function costs more host time at each call than a short attention takes on the GPU, so these
-run under a transform only. A dimension that `vmap` maps over becomes one more leading dimension, of
-which attention takes any number.
+The transforms need an autograd Function with a separate `setup_context` and a `vmap` rule. Such a
+Function costs more host time per call than a short attention takes on the GPU, so these run only
+under a transform. A dimension that `vmap` maps over becomes one more leading dimension, of which
+attention takes any number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepscope.torch_tools.derivatives import no_second_derivative
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Both passes of an implementation, for tensors with any leading dimensions."""
+    """Forward and backward of an implementation, for any number of leading dimensions."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -90,7 +90,7 @@ def _no_forward_mode(name: str) -> str:
 def _mapped_first(
     info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The mapped dimension comes first; a tensor without one is the same for the whole batch."""
+    """Move the mapped dimension first; a tensor without one is expanded over the batch."""
     *tensors, passes = inputs
     moved = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)

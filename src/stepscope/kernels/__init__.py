@@ -1,4 +1,4 @@
-"""Fused kernels of a training step, each with its naive form. Loads without torch."""
+"""Fused kernels of a training step, each with a naive PyTorch version. Imports without torch."""
 
 from __future__ import annotations
 

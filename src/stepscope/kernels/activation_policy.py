@@ -1,4 +1,4 @@
-"""What fused layers keep for the backward, by name. No torch."""
+"""Activation policies: what fused layers save for backward and what they recompute. No torch."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from stepscope.errors import UsageError
 
 ALL, NORMS, GATES, INPUTS = "all", "norms", "gates", "inputs"
 KEEPS = (ALL, NORMS, GATES, INPUTS)
-"""`all`; `norms`: what is gated is made again on the way, and of the stream its unit rows are kept;
-`gates`: norms are made again too, by one pass each; `inputs`: the gates of the feed-forward as
-well, by one product."""
+"""`all` saves everything. `norms` recomputes the SwiGLU output, and saves unit rows instead of the
+residual stream. `gates` also recomputes norms, one pass each. `inputs` also recomputes gate and up
+of the feed-forward, one matmul."""
 
 
 def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
-    """What each block keeps. `inputs-12` keeps inputs in the first twelve blocks and gates in the
-    others, whose backward comes first and frees them."""
+    """Return the policy of each block. `inputs-12` is `inputs` in the first twelve blocks and
+    `gates` in the others, whose backward runs first and frees them."""
     name, dash, number = strategy.partition("-")
     counted = number.isascii() and number.isdigit() and name == INPUTS
     if name not in KEEPS or (dash and not counted):
         raise UsageError(
-            f"keep {strategy!r} does not exist",
-            f"{', '.join(KEEPS)}, or {INPUTS} of the first blocks only, such as {INPUTS}-12",
+            f"activation policy (keep) {strategy!r} does not exist",
+            f"one of {', '.join(KEEPS)}, or {INPUTS} in the first blocks only, such as {INPUTS}-12",
         )
     if not dash:
         return (name,) * layers
     if int(number) > layers:
         raise UsageError(
-            f"keep {strategy!r} in a model of {layers} blocks", "name at most that many"
+            f"activation policy (keep) {strategy!r} for a model of {layers} blocks",
+            f"give at most {INPUTS}-{layers}",
         )
     return (INPUTS,) * int(number) + (GATES,) * (layers - int(number))
 
 
 def check_layer_options(fused: bool, joined: bool, keep: str) -> None:
-    """A choice belongs to joined products, and these to the fused model."""
+    """Check that `keep` comes with fused projections, and these with fused layers."""
     if joined and not fused:
-        raise UsageError("joined products belong to the fused model", "add --fused")
+        raise UsageError("fused projections (--joined) need fused layers", "add --fused")
     if keep != ALL and not joined:
         raise UsageError(
-            f"keep is {keep!r} in a step without joined products",
+            f"activation policy (keep) {keep!r} needs fused projections",
             "add --fused --joined, or use --checkpoint",
         )

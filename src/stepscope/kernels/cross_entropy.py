@@ -1,10 +1,11 @@
-"""The head and its loss without all logits: by chunks of rows, gradients made on the way.
+"""Fused linear cross-entropy: chunks of rows, so that all logits are never in memory at once.
 
-The logits of one chunk are made, turned into losses and then into their own gradient, multiplied
-into the gradients of the inputs and written over by those of the next. A gradient of a logit is
-divided by the number of rows at once, but in float16, which holds p - onehot and not a small part
-of it: there that is part of the factor at the end. The rest of it comes from above and is 1 nearly
-always; the device looks, so nothing has to be known on the host, and where it is 1 nothing moves.
+For each chunk the logits are computed, reduced to losses, overwritten by their own gradient, and
+multiplied into the gradients of x and weight; the next chunk reuses the buffer. The gradient of a
+logit is divided by the number of rows immediately, except in float16, which can represent p -
+onehot but would underflow after the division: there the division is part of the factor applied in
+the backward. The rest of that factor is the upstream gradient, which is nearly always 1; the device
+reads it, without a host synchronization, and skips the multiplication if it is 1.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.ranges import named
 
-Made = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The loss, what gradients are still to be multiplied by (empty: nothing), and those of x and
-weight (empty where nobody asks)."""
+LossAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The loss, the factor by which the gradients must still be multiplied (empty: none), and the
+gradients of x and weight (empty if not needed)."""
 _TARGETS = (torch.int64, torch.int32)
 Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
 
@@ -43,17 +44,17 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     copies: WeightCopies | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits x weightᵀ, in float32 at least.
+    """Compute the cross-entropy of the logits x weightᵀ, in at least float32.
 
-    Gradients are scaled in place, so a backward runs once, also with `retain_graph`. `copies` has
-    the weight in the format of the products, where it is kept.
+    Gradients are computed in the forward and scaled in place, so the backward can run only once,
+    even with `retain_graph`. `copies` may have the weight in the matmul dtype.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
     if x.shape[:-1] != targets.shape or x.shape[-1] != weight.shape[-1] or weight.dim() != 2:
         raise ValueError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}:"
-            " (..., d), (vocab, d) and (...) go together"
+            " the shapes must be (..., d), (vocab, d) and (...)"
         )
     if not x.device == weight.device == targets.device:
         raise ValueError(
@@ -64,29 +65,40 @@ def linear_cross_entropy(
         raise ValueError(f"targets are {targets.dtype}; they must be torch.int64 or torch.int32")
     rows = chunk_rows or rows_per_chunk(targets.numel(), weight.shape[0], x.shape[-1])
     flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
-    kind = x.device.type
+    device_type = x.device.type
     compute = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))
-    with named("loss"), torch.autocast(kind, enabled=False):
-        learns = torch.is_grad_enabled()
+    with named("loss"), torch.autocast(device_type, enabled=False):
+        grad_enabled = torch.is_grad_enabled()
         arguments = (
-            flat, weight, flat_targets, ignore_index, rows, compute, reduction == "mean",
-            learns and flat.requires_grad, learns and weight.requires_grad,
-        )  # fmt: skip
+            flat,
+            weight,
+            flat_targets,
+            ignore_index,
+            rows,
+            compute,
+            reduction == "mean",
+            grad_enabled and flat.requires_grad,
+            grad_enabled and weight.requires_grad,
+        )
         if transforms_active():
             return _from_logits(flat, weight, flat_targets, ignore_index, compute, reduction)
         if torch.compiler.is_compiling():
-            made: Made = _operator(*arguments)
-            return made[0]
+            outputs: LossAndGrads = _operator(*arguments)
+            return outputs[0]
         narrow = None if copies is None else copies.narrow((weight,), compute)[0]
         loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow)  # type: ignore[no-untyped-call]
         return loss
 
 
 def _from_logits(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, compute: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    compute: torch.dtype,
     reduction: str,
-) -> Tensor:  # fmt: skip
-    """All logits at once, by operators of torch that its transforms differentiate and map."""
+) -> Tensor:
+    """Compute all logits at once by torch operators, which transforms can differentiate and map."""
     logits = functional.linear(x.to(compute), weight.to(compute))
     wide = logits.to(torch.promote_types(compute, torch.float32))
     return functional.cross_entropy(
@@ -94,47 +106,63 @@ def _from_logits(
     )
 
 
-def _make(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_rows: int,
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+def _loss_and_grads(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_rows: int,
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
     narrow: Tensor | None = None,
-) -> Made:  # fmt: skip
+) -> LossAndGrads:
     wide = torch.promote_types(compute, torch.float32)
-    rows, vocab, learns = x.shape[0], weight.shape[0], needs_x or needs_weight
+    rows, vocab, needs_grad = x.shape[0], weight.shape[0], needs_x or needs_weight
     narrow = weight.to(compute) if narrow is None else narrow
-    held = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
+    buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
     losses = x.new_empty(rows, dtype=wide)
-    form = _row_form(held)
-    count, share = form.count_rows(targets, ignore_index, wide) if mean else (None, None)
-    early = share if _has_room(compute) else None
+    kernels = _row_kernels(buffer)
+    count, inverse_count = kernels.count_rows(targets, ignore_index, wide) if mean else (None, None)
+    early_factor = inverse_count if _can_divide_early(compute) else None
     grad_x = x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0)
     grad_weight: Tensor | None = None
     for start in range(0, rows, chunk_rows):
-        part = slice(start, start + chunk_rows)
-        read = x[part].to(compute)
-        logits = held[: read.shape[0], :vocab]
-        matmul_into(logits, read, narrow.T)
-        form.write_losses(
-            logits, targets[part], losses[part], ignore_index, gradient=learns, share=early
+        chunk = slice(start, start + chunk_rows)
+        x_chunk = x[chunk].to(compute)
+        logits = buffer[: x_chunk.shape[0], :vocab]
+        matmul_into(logits, x_chunk, narrow.T)
+        kernels.write_losses(
+            logits,
+            targets[chunk],
+            losses[chunk],
+            ignore_index,
+            gradient=needs_grad,
+            share=early_factor,
         )
         if needs_x:
-            matmul_into(grad_x[part], logits, narrow)
+            matmul_into(grad_x[chunk], logits, narrow)
         if start + chunk_rows >= rows:
-            # A copy made here need not be there while the gradient of the weight is made.
+            # Free a copy created here before the gradient of the weight is computed.
             del narrow
-        # Over many chunks a sum in a 16-bit format would lose the small ones.
+        # Accumulated in at least float32: over many chunks a 16-bit sum would lose small terms.
         if grad_weight is not None:
-            add_matmul(grad_weight, logits.T, read)
+            add_matmul(grad_weight, logits.T, x_chunk)
         elif needs_weight:
-            grad_weight = matmul_to_dtype(logits.T, read, wide)
+            grad_weight = matmul_to_dtype(logits.T, x_chunk, wide)
     if grad_weight is None:
         grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
-    loss = losses.sum() if count is None else form.mean_of(losses, count)
-    left = share if share is not None and early is None else x.new_empty(0, dtype=wide)
-    return loss, left, grad_x, grad_weight
+    loss = losses.sum() if count is None else kernels.mean_of(losses, count)
+    late_factor = (
+        inverse_count
+        if inverse_count is not None and early_factor is None
+        else x.new_empty(0, dtype=wide)
+    )
+    return loss, late_factor, grad_x, grad_weight
 
 
-def _row_form(logits: Tensor) -> ModuleType:
+def _row_kernels(logits: Tensor) -> ModuleType:
     if not kernels_take(logits):
         return plain_cross_entropy
     from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
@@ -142,42 +170,50 @@ def _row_form(logits: Tensor) -> ModuleType:
     return triton_cross_entropy
 
 
-def _has_room(compute: torch.dtype) -> bool:
-    """Whether a gradient of a logit can be divided by the number of rows before it is rounded: in
-    float16 the small ones would vanish."""
+def _can_divide_early(compute: torch.dtype) -> bool:
+    """Return whether the gradient of a logit can be divided by the number of rows before it is
+    rounded: in float16 small values would underflow."""
     return compute != torch.float16
 
 
-def _scaled(made: list[Tensor], factor: Tensor) -> list[Tensor]:
-    # In the wider format: torch would round a factor on the GPU to the narrower one first.
+def _scale(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
+    # In the wider dtype: torch would first round a 0-d factor on the GPU to the narrower one.
     return [
-        (each.to(torch.promote_types(each.dtype, factor.dtype)) * factor).to(each.dtype)
-        for each in made
+        (grad.to(torch.promote_types(grad.dtype, factor.dtype)) * factor).to(grad.dtype)
+        for grad in grads
     ]
 
 
-def _scale(made: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """In place: at the start of a backward memory is at its peak."""
-    if kernels_take(*made):
+def _scale_(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Scale in place: memory is at its peak at the start of the backward."""
+    if kernels_take(*grads):
         from stepscope.kernels.triton.scale import scale_unless_one
 
-        scale_unless_one(made, factor)
-        return made
-    return [each.mul_(factor) for each in made]
+        scale_unless_one(grads, factor)
+        return grads
+    return [grad.mul_(factor) for grad in grads]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,
-        compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        rows: int,
+        compute: torch.dtype,
+        mean: bool,
+        needs_x: bool,
+        needs_weight: bool,
         narrow: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        loss, *made = _make(
+    ) -> Tensor:
+        loss, *factor_and_grads = _loss_and_grads(
             x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow
         )
-        ctx.save_for_backward(*made)
-        ctx.formats = (x.dtype, weight.dtype)
+        ctx.save_for_backward(*factor_and_grads)
+        ctx.dtypes = (x.dtype, weight.dtype)
         ctx.spent = False
         return loss
 
@@ -186,59 +222,75 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
-                "the fused loss has one backward: its gradients, made in the forward, are scaled in"
-                " place"
+                "the fused loss supports one backward: its gradients are computed in the forward"
+                " and scaled in place"
             )
         ctx.spent = True
-        return *_differentiate(ctx, grad, _scale), None
+        return *_differentiate(ctx, grad, _scale_), None
 
 
 def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None, ...]:
-    left, *made = ctx.saved_tensors
-    factor = grad * left if left.numel() else grad
-    needed = [number for number in range(2) if ctx.needs_input_grad[number]]
+    late_factor, *grads = ctx.saved_tensors
+    factor = grad * late_factor if late_factor.numel() else grad
+    needed_inputs = [index for index in range(2) if ctx.needs_input_grad[index]]
     wide = [
-        made[number].to(torch.promote_types(made[number].dtype, ctx.formats[number]))
-        for number in needed
+        grads[index].to(torch.promote_types(grads[index].dtype, ctx.dtypes[index]))
+        for index in needed_inputs
     ]
-    scaled = dict(zip(needed, scale(wide, factor), strict=True))
-    grads = (scaled[n].to(ctx.formats[n]) if n in scaled else None for n in range(2))
-    return (*grads, *[None] * 7)
+    scaled = dict(zip(needed_inputs, scale(wide, factor), strict=True))
+    returned = (scaled[n].to(ctx.dtypes[n]) if n in scaled else None for n in range(2))
+    return (*returned, *[None] * 7)
 
 
-# The compiler sees one operator: traced, the chunks might be kept for its own backward.
+# The compiler sees one operator: if it traced the chunks, it might save them for its own backward.
 @torch.library.custom_op("stepscope::linear_cross_entropy", mutates_args=())
 def _operator(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _make(x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight)
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    rows: int,
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _loss_and_grads(
+        x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight
+    )
 
 
 @_operator.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,  # noqa: ARG001
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
-) -> Made:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,  # noqa: ARG001
+    ignore_index: int,  # noqa: ARG001
+    rows: int,  # noqa: ARG001
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> LossAndGrads:
     wide = torch.promote_types(compute, torch.float32)
     return (
         x.new_empty((), dtype=wide),
-        x.new_empty(() if mean and not _has_room(compute) else 0, dtype=wide),
+        x.new_empty(() if mean and not _can_divide_early(compute) else 0, dtype=wide),
         x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0),
         weight.new_empty(weight.shape if needs_weight else 0, dtype=wide),
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: LossAndGrads) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.formats = (inputs[0].dtype, inputs[1].dtype)
+    ctx.dtypes = (inputs[0].dtype, inputs[1].dtype)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Never in place and without kernels: this is only traced, and while a backward is traced torch
-    does not say that it compiles."""
-    return _differentiate(ctx, grad, _scaled)
+    """Compute the gradients out of place and without Triton kernels: this is only traced, and
+    `torch.compiler.is_compiling()` is False while a backward is traced."""
+    return _differentiate(ctx, grad, _scale)
 
 
 _operator.register_autograd(_differentiate_traced, setup_context=_save)

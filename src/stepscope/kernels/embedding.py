@@ -1,8 +1,8 @@
-"""Rows of a table for tokens, with a gradient of our own.
+"""Embedding lookup with a deterministic backward kernel.
 
-torch fills the whole gradient with zeros, sorts the tokens, then few programs walk over them. Here
-one launch lists the tokens by row and one has a program for every row, which adds up its tokens'
-gradients in a fixed order, so the bits repeat.
+torch fills the full gradient with zeros and sorts the tokens, and then few programs iterate over
+them. Here one launch lists the tokens by row, and another has a program per row that sums the
+gradients of its tokens in a fixed order, so the result is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import is_interpreted
 
 MOST_TOKENS, MOST_INTERPRETED = 32_768, 1024
-"""All tokens are compared with all: beyond so many a sort is faster, and the interpreter slow."""
+"""Maximum number of tokens: every token is compared with every other, so beyond this a sort is
+faster, and the interpreter too slow."""
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens]."""
+    """Return weight[tokens]."""
     few = 0 < tokens.numel() <= MOST_TOKENS
     if is_interpreted():
         few = few and max(tokens.numel(), weight.shape[0]) <= MOST_INTERPRETED
     if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
         return functional.embedding(tokens, weight)
-    made: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Embedded(torch.autograd.Function):

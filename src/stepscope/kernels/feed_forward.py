@@ -1,9 +1,9 @@
-"""A whole SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one operation.
+"""SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one autograd operation.
 
-One product makes gate and up side by side, and one kernel makes their gradients in the same layout.
-What is kept for the backward is a choice: `all` keeps what is gated too, `norms` and `gates` make
-it again on the way, for one write of it, and `inputs` keeps neither, for the first product once
-more.
+One matmul computes gate and up side by side, and one kernel computes their gradients in the same
+layout. The activation policy says what is saved for backward: `all` also saves silu(gate) · up;
+`norms` and `gates` recompute it at the cost of one write; `inputs` saves neither and recomputes the
+first matmul.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.matmul import (
-    Learned,
     SavedInput,
+    WeightGradients,
     fused_linear,
     linear_concat,
     linear_grad_input,
@@ -38,43 +38,52 @@ def feed_forward(
     copies: WeightCopies,
     keep: str = ALL,
 ) -> Tensor:
+    """Compute w2(silu(w1 x) · w3 x). `copies` has the weights in the matmul dtype; `keep` is the
+    activation policy."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
         gate, up = fused_linear(x, (w1, w3), copies).chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, w2.to(dtype))
     first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
-    kept = x if isinstance(x, Normed) else None
-    made: Tensor = _FeedForward.apply(read.to(dtype), kept, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]
-    return made
+    normed = x if isinstance(x, Normed) else None
+    out: Tensor = _FeedForward.apply(read.to(dtype), normed, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, normed: Normed | None, first: Weights, second: Tensor, keep: str,
-        w1: Tensor, w3: Tensor, w2: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        normed: Normed | None,
+        first: Weights,
+        second: Tensor,
+        keep: str,
+        w1: Tensor,
+        w3: Tensor,
+        w2: Tensor,
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         gates = linear_concat(flat, first)
         gated = gated_by(gates)
         out = matmul_to_dtype(gated, second.T, gated.dtype)
-        held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
-        ctx.x = SavedInput(ctx, flat, normed, (*first, second), *held)
-        ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
+        saved = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        ctx.x = SavedInput(ctx, flat, normed, (*first, second), *saved)
+        ctx.first, ctx.second = WeightGradients((w1, w3)), WeightGradients((w2,))
         return out.view(x.shape)
 
     @staticmethod
-    @differentiable_once("the joined feed-forward", "joined=False")
+    @differentiable_once("the fused feed-forward", "joined=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, (*first, second), held = ctx.x.again(ctx)
+        x, (*first, second), saved = ctx.x.restore(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
         grad_gated = matmul_to_dtype(flat, second, flat.dtype)
-        gates = held[0] if held else linear_concat(x, tuple(first))
-        gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
-        # Gates that were made for this alone give their room to their gradient.
-        grad_gates = torch.empty_like(gates) if held else gates
-        gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
+        gates = saved[0] if saved else linear_concat(x, tuple(first))
+        gated = saved[1] if len(saved) > 1 else torch.empty_like(grad_gated)
+        # Recomputed gates are used only here, so their gradient overwrites them.
+        grad_gates = torch.empty_like(gates) if saved else gates
+        gated_back(grad_gated, gates, grad_gates, gated if len(saved) < 2 else None)
         grad_x = linear_grad_input(grad_gates, tuple(first)).view(grad.shape)
         *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
         of_second = ctx.second.gradients(flat, gated, (of_w2,))
@@ -83,6 +92,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def gated_by(gates: Tensor) -> Tensor:
+    """Return silu(gate) · up of (rows, 2 · hidden) gates."""
     gate, up = gates.chunk(2, dim=1)
     if kernels_take(gates):
         from stepscope.kernels.triton import swiglu as triton_swiglu
@@ -92,7 +102,8 @@ def gated_by(gates: Tensor) -> Tensor:
 
 
 def gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
-    """Fills the gradient of the gates, and what they gated where that is asked for."""
+    """Write the gradient of gate and up into `grad_gates`, and silu(gate) · up into `gated` unless
+    it is None."""
     gate, up = gates.chunk(2, dim=1)
     if kernels_take(gates, grad):
         from stepscope.kernels.triton import swiglu as triton_swiglu

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU: keeps its two inputs for the backward, where the plain form keeps three."""
+"""SwiGLU activation: saves its two inputs for backward, where the naive version saves three."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stepscope.torch_tools.derivatives import differentiable_once
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     same = gate.shape == up.shape and gate.dtype == up.dtype
     if not same or not kernels_take(gate, up):
         return functional.silu(gate) * up
-    made: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())  # type: ignore[no-untyped-call]
+    return out
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -35,9 +35,9 @@ class _SwiGLU(torch.autograd.Function):
         from stepscope.kernels.triton import swiglu as triton_swiglu
 
         gate, up = ctx.saved_tensors
-        made = (torch.empty_like(gate), torch.empty_like(up))
-        triton_swiglu.backward(*map(_as_row, (grad.contiguous(), gate, up, *made)))
-        return made
+        grads = (torch.empty_like(gate), torch.empty_like(up))
+        triton_swiglu.backward(*map(_as_row, (grad.contiguous(), gate, up, *grads)))
+        return grads
 
 
 def _as_row(x: Tensor) -> Tensor:

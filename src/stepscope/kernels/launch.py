@@ -1,4 +1,4 @@
-"""Where the Triton kernels can run."""
+"""Conditions under which the Triton kernels can run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from stepscope.torch_tools.triton_available import HAS_TRITON, is_interpreted, s
 
 
 def kernels_take(*tensors: Tensor) -> bool:
-    """On one GPU or in Triton's interpreter. Not under the compiler, which fuses the plain form
-    itself, nor under `torch.func` transforms and forward-mode AD, which differentiate and map the
-    plain form. Tensors on several devices are left to the plain form too: torch names them in its
-    error, where a kernel would read another device's addresses."""
+    """Return whether the kernels support these tensors: on one GPU, or in Triton's interpreter.
+
+    Not under torch.compile, which fuses the naive version itself, nor under `torch.func` transforms
+    and forward-mode AD, which differentiate and map the naive version. Tensors on several devices
+    are left to the naive version too: torch raises an error that names them, where a kernel would
+    read addresses of another device.
+    """
     if not HAS_TRITON or torch.compiler.is_compiling() or transforms_active():
         return False
     if not all(supports_dtype(x.dtype) and x.numel() for x in tensors):

@@ -1,4 +1,4 @@
-"""What `triton_cross_entropy` does, where no kernel runs."""
+"""Naive PyTorch version of `triton.cross_entropy`, used where the kernels do not run."""
 
 from __future__ import annotations
 

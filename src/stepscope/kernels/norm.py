@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the sum into the residual stream before it."""
+"""RMSNorm, alone or fused with the preceding residual add."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
 WIDEST = 16_384
-"""Columns of a row that a program still holds in registers."""
+"""Maximum number of columns: a program keeps an entire row in registers."""
 
 
 class Normed(NamedTuple):
-    """What a product reads, and what that can be made of again: the row over its root mean square,
-    before the weight."""
+    """The output of a norm, and the unit rows (the input over its root mean square, before the
+    weight) from which it can be recomputed."""
 
     value: Tensor
     unit: Tensor | None = None
@@ -36,8 +36,8 @@ def rms_norm(
     eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x over its root mean square, times the weight; in `out_dtype` where the next product wants
-    another format than the stream has."""
+    """Return x over its root mean square, times the weight, in `out_dtype`, which may be the dtype
+    of the next matmul instead of that of the residual stream."""
     return normed_sum(x, None, weight, eps, out_dtype)[1].value
 
 
@@ -48,19 +48,24 @@ def add_rms_norm(
     eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + branch, and its norm."""
+    """Return x + branch and its norm."""
     stream, normed = normed_sum(x, branch, weight, eps, out_dtype)
     return stream, normed.value
 
 
 def normed_sum(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None, *, units: bool = False,
-) -> tuple[Tensor, Normed]:  # fmt: skip
-    """x with the branch added, where there is one, and its norm.
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    *,
+    units: bool = False,
+) -> tuple[Tensor, Normed]:
+    """Return x + branch (or x, if branch is None) and its norm.
 
-    With `units` the backward keeps the unit row in the format of the output, not the stream, and a
-    product that reads the norm can keep the same tensor in place of its input.
+    With `units` the unit rows are saved for backward in the output dtype instead of the residual
+    stream, and a matmul that reads the norm can save the same tensor instead of its input.
     """
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
@@ -78,25 +83,32 @@ def normed_sum(
 
 
 class _AddNorm(torch.autograd.Function):
-    """Stream, normed and, where asked for, the unit rows; without a branch the stream is x, and its
-    gradient goes another way."""
+    """Returns the stream, its norm and, if requested, the unit rows. Without a branch the stream is
+    x, whose gradient does not pass through here, and None is returned for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
         units: bool,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        made = triton_norm.forward(x, branch, weight, eps, dtype, units)
-        ctx.save_for_backward(made.stream if made.unit is None else made.unit, weight, made.inverse)
-        ctx.stream = made.stream.dtype
-        ctx.formats = (x.dtype, branch.dtype if branch is not None else made.stream.dtype)
+        result = triton_norm.forward(x, branch, weight, eps, dtype, units)
+        ctx.save_for_backward(
+            result.stream if result.unit is None else result.unit, weight, result.inverse
+        )
+        ctx.stream = result.stream.dtype
+        ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
         ctx.added, ctx.units = branch is not None, units
         ctx.set_materialize_grads(False)
-        if made.unit is not None:
-            ctx.mark_non_differentiable(made.unit)
-        return made.stream if ctx.added else None, made.normed, made.unit
+        if result.unit is not None:
+            ctx.mark_non_differentiable(result.unit)
+        return result.stream if ctx.added else None, result.normed, result.unit
 
     @staticmethod
     @differentiable_once("the fused norm", "fused=False")
@@ -105,18 +117,24 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        kept, weight, inverse = ctx.saved_tensors
-        x_dtype, branch_dtype = ctx.formats
+        saved, weight, inverse = ctx.saved_tensors
+        x_dtype, branch_dtype = ctx.dtypes
         grad_weight = None
         if grad_normed is None:
             if grad_stream is None:
                 return (None,) * 6
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
-            through = grad_stream.contiguous() if grad_stream is not None else None
+            stream_grad = grad_stream.contiguous() if grad_stream is not None else None
             grad_sum, grad_branch, grad_weight = triton_norm.backward(
-                grad_normed.contiguous(), through, kept, weight, inverse, ctx.stream, branch_dtype,
+                grad_normed.contiguous(),
+                stream_grad,
+                saved,
+                weight,
+                inverse,
+                ctx.stream,
+                branch_dtype,
                 units=ctx.units,
-            )  # fmt: skip
+            )
         branch = grad_branch if ctx.added else None
         return grad_sum.to(x_dtype), branch, grad_weight, None, None, None

@@ -1,8 +1,8 @@
-"""Rotary positions applied to a projection where it lies, seen by attention as heads.
+"""Rotary position embedding applied in place to a projection, viewed as heads for attention.
 
-A projection gives (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
-any strides, so the heads are a view, and a gradient that has the strides of its input comes back as
-the projection wants it: no copy either way.
+A projection returns (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
+any strides, so the heads are a view, and a gradient with the strides of its input already has the
+layout that the projection needs: no copy in forward or backward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stepscope.torch_tools.derivatives import differentiable_once
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., seq, d_head)
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def rotated_heads_(
@@ -29,14 +29,16 @@ def rotated_heads_(
     sin: Tensor,
     heads: int,
 ) -> Tensor:  # (batch, heads, seq, d_head)
-    """The heads of a projection, turned by their position. x is overwritten, so nobody else may
-    want it, and it must not be a view."""
+    """Return the heads of a projection, rotated by position. x is overwritten: it must not be used
+    elsewhere, and it must not be a view."""
     if x.shape[1] > cos.shape[0]:
-        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+        raise ValueError(
+            f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
+        )
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1:
         return plain_rotate(_split(x, heads), cos, sin)
-    turned: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
-    return _split(turned, heads)
+    rotated: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return _split(rotated, heads)
 
 
 def rotated_parts_(
@@ -45,15 +47,17 @@ def rotated_parts_(
     sin: Tensor,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, heads, seq, d_head)
-    """The heads of a joined projection, queries and keys turned by their position. x is
-    overwritten, so nobody else may want it."""
+    """Return the heads of a fused QKV projection, queries and keys rotated by position. x is
+    overwritten: it must not be used elsewhere."""
     if x.shape[1] > cos.shape[0]:
-        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+        raise ValueError(
+            f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
+        )
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
         q, k, v = (_split(part, heads) for part in x.chunk(3, dim=-1))
         return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
-    made: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
-    return made
+    parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
@@ -78,26 +82,26 @@ class _Rotate(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         grad = grad.contiguous()
-        # Not in place: a gradient may be somebody else's as well.
+        # Not in place: autograd may pass the same gradient tensor elsewhere.
         out = torch.empty_like(grad)
         rotate(grad, out, cos, sin, ctx.heads, back=True)
         return out, None, None, None
 
 
 class _RotateParts(torch.autograd.Function):
-    """Three views of x out; their gradients are gathered into one tensor as they are turned back,
-    where slicing would fill three with zeros and add them."""
+    """Returns three views of x. Their gradients are rotated back into one tensor, where autograd of
+    slices would fill three tensors with zeros and add them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
         from stepscope.kernels.triton.rope import rotate
 
-        held = x.detach()
-        turned = held[..., : 2 * x.shape[-1] // 3]
-        rotate(turned, turned, cos, sin, 2 * heads, back=False)
+        data = x.detach()
+        q_and_k = data[..., : 2 * x.shape[-1] // 3]
+        rotate(q_and_k, q_and_k, cos, sin, 2 * heads, back=False)
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
-        return tuple(_split(part, heads) for part in held.chunk(3, dim=-1))
+        return tuple(_split(part, heads) for part in data.chunk(3, dim=-1))
 
     @staticmethod
     @differentiable_once("the fused rotation", "fused=False")

@@ -1,4 +1,4 @@
-"""The Transformer LM under study, its sizes and its cost. Loads without torch."""
+"""The Transformer language model, its sizes and its cost model. Imports without torch."""
 
 from __future__ import annotations
 

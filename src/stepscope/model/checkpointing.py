@@ -1,9 +1,10 @@
-"""Which blocks run again in the backward instead of keeping their activations. No torch.
+"""Activation checkpointing strategies: which blocks are recomputed in the backward. No torch.
 
-A strategy is a row of stretches, outermost first: `4` keeps the input of every fourth block and
-runs the blocks between again when the backward arrives; `8-1` keeps every eighth, and while it runs
-eight blocks again it keeps each one's input only, so that one block at a time has its activations.
-`nested` halves all the way down: as few inputs kept as can be, at the price of more running again.
+A strategy is a sequence of segment sizes in blocks, outermost first: `4` saves the input of every
+fourth block and recomputes a segment of four blocks in the backward; `8-1` saves every eighth
+input, and while it recomputes eight blocks it saves only the input of each, so that one block at a
+time has its activations in memory. `nested` halves recursively: the fewest saved inputs, at the
+price of more recomputation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ NONE, NESTED = "no", "nested"
 
 
 def stretches(strategy: str, layers: int) -> tuple[int, ...]:
-    """Blocks in a stretch of each level, outermost first; none where all activations are kept."""
+    """Return the blocks per checkpointed segment of each level, outermost first; empty if all
+    activations are saved."""
     if strategy == NONE:
         return ()
     if strategy == NESTED:
@@ -22,14 +24,14 @@ def stretches(strategy: str, layers: int) -> tuple[int, ...]:
     words = strategy.split("-")
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UsageError(
-            f"checkpoint {strategy!r} does not exist",
-            "no, a number of blocks such as 4, levels such as 8-1, or nested",
+            f"checkpointing strategy {strategy!r} does not exist",
+            "give no, a number of blocks such as 4, levels such as 8-1, or nested",
         )
     sizes = tuple(map(int, words))
     if any(size < 1 for size in sizes) or any(a <= b for a, b in zip(sizes, sizes[1:])):  # noqa: B905, RUF007
         raise UsageError(
-            f"checkpoint {strategy!r} has stretches of {', '.join(words)} blocks",
-            "each at least 1, each smaller than the one around it",
+            f"checkpointing strategy {strategy!r} has segments of {', '.join(words)} blocks",
+            "each segment must have at least 1 block and be smaller than the one around it",
         )
     return sizes
 
@@ -42,9 +44,9 @@ def _halves(layers: int) -> tuple[int, ...]:
 
 
 def run_again(sizes: tuple[int, ...], layers: int) -> int:
-    """How many times a block's forward runs in the backward, over all blocks.
+    """Return the number of block forwards that are recomputed in the backward.
 
-    A stretch that has others inside stops at the last one's input: that is all it needs.
+    A segment with inner segments is recomputed only up to the input of the last one.
     """
     if not sizes:
         return 0
@@ -61,12 +63,12 @@ def run_again(sizes: tuple[int, ...], layers: int) -> int:
 
 
 def saved_inputs(sizes: tuple[int, ...], layers: int) -> int:
-    """The most inputs of stretches that are kept at the same time."""
+    """Return the maximum number of segment inputs that are saved at the same time."""
     if not sizes:
         return 0
     starts = range(0, layers, sizes[0])
-    # While stretch number `place` is gone through, those before it and its own input are kept.
+    # While segment `index` is recomputed, its input and those of the segments before it are saved.
     return max(
-        place + 1 + max(0, saved_inputs(sizes[1:], min(sizes[0], layers - start)) - 1)
-        for place, start in enumerate(starts)
+        index + 1 + max(0, saved_inputs(sizes[1:], min(sizes[0], layers - start)) - 1)
+        for index, start in enumerate(starts)
     )

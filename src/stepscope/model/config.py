@@ -1,4 +1,4 @@
-"""What a model is, before it exists: shapes and number formats. Loads without torch."""
+"""Model configuration: shapes and precisions. Imports without torch."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """Which number format the weights have and which one the matrix products run in."""
+    """The dtype of the weights, the dtype of the matmuls, and how the two are combined."""
 
     name: str
     weights: str
     compute: str
-    """Format of the matrix products: it names the ceiling that the step is held against."""
+    """Dtype of the matmuls; it also names the ceiling that the step is compared with."""
     autocast: bool
     help: str
     master: bool = False
     """The optimizer keeps a float32 copy of the weights and updates that one."""
     narrow_stream: bool = False
-    """The residual stream has the format of the matrix products, not that of the weights."""
+    """The residual stream has the dtype of the matmuls, not that of the weights."""
 
     @property
     def stream(self) -> str:
@@ -73,7 +73,7 @@ PRECISIONS: dict[str, Precision] = {
             weights="float32",
             compute="tf32",
             autocast=False,
-            help="float32 storage, matrix products on tensor cores in TF32",
+            help="float32 storage, matmuls on tensor cores in TF32",
         ),
         Precision(
             name="bfloat16",
@@ -126,7 +126,7 @@ _ALIASES = {
 
 
 def precision(name: str) -> Precision:
-    """The precision of that name; the field's short names are understood."""
+    """Return the precision of that name; short names such as bf16 are accepted."""
     full = _ALIASES.get(name, name)
     if full not in PRECISIONS:
         raise unknown_name("dtype", name, PRECISIONS)

@@ -1,8 +1,8 @@
-"""What a model costs, from its configuration alone. Loads without torch.
+"""FLOPs and bytes of a model, from its configuration alone. Imports without torch.
 
-FLOPs are those that the field's MFU counts: two per multiply-add of the matrix products; the
-embedding lookup, norms, rotations, softmax and the optimizer's arithmetic are not counted, nor is
-anything computed twice. The backward is twice the forward. A causal mask halves the attention.
+FLOPs are those that MFU counts: two per multiply-add of the matmuls; the embedding lookup, norms,
+rotations, softmax and the optimizer are not counted, nor is recomputation. The backward is twice
+the forward. A causal mask halves attention.
 
 Bytes of saved activations are those of `TransformerLM` and `cross_entropy` in eager PyTorch.
 """
@@ -40,7 +40,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def multiplied(self) -> int:
-        """Those that a token is multiplied with: not the embedding it looks up, nor the norms."""
+        """Parameters of the matmuls: neither the embedding nor the norms."""
         return self.attention + self.feed_forward + self.head
 
 
@@ -55,7 +55,7 @@ def parameters(config: ModelConfig) -> Parameters:
 
 
 class Flops(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of one step, by what does them in the forward."""
+    """FLOPs of one step, split into linear layers and attention."""
 
     forward_linear: int
     forward_attention: int
@@ -70,7 +70,7 @@ class Flops(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step(self) -> int:
-        """Forward and backward; the optimizer's are not counted."""
+        """Forward and backward; the optimizer is not counted."""
         return self.forward + self.backward
 
     @property
@@ -83,7 +83,7 @@ class Flops(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flops(config: ModelConfig, batch: int, context: int, causal: bool = True) -> Flops:
-    """FLOPs of one step over `batch` sequences of `context` tokens."""
+    """Return the FLOPs of one step over `batch` sequences of `context` tokens."""
     per_layer = attention_cost.forward_flops(_shape(config, batch, context), causal=causal)
     return Flops(
         forward_linear=2 * batch * context * parameters(config).multiplied,
@@ -96,12 +96,13 @@ def weight_bytes(config: ModelConfig, precision: Precision) -> int:
 
 
 def gradient_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Gradients have the weights' format, under autocast as well."""
+    """Return the bytes of all gradients: they have the dtype of the weights even under autocast."""
     return weight_bytes(config, precision)
 
 
 def optimizer_bytes(config: ModelConfig, precision: Precision) -> int:
-    """AdamW: two moments in the weights' format; with master weights three tensors in float32."""
+    """Return the bytes of AdamW's state: two moments in the dtype of the weights; with master
+    weights three tensors in float32."""
     if precision.master:
         return 3 * parameters(config).total * _FLOAT32
     return 2 * weight_bytes(config, precision)
@@ -115,10 +116,10 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     n_layers: int
     embedding: int
     head: int
-    """The last norm and the input of the head."""
+    """Final norm and input of the head."""
     loss: int
     weight_copies: int
-    """Autocast's copies of the weights in the format of the matrix products."""
+    """Autocast's copies of the weights in the matmul dtype."""
 
     @property
     def per_block(self) -> int:
@@ -141,41 +142,41 @@ def activation_bytes(
     attention: str,
     device_type: str = "cuda",
 ) -> Activations:
-    """Bytes that forward and loss save for backward with that attention implementation.
+    """Return the bytes that forward and loss save for backward with that attention implementation.
 
-    `device_type` matters in two places: autocast for CUDA runs the reference form's softmax in
-    float32 and autocast for the CPU does not, and the layout of `sdpa`'s output differs. Exact for
-    `reference`; for `sdpa` up to what some of torch's kernels pad: heads to a multiple of 8, the
-    log-sum-exp to one of 32 rows.
+    `device_type` matters in two respects: CUDA autocast runs the softmax of reference attention in
+    float32 and CPU autocast does not, and the layout of the output of `sdpa` differs. Exact for
+    `reference`; for `sdpa` except for the padding of some of torch's kernels: heads to a multiple
+    of 8, the log-sum-exp to a multiple of 32 rows.
     """
     tokens = batch * context
-    product = _ELEMENT_BYTES[precision.compute]
+    compute_bytes = _ELEMENT_BYTES[precision.compute]
     stream = tokens * config.d_model  # elements of one activation of the residual stream's width
     hidden = tokens * config.d_ff
-    # Autocast casts the norm's float32 output anew for each product that reads it.
+    # Autocast casts the float32 output of the norm again for each matmul that reads it.
     cast = precision.autocast and not precision.narrow_stream
     readers = {"q, k, v": 3, "w1, w3": 2} if cast else {"q, k, v": 1, "w1, w3": 1}
 
     block = {
         "attention norm": _norm_bytes(tokens, config.d_model),
-        "q, k, v projection input": readers["q, k, v"] * stream * product,
+        "q, k, v projection input": readers["q, k, v"] * stream * compute_bytes,
         **_attention_items(config, batch, context, precision, attention, device_type),
-        "output projection input": stream * product,
+        "output projection input": stream * compute_bytes,
         "feed-forward norm": _norm_bytes(tokens, config.d_model),
-        "w1, w3 input": readers["w1, w3"] * stream * product,
-        "w1 output": hidden * product,
-        "silu output": hidden * product,
-        "w3 output": hidden * product,
-        "w2 input": hidden * product,
+        "w1, w3 input": readers["w1, w3"] * stream * compute_bytes,
+        "w1 output": hidden * compute_bytes,
+        "silu output": hidden * compute_bytes,
+        "w3 output": hidden * compute_bytes,
+        "w2 input": hidden * compute_bytes,
     }
     return Activations(
         block=block,
         n_layers=config.n_layers,
         embedding=tokens * _INT64,
-        head=_norm_bytes(tokens, config.d_model) + stream * product,
-        # log p of every word in float32, and the targets
+        head=_norm_bytes(tokens, config.d_model) + stream * compute_bytes,
+        # log p of every token of the vocabulary in float32, and the targets
         loss=tokens * config.vocab * _FLOAT32 + tokens * _INT64,
-        weight_copies=parameters(config).multiplied * product if precision.autocast else 0,
+        weight_copies=parameters(config).multiplied * compute_bytes if precision.autocast else 0,
     )
 
 
@@ -189,27 +190,27 @@ def minimum_bytes(
     device_type: str = "cuda",
     checkpointed: bool = False,
 ) -> int:
-    """Device memory below which that mode cannot run.
+    """Return a lower bound of the device memory that a mode needs.
 
-    A lower bound, never an estimate: work space, fragmentation and the logits' other copies come on
-    top. A train step is one with optimizer state, so from the second on. Of blocks that run again
-    in the backward nothing is counted.
+    Workspaces, fragmentation and further copies of the logits are not included. A train step has
+    optimizer state, as every step after the first. Activations of checkpointed blocks are not
+    counted.
     """
     weights = weight_bytes(config, precision)
     if mode == "forward":
         logits = batch * context * config.vocab * _ELEMENT_BYTES[precision.compute]
         return weights + logits
-    kept = activation_bytes(config, batch, context, precision, attention, device_type)
-    # Another kernel might write its output where the projection reads it.
-    saved = kept.total - kept.n_layers * kept.block.get(_ATTENTION_OUTPUT, 0)
+    activations = activation_bytes(config, batch, context, precision, attention, device_type)
+    # Another kernel might write its output in the layout that the projection reads.
+    saved = activations.total - activations.n_layers * activations.block.get(_ATTENTION_OUTPUT, 0)
     if checkpointed:
-        saved = kept.embedding + kept.head + kept.loss
-    # The backward frees activations as it makes gradients, so only the larger is sure.
-    most = max(saved, gradient_bytes(config, precision))
+        saved = activations.embedding + activations.head + activations.loss
+    # The backward frees activations as it allocates gradients, so only the larger one is certain.
+    larger = max(saved, gradient_bytes(config, precision))
     if mode == "forward-backward":
-        return weights + most
+        return weights + larger
     if mode == "train-step":
-        return weights + most + optimizer_bytes(config, precision)
+        return weights + larger + optimizer_bytes(config, precision)
     raise unknown_name("mode", mode, MODES)
 
 
@@ -220,7 +221,8 @@ def _shape(config: ModelConfig, batch: int, context: int) -> AttentionShape:
 
 
 def _norm_bytes(tokens: int, d_model: int) -> int:
-    """Input and normalised input in float32, and the inverse root mean square of each token."""
+    """Return the bytes that a norm saves: input and normalized input in float32, and the inverse
+    root mean square of each token."""
     return (2 * tokens * d_model + tokens) * _FLOAT32
 
 
@@ -233,16 +235,16 @@ def _attention_items(
     device_type: str,
 ) -> dict[str, int]:
     shape = _shape(config, batch, context)
-    product = _ELEMENT_BYTES[precision.compute]
-    items = {"q, k, v": attention_cost.input_bytes(shape, product)}
+    compute_bytes = _ELEMENT_BYTES[precision.compute]
+    items = {"q, k, v": attention_cost.input_bytes(shape, compute_bytes)}
     chosen = implementation(attention)
     if not chosen.saves_scores:
         items["log-sum-exp"] = attention_cost.log_sum_exp_bytes(shape)
-        if not _output_is_projection_input(chosen.name, product, device_type):
-            items[_ATTENTION_OUTPUT] = attention_cost.output_bytes(shape, product)
+        if not _output_is_projection_input(chosen.name, compute_bytes, device_type):
+            items[_ATTENTION_OUTPUT] = attention_cost.output_bytes(shape, compute_bytes)
         return items
     if chosen.name == "sdpa_math":
-        # It keeps scaled copies, the half formats in float32, and cuts by adding -inf.
+        # It saves scaled copies, 16-bit dtypes in float32, and masks by adding -inf.
         return {
             "q, k, v": attention_cost.input_bytes(shape, _FLOAT32),
             "probabilities": attention_cost.probability_bytes(shape, _FLOAT32),
@@ -250,15 +252,18 @@ def _attention_items(
     float32_softmax = precision.autocast and device_type == "cuda"
     return items | {
         "probabilities": attention_cost.probability_bytes(
-            shape, product, float32_softmax=float32_softmax
+            shape, compute_bytes, float32_softmax=float32_softmax
         ),
         "mask": attention_cost.mask_bytes(shape, causal=True),
     }
 
 
-def _output_is_projection_input(attention: str, product: int, device_type: str) -> bool:
-    """Torch's memory-efficient kernel, its choice for float32 on CUDA, writes the layout that the
-    output projection reads; from all others the projection reads a copy, and both are kept."""
+def _output_is_projection_input(attention: str, compute_bytes: int, device_type: str) -> bool:
+    """Return whether the output projection reads the attention output without a copy. torch's
+    memory-efficient kernel, its choice for float32 on CUDA, writes the layout of the projection's
+    input; for all others both the output and a copy are saved."""
     if device_type != "cuda":
         return False
-    return attention == "sdpa_efficient" or (attention in ("sdpa", "auto") and product == _FLOAT32)
+    return attention == "sdpa_efficient" or (
+        attention in ("sdpa", "auto") and compute_bytes == _FLOAT32
+    )

@@ -1,12 +1,13 @@
-"""The layers of the Transformer under study, the plain way in eager PyTorch or fused.
+"""Layers of the Transformer, in plain eager PyTorch or with fused kernels.
 
-Every layer takes `device=` and `dtype=`, so that a large model is drawn where it will live, and has
-`reset_parameters()`, so that one built on the meta device can be filled after `to_empty`.
+Every layer takes `device=` and `dtype=`, so that a large model is initialized on its device, and
+has `reset_parameters()`, so that a model created on the meta device can be initialized after
+`to_empty`.
 
-Norm and rotation compute in float32 at least and answer in the format of their input. With `fused`
-the pieces between the matrix products are those of `model.kernels`, and a norm answers in the
-format of the product that reads it. With `joined` products that read the same input are one, their
-weights come from kept copies, and `keep` says what the backward finds. Parameters are the same.
+Norm and rotation compute in at least float32 and return the dtype of their input. With `fused` the
+operations between the matmuls are those of `stepscope.kernels`, and a norm returns the dtype of the
+matmul that reads it. The `joined` methods are the same with fused QKV and fused gate/up projections
+from cached copies of the weights, and `keep` is the activation policy. Parameters are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from stepscope.torch_tools.ranges import named
 
 
 class Linear(nn.Linear):
-    """A matrix product without bias."""
+    """Linear layer without bias."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """One row for each token."""
+    """Token embedding."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """x over its root mean square, times a learned weight."""
+    """RMSNorm: x over its root mean square, times a learned weight."""
 
     def __init__(
         self,
@@ -99,11 +100,11 @@ class RMSNorm(nn.Module):
         return plain_rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """x + branch and its norm, in one pass."""
+        """Return x + branch and its norm, in one pass."""
         return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
-    def for_products(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
-        """x with the branch, where there is one, and its norm for a joined product."""
+    def for_projection(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
+        """Return x + branch (or x, if branch is None) and its norm for a fused projection."""
         stream, normed = normed_sum(
             x, branch, self.weight, self.eps, matmul_dtype(x), units=keep != ALL
         )
@@ -111,9 +112,10 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns each pair of dimensions of a head by an angle that grows with the position.
+    """Rotary position embedding: rotates each pair of dimensions of a head by an angle proportional
+    to the position.
 
-    Half-split pairs: dimension i goes with dimension i + d_head/2.
+    Half-split pairs: dimension i is paired with dimension i + d_head/2.
     """
 
     cos: Tensor  # (context, d_head/2)
@@ -137,7 +139,7 @@ class RotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         context, pairs = self.cos.shape
-        # float64 on the host: in float32 the angle of position 30,000 is off by a thousandth.
+        # float64 on the host: in float32 the angle of position 30,000 has an error of 0.001.
         position = torch.arange(context, device="cpu", dtype=torch.float64)
         pair = torch.arange(pairs, device="cpu", dtype=torch.float64)
         angle = torch.outer(position, self.theta ** (-pair / pairs))
@@ -149,7 +151,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """w2(silu(w1 x) · w3 x)."""
+    """SwiGLU feed-forward: w2(silu(w1 x) · w3 x)."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class SwiGLU(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention of each position to itself and those before it."""
+    """Causal multi-head self-attention."""
 
     def __init__(
         self,
@@ -213,6 +215,7 @@ class CausalSelfAttention(nn.Module):
         return out
 
     def joined(self, x: Normed, copies: WeightCopies) -> Tensor:
+        """Attention with a fused QKV projection."""
         weights = (self.query.weight, self.key.weight, self.value.weight)
         with named("projections"):
             parts = fused_linear(x, weights, copies)
@@ -221,8 +224,8 @@ class CausalSelfAttention(nn.Module):
         with named("core"):
             heads = self.attend(q, k, v, is_causal=True)
         with named("projections"):
-            together = heads.transpose(1, 2).reshape(x.value.shape)
-            return fused_linear(together, (self.output.weight,), copies)
+            merged = heads.transpose(1, 2).reshape(x.value.shape)
+            return fused_linear(merged, (self.output.weight,), copies)
 
     def _rotated_heads(self, x: Tensor) -> Tensor:
         if self.fused:
@@ -239,8 +242,8 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fill_truncated_normal(weight: Tensor, std: float) -> None:
-    # Drawn in float32: bfloat16 has too few values near the cut.
-    drawn = torch.empty_like(weight, dtype=_at_least_float32(weight.dtype))
-    nn.init.trunc_normal_(drawn, std=std, a=-3 * std, b=3 * std)
+    # Sampled in float32: bfloat16 has too few values near the truncation.
+    sample = torch.empty_like(weight, dtype=_at_least_float32(weight.dtype))
+    nn.init.trunc_normal_(sample, std=std, a=-3 * std, b=3 * std)
     with torch.no_grad():
-        weight.copy_(drawn)
+        weight.copy_(sample)

@@ -13,7 +13,7 @@ def cross_entropy(
     logits: Tensor,  # (..., vocab)
     targets: Tensor,  # (...)
 ) -> Tensor:
-    """Mean over tokens of -log p(target), in float32 at least."""
+    """Return the mean over tokens of -log p(target), computed in at least float32."""
     with named("loss"):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return functional.cross_entropy(wide.flatten(0, -2), targets.flatten())

@@ -1,4 +1,4 @@
-"""The models by name: two tables of the course and small ones for a CPU. Loads without torch."""
+"""Model sizes by name: two tables of the course and small ones for a CPU. Imports without torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
 
 
 def find_size(name: str, table: str = "2025") -> ModelConfig:
-    """The size of that name in that table; the tiny ones are in every table."""
+    """Return the size of that name in that table; the tiny sizes are in every table."""
     if table not in SIZES:
         raise unknown_name("size table", table, SIZES)
     known = SIZES["tiny"] | SIZES[table]
@@ -59,7 +59,7 @@ def find_size(name: str, table: str = "2025") -> ModelConfig:
 
 
 def with_overrides(config: ModelConfig, **fields: Any) -> ModelConfig:
-    """The same shape with some fields changed, checked like any other."""
+    """Return a copy of the configuration with some fields changed, validated like any other."""
     for name in fields:
         if name not in config.__struct_fields__:
             raise unknown_name("model field", name, config.__struct_fields__)

@@ -1,15 +1,15 @@
-"""The Transformer language model under study: pre-norm, rotary positions, SwiGLU, untied head.
+"""The Transformer language model: pre-norm, rotary positions, SwiGLU, untied head.
 
-The residual stream has the weights' format: under autocast the matrix products answer in the lower
-format, and adding their answer to the float32 stream leaves a float32 stream. With `narrow_stream`
-it has the lower format from the embedding on, and half the bytes.
+The residual stream has the dtype of the weights: under autocast matmuls return the lower precision,
+and adding that to the float32 stream gives a float32 stream. With `narrow_stream` it has the lower
+precision from the embedding on, and half the bytes.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as run_again_in_backward
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
@@ -29,11 +29,11 @@ from stepscope.model.layers import (
 from stepscope.torch_tools.ranges import named
 
 Stream = tuple[Tensor, Tensor | None]
-"""The residual stream, and the branch that is still to be added to it."""
+"""The residual stream, and a branch that has not been added to it yet."""
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each added to the stream that it read through a norm."""
+    """Transformer block: attention, then feed-forward, each with a norm and a residual add."""
 
     def __init__(
         self,
@@ -80,21 +80,21 @@ class Block(nn.Module):
     def joined(
         self, x: Tensor, branch: Tensor | None, copies: WeightCopies, keep: str
     ) -> tuple[Tensor, Tensor]:
-        """The same on a stream whose last branch is not yet added: whoever norms it next adds it in
-        the same pass. Gives such a stream."""
+        """Forward with fused projections. The last branch is not added to the residual stream yet:
+        the next norm adds it in the same pass. Takes and returns such a stream."""
         with named("norm"):
-            x, read = self.attention_norm.for_products(x, branch, keep)
+            x, read = self.attention_norm.for_projection(x, branch, keep)
         with named("attention"):
             branch = self.attention.joined(read, copies)
         with named("norm"):
-            x, read = self.feed_forward_norm.for_products(x, branch, keep)
+            x, read = self.feed_forward_norm.for_projection(x, branch, keep)
         with named("feed-forward"):
             return x, self.feed_forward.joined(read, copies, keep)
 
 
 class Head(Linear):
-    """Logits, or with targets the mean loss. Both are made in here, so that whoever gathers a
-    module's weights for its forward gathers these too."""
+    """Returns logits, or with targets the mean loss. Both are computed in this module, so that
+    FSDP, which gathers a module's weights for its forward, gathers these too."""
 
     def forward(
         self,
@@ -109,13 +109,13 @@ class Head(Linear):
 
 
 class TransformerLM(nn.Module):
-    """Tokens in, logits of the next token out; with targets the mean loss, and never all logits.
+    """Decoder-only Transformer: returns logits of the next token, or with targets the mean loss,
+    without all logits in memory.
 
-    `fused` takes the pieces of `model.kernels` between the matrix products. `joined` also takes one
-    product where several read the same input, from copies of the weights in the products' format
-    (`copies`), and `keep` has what each block keeps for the backward (`model.memory`). `checkpoint`
-    has the blocks of each stretch that keeps its input only (`model.checkpointing`), outermost
-    first.
+    `fused` uses the kernels of `stepscope.kernels` between the matmuls. `joined` also uses fused
+    QKV and gate/up projections from cached copies of the weights in the matmul dtype (`copies`);
+    `keep` is then the activation policy of each block (`kernels.activation_policy`). `checkpoint`
+    has the blocks per checkpointed segment of each level, outermost first (`model.checkpointing`).
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class TransformerLM(nn.Module):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; they need (batch, seq)")
         if tokens.shape[-1] > self.context:
             raise ValueError(
-                f"sequence of {tokens.shape[-1]} tokens in a model for {self.context}: "
+                f"a sequence of {tokens.shape[-1]} tokens exceeds the context of {self.context}: "
                 "build the model with a larger context"
             )
         with named("embedding"):
             x = self.embedding(tokens)
             if self.narrow_stream:
                 x = x.to(matmul_dtype(x))
-        # Under the compiler the plain form runs, which it fuses itself.
+        # torch.compile fuses the naive version itself.
         joined = self.joined and not torch.compiler.is_compiling()
         x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)
         with named("norm"):
@@ -177,18 +177,23 @@ class TransformerLM(nn.Module):
         return out
 
     def _through_blocks(
-        self, x: Tensor, branch: Tensor | None, first: int, end: int, levels: tuple[int, ...],
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        first: int,
+        end: int,
+        levels: tuple[int, ...],
         joined: bool,
-    ) -> Stream:  # fmt: skip
+    ) -> Stream:
         if not levels:
             for number in range(first, end):
                 with named(f"block {number}"):
                     x, branch = self._through(number, x, branch, joined)
             return x, branch
         for start in range(first, end, levels[0]):
-            # Tensors one by one: of those inside of something else a stretch around this one would
-            # not let go. Nothing in a block is random, so no generator's state has to be kept.
-            x, branch = run_again_in_backward(
+            # Tensors are passed as separate arguments: an outer segment would not free tensors
+            # inside a container. Nothing in a block is random, so no RNG state has to be saved.
+            x, branch = checkpointed(
                 self._through_blocks,
                 x,
                 branch,

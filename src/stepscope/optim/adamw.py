@@ -1,6 +1,7 @@
-"""AdamW as the update rule reads: one parameter after the other, no fusion.
+"""Naive AdamW: the update rule, one parameter after the other, without fusion.
 
-State has the keys and formats of `torch.optim.AdamW`, so a checkpoint of one loads into the other.
+The state has the keys and dtypes of `torch.optim.AdamW`, so a checkpoint of one loads into the
+other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 
 class Rule(NamedTuple):
-    """The hyperparameters of a group, as numbers: a learning rate may be a tensor that a scheduler
+    """Hyperparameters of a group as floats: a learning rate may be a tensor that a scheduler
     changes in place."""
 
     lr: float
@@ -27,8 +28,8 @@ class Rule(NamedTuple):
     @classmethod
     def of(cls, group: dict[str, Any]) -> Rule:
         beta1, beta2 = group["betas"]
-        held = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        return cls(*map(float, held))
+        values = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        return cls(*map(float, values))
 
 
 class AdamW(Optimizer):
@@ -51,16 +52,18 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
-            raise ValueError("AdamW takes real parameters: give it view_as_real of complex ones")
+            raise ValueError(
+                "AdamW supports real parameters only: pass torch.view_as_real of complex ones"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
             _refuse_variants(group)
         super().__setstate__(state)
-        for held in self.state.values():
-            if "step" in held and not isinstance(held["step"], Tensor):
-                # As older versions of torch saved it.
-                held["step"] = torch.tensor(float(held["step"]))
+        for parameter_state in self.state.values():
+            if "step" in parameter_state and not isinstance(parameter_state["step"], Tensor):
+                # Older versions of torch saved it as a number.
+                parameter_state["step"] = torch.tensor(float(parameter_state["step"]))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -70,7 +73,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update; a closure computes the loss and its gradients first."""
+        """Update all parameters; a closure computes the loss and its gradients first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,7 +83,8 @@ class AdamW(Optimizer):
         return loss
 
     def _refuse_capture(self) -> None:
-        """Replays would repeat the step count of the capture, and with it the bias correction."""
+        """Raise in a CUDA graph capture: replays would repeat the step count of the capture, and
+        with it the bias correction."""
         started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if not started or not torch.cuda.is_current_stream_capturing():
             return
@@ -115,7 +119,7 @@ class AdamW(Optimizer):
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-        # Both moments start at zero; dividing by 1 - βᵗ takes that bias out.
+        # Both moments start at zero; dividing by 1 - βᵗ corrects that bias.
         root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(rule.eps)
         parameter.addcdiv_(mean, root, value=-rule.lr / (1 - beta1**steps))
 
@@ -132,7 +136,7 @@ class AdamW(Optimizer):
 def _refuse_variants(group: dict[str, Any]) -> None:
     for variant in ("amsgrad", "maximize"):
         if group.get(variant):
-            raise ValueError(f"{variant}=True is of another AdamW: this one lacks it")
+            raise ValueError(f"{variant}=True is not supported by this AdamW")
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""The settings of the update rule on the device, worked out there from a count of steps.
+"""Settings of the update rule on the device, computed there from the step count.
 
-A captured step is replayed without its Python, so nothing that changes from step to step may come
-from the host: the counts are tensors, and what follows from them is computed beside them.
+A captured step is replayed without running Python, so nothing that changes from step to step may
+come from the host: step counts are device tensors, and the bias corrections are computed from them
+on the device.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ _COUNTED = 5
 
 
 class DeviceSettings:
-    """A row of settings for every tensor of a table; each has its own count of steps."""
+    """A row of settings for every tensor of a table; each has its own step count."""
 
     def __init__(
         self, counts: Sequence[float | Tensor], rules: tuple[Rule, ...], device: torch.device
     ) -> None:
-        """A count that is a tensor of the device is shared: a captured step advances it too."""
-        hosted = [0.0 if isinstance(count, Tensor) else count for count in counts]
-        self._steps = sent(torch.tensor(hosted, dtype=torch.float32), device)
+        """Create the rows. A step count that is a device tensor is shared: a captured step advances
+        it too."""
+        host_counts = [0.0 if isinstance(count, Tensor) else count for count in counts]
+        self._steps = sent(torch.tensor(host_counts, dtype=torch.float32), device)
         shared = [count if isinstance(count, Tensor) else None for count in counts]
         self._shared = any(count is not None for count in shared)
         self.steps: tuple[Tensor, ...] = tuple(
             own if other is None else other
             for own, other in zip(self._steps.unbind(), shared, strict=True)
         )
-        """The count of each tensor, for the optimizer's state."""
+        """Step count of each tensor, for the optimizer's state."""
         self.rows = torch.zeros(len(rules), len(Settings._fields), device=device)
         self._lr, self._betas = torch.empty(0), torch.empty(0)
         self.rules: tuple[Rule, ...] = ()
-        self.follow(rules)
+        self.set_rules(rules)
 
-    def follow(self, rules: tuple[Rule, ...]) -> None:
-        """Take new hyperparameters; the buffers stay, so a captured step follows too."""
+    def set_rules(self, rules: tuple[Rule, ...]) -> None:
+        """Set new hyperparameters in the same buffers, so that a captured step uses them too."""
         if rules == self.rules:
             return
         device = self.rows.device
-        # The last two are worked out here, from the count.
+        # The last two columns are computed on the device from the step count.
         settings = [Settings.of(rule, 0.0, 0.0) for rule in rules]
         fixed = torch.tensor(settings, dtype=torch.float32)
         lr = torch.tensor([rule.lr for rule in rules], dtype=torch.float64)
@@ -58,16 +60,17 @@ class DeviceSettings:
         self.rules = rules
 
     def advance(self) -> None:
-        """Count a step. In double precision: 1 - 0.999 has four digits less than 0.999."""
+        """Count a step and update the bias corrections, in float64: 1 - 0.999 has four digits less
+        than 0.999."""
         if self._shared:
             torch._foreach_add_(self.steps, 1)
             steps = torch.stack(self.steps)
         else:
             steps = self._steps.add_(1)
-        kept = self._betas ** steps.double()[:, None]
-        self.rows[:, _COUNTED] = self._lr / (1 - kept[:, 0])
-        self.rows[:, _COUNTED + 1] = (1 - kept[:, 1]).sqrt()
+        powers = self._betas ** steps.double()[:, None]
+        self.rows[:, _COUNTED] = self._lr / (1 - powers[:, 0])
+        self.rows[:, _COUNTED + 1] = (1 - powers[:, 1]).sqrt()
 
-    def uncount(self, rows: list[int]) -> None:
-        """Those had no gradient: the step was none of theirs."""
+    def revert(self, rows: list[int]) -> None:
+        """Revert the step count of rows that had no gradient in this step."""
         torch._foreach_sub_([self.steps[row] for row in rows], 1)

@@ -1,17 +1,17 @@
-"""AdamW that updates each parameter as soon as its gradient is there, beside the rest of backward.
+"""Optimizer-in-backward: AdamW updates each parameter as soon as its gradient is ready.
 
-An update moves bytes and a matrix product computes, so on a GPU one can run beside the other:
-updates have a stream of their own. A gradient lives until its update is done, so there are never
-all of them. What needs all gradients at once (clipping by a global norm, accumulation over several
-backwards, loss scaling that skips steps) cannot be had with it.
+An update is bound by memory and a matmul by compute, so on a GPU they overlap: updates run on a
+side stream. A gradient is freed after its update, so all gradients are never in memory at once.
+Anything that needs all gradients at once (clipping by global norm, accumulation over several
+backwards, loss scaling that skips steps) does not work with it.
 
     optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
     loss.backward()
     optimizer.step()  # waits for the updates, on the device
 
-With `as_made` joined products hand gradients over in their own format: under bfloat16 autocast
-these are the values that torch's gradients have, which are rounded to bfloat16 before they are
-widened, and half the bytes.
+With `as_made`, fused projections pass gradients in the matmul dtype. Under bfloat16 autocast these
+are the values of torch's gradients, which are rounded to bfloat16 before they are widened, in half
+the bytes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
 
 
-class Crowd(NamedTuple):
-    """The parameters of one device that a kernel can take."""
+class DeviceParameters(NamedTuple):
+    """The parameters of one device that the kernel supports."""
 
     settings: DeviceSettings
     groups: tuple[dict[str, Any], ...]
-    """Of each row of the settings its parameter group."""
-    beside: SideStream | None
+    """Parameter group of each row of the settings."""
+    side_stream: SideStream | None
 
 
 class InBackwardAdamW(FusedAdamW):
-    """`overlap=False` updates on the backward's own stream. With `attach=False` it listens only
-    within `attached()`: several optimizers can then take turns on the same parameters. A backward
-    that raises outside of `attached()` is over with `step()`: what it reached is updated."""
+    """AdamW that updates parameters during the backward.
+
+    `overlap=False` updates on the stream of the backward. With `attach=False` gradient hooks are
+    installed only within `attached()`, so that several optimizers can alternate on the same
+    parameters. After a backward that raises outside of `attached()`, `step()` ends the step: the
+    parameters it reached are updated.
+    """
 
     def __init__(
         self,
@@ -63,51 +67,51 @@ class InBackwardAdamW(FusedAdamW):
         master: bool = False,
     ) -> None:
         if as_made and attach:
-            raise ValueError("as_made is for backwards within attached(): pass attach=False")
+            raise ValueError("as_made works only within attached(): pass attach=False")
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=True, copies=copies, master=master
         )
         self._overlap = overlap
         self._as_made = as_made
         self._attach = attach
-        self._listen_where_attached()
+        self._install_hooks()
 
-    _KEPT = (*FusedAdamW._KEPT, "_overlap", "_as_made", "_attach")
+    _COPIED_ATTRIBUTES = (*FusedAdamW._COPIED_ATTRIBUTES, "_overlap", "_as_made", "_attach")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = "_tables" not in self.__dict__
         super().__setstate__(state)
         if copied:
-            self._listen_where_attached()
+            self._install_hooks()
 
-    def _start_anew(self) -> None:
-        super()._start_anew()
-        self._beside: dict[torch.device, SideStream] = {}
-        self._crowds: list[Crowd] = []
-        self._places: dict[Tensor, tuple[Crowd, int]] = {}
-        self._begun = False
-        self._handed: set[Tensor] = set()
+    def _reset_caches(self) -> None:
+        super()._reset_caches()
+        self._side_streams: dict[torch.device, SideStream] = {}
+        self._per_device: list[DeviceParameters] = []
+        self._rows: dict[Tensor, tuple[DeviceParameters, int]] = {}
+        self._in_step = False
+        self._consumed: set[Tensor] = set()
         self._reached: set[Tensor] = set()
         self.updated = 0
-        """Parameters that the last backward reached."""
+        """Number of parameters that the last backward updated."""
 
-    def _listen_where_attached(self) -> None:
+    def _install_hooks(self) -> None:
         if self._attach:
             for number in range(len(self.param_groups)):
-                self._listen_on(number)
+                self._install_lasting_hooks(number)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Updates happen in backwards within this, and what only they wait for is made on their
-        stream: such a gradient is there for others after `step()`. Where a backward raises, what it
-        had reached is updated and the rest is not; the next one is a new step."""
+        """Update in backwards within the context. Gradients that only the updates wait for are
+        computed on the side stream: other code may read them after `step()`. If a backward raises,
+        the parameters it reached are updated and the others are not; the next one is a new step."""
         groups = range(len(self.param_groups))
-        handles = [handle for number in groups for handle in self._listen(number)]
+        handles = [handle for number in groups for handle in self._install_removable_hooks(number)]
         try:
             with offered(self):
                 yield
         except BaseException:
-            self._finish()
+            self._end_step()
             raise
         finally:
             for handle in handles:
@@ -115,39 +119,39 @@ class InBackwardAdamW(FusedAdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        # The base class adds the first groups before this one is made.
+        # The base class adds the first groups before this class is initialized.
         if getattr(self, "_attach", False):
-            self._listen_on(len(self.param_groups) - 1)
-        if getattr(self, "_crowds", None):
+            self._install_lasting_hooks(len(self.param_groups) - 1)
+        if getattr(self, "_per_device", None):
             self._forget_settings()
 
     def prepare(self) -> None:
-        """Nothing is to be prepared: a captured backward has its updates in it."""
+        """Do nothing: a captured backward includes its updates."""
 
     def refresh(self) -> None:
-        for crowd in self._crowds:
-            crowd.settings.follow(rules(crowd.groups))
+        for on_device in self._per_device:
+            on_device.settings.set_rules(rules(on_device.groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # The counts are others now.
+        # The step counts have changed.
         self._forget_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Wait, on the device, until all updates of this backward are done."""
+        """Make the current stream wait until all updates of this backward are done."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._has_gradients():
-            self._finish()
+            self._end_step()
             raise RuntimeError(
-                "gradients were made while InBackwardAdamW was not listening: run the backward"
-                " within attached(), or make it with attach=True, and after all that it is to"
-                " update has requires_grad"
+                "there are gradients that InBackwardAdamW did not see: run the backward within"
+                " attached(), or create the optimizer with attach=True, after every parameter that"
+                " it updates has requires_grad=True"
             )
-        self._finish()
+        self._end_step()
         return loss
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -155,52 +159,53 @@ class InBackwardAdamW(FusedAdamW):
             return False
         if dtype == weight.dtype or not supports_dtype(dtype):
             return False
-        if not self._crowds:
-            self._gather()
-        return weight in self._places
+        if not self._per_device:
+            self._group_by_device()
+        return weight in self._rows
 
     @torch.no_grad()
     def take(self, weight: Tensor, gradient: Tensor) -> None:
-        if not self._begun:
-            self._begin()
-        if weight in self._handed:
+        if not self._in_step:
+            self._begin_step()
+        if weight in self._consumed:
             raise RuntimeError(
-                "a weight got two gradients in one backward: with as_made each is used at once, so"
-                " a weight may be in one product only"
+                "a weight received two gradients in one backward: with as_made each is applied"
+                " immediately, so a weight may be used by one matmul only"
             )
-        self._handed.add(weight)
+        self._consumed.add(weight)
         self._update_by_kernel(weight, gradient)
 
-    def beside(self, device: torch.device) -> SideStream | None:
+    def side_stream(self, device: torch.device) -> SideStream | None:
         if not self._overlap or device.type != "cuda":
             return None
-        if device not in self._beside:
-            self._beside[device] = SideStream(device)
-        return self._beside[device]
+        if device not in self._side_streams:
+            self._side_streams[device] = SideStream(device)
+        return self._side_streams[device]
 
-    def _finish(self) -> None:
-        if self._begun:
-            self._uncount_the_rest()
-        for beside in self._beside.values():
-            beside.join()
-        self._begun = False
+    def _end_step(self) -> None:
+        if self._in_step:
+            self._revert_unreached()
+        for side_stream in self._side_streams.values():
+            side_stream.join()
+        self._in_step = False
 
-    def _uncount_the_rest(self) -> None:
-        """All were counted with the first gradient, when nobody knew which would follow."""
+    def _revert_unreached(self) -> None:
+        """Revert the step count of parameters without a gradient: the first gradient of the
+        backward advances all counts, before it is known which will follow."""
         missed: dict[int, list[int]] = {}
-        for parameter, (crowd, row) in self._places.items():
+        for parameter, (on_device, row) in self._rows.items():
             if parameter not in self._reached:
-                missed.setdefault(id(crowd), []).append(row)
-        for crowd in self._crowds:
-            rows = missed.get(id(crowd))
-            if rows and crowd.beside is None:
-                crowd.settings.uncount(rows)
-            elif rows and crowd.beside is not None:
-                crowd.beside.run(partial(crowd.settings.uncount, rows), None)
+                missed.setdefault(id(on_device), []).append(row)
+        for on_device in self._per_device:
+            rows = missed.get(id(on_device))
+            if rows and on_device.side_stream is None:
+                on_device.settings.revert(rows)
+            elif rows and on_device.side_stream is not None:
+                on_device.side_stream.run(partial(on_device.settings.revert, rows), None)
 
     def _forget_settings(self) -> None:
-        self._crowds.clear()
-        self._places.clear()
+        self._per_device.clear()
+        self._rows.clear()
 
     def _has_gradients(self) -> bool:
         return any(
@@ -209,33 +214,33 @@ class InBackwardAdamW(FusedAdamW):
             for parameter in group["params"]
         )
 
-    def _listen_on(self, number: int) -> None:
+    def _install_lasting_hooks(self, number: int) -> None:
         for parameter in self._trained(number):
-            hook_for_life(self, parameter, _taking_from(number))
+            hook_for_life(self, parameter, _hook_of_group(number))
 
-    def _listen(self, number: int) -> list[Any]:
-        return [hook_of(self, one, _taking_from(number)) for one in self._trained(number)]
+    def _install_removable_hooks(self, number: int) -> list[Any]:
+        return [hook_of(self, one, _hook_of_group(number)) for one in self._trained(number)]
 
     def _trained(self, number: int) -> list[Tensor]:
         return [one for one in self.param_groups[number]["params"] if one.requires_grad]
 
     def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if not self._begun:
-            self._begin()
-        if parameter in self._places and not gradient.is_sparse:
+        if not self._in_step:
+            self._begin_step()
+        if parameter in self._rows and not gradient.is_sparse:
             self._update_by_kernel(parameter, gradient)
             return
         self.updated += 1
-        beside = self.beside(parameter.device)
-        if beside is not None:
-            # The gradient may be made there.
-            beside.join()
+        side_stream = self.side_stream(parameter.device)
+        if side_stream is not None:
+            # The gradient may be computed there.
+            side_stream.join()
         self._update(parameter, gradient, group)
 
     def _update_by_kernel(self, parameter: Tensor, gradient: Tensor) -> None:
         self.updated += 1
         self._reached.add(parameter)
-        crowd, row = self._places[parameter]
+        on_device, row = self._rows[parameter]
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
         updated, dense = self._updated(parameter), gradient.contiguous()
 
@@ -243,58 +248,61 @@ class InBackwardAdamW(FusedAdamW):
             from stepscope.optim.triton_adamw import update_one
 
             mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(updated, dense, mean, square, copy, crowd.settings.rows, row)
+            update_one(updated, dense, mean, square, copy, on_device.settings.rows, row)
 
-        if crowd.beside is None:
+        if on_device.side_stream is None:
             update()
         else:
-            crowd.beside.run(update, dense)
+            on_device.side_stream.run(update, dense)
 
-    def _begin(self) -> None:
-        """Count the step; the first time, make the settings of all parameters."""
-        if not self._crowds:
-            self._gather()
-        for crowd in self._crowds:
-            if not _capturing(crowd.settings.rows.device):
-                crowd.settings.follow(rules(crowd.groups))
-            if crowd.beside is None:
-                crowd.settings.advance()
+    def _begin_step(self) -> None:
+        """Count the step; the first time, create the settings of all parameters."""
+        if not self._per_device:
+            self._group_by_device()
+        for on_device in self._per_device:
+            if not _capturing(on_device.settings.rows.device):
+                on_device.settings.set_rules(rules(on_device.groups))
+            if on_device.side_stream is None:
+                on_device.settings.advance()
             else:
-                crowd.beside.run(crowd.settings.advance, None)
-        self._begun, self.updated = True, 0
-        self._handed.clear()
+                on_device.side_stream.run(on_device.settings.advance, None)
+        self._in_step, self.updated = True, 0
+        self._consumed.clear()
         self._reached.clear()
 
-    def _gather(self) -> None:
+    def _group_by_device(self) -> None:
         members: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if kernel_takes(parameter, parameter):
                     members.setdefault(parameter.device, []).append((parameter, group))
-        for device, held in members.items():
-            self._crowds.append(self._crowd(device, held))
+        for device, of_device in members.items():
+            self._per_device.append(self._create_device_parameters(device, of_device))
 
-    def _crowd(self, device: torch.device, members: list[tuple[Tensor, dict[str, Any]]]) -> Crowd:
+    def _create_device_parameters(
+        self, device: torch.device, members: list[tuple[Tensor, dict[str, Any]]]
+    ) -> DeviceParameters:
         from stepscope.optim.device_settings import DeviceSettings
 
         if _capturing(device):
-            raise RuntimeError("run a step before the capture: it makes the moments")
+            raise RuntimeError("run a step before the capture: it allocates the moments")
         groups = tuple(group for _, group in members)
         counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
         settings = DeviceSettings(counts, rules(groups), device)
-        crowd = Crowd(settings, groups, self.beside(device))
+        on_device = DeviceParameters(settings, groups, self.side_stream(device))
         for row, (parameter, _) in enumerate(members):
             self.state[parameter]["step"] = settings.steps[row]
-            self._places[parameter] = (crowd, row)
-        return crowd
+            self._rows[parameter] = (on_device, row)
+        return on_device
 
 
-def _taking_from(number: int) -> Callable[[InBackwardAdamW, Tensor], None]:
-    """By the number of the group: loading a state makes new groups."""
+def _hook_of_group(number: int) -> Callable[[InBackwardAdamW, Tensor], None]:
+    """Return the hook of a group. It looks the group up by number: load_state_dict creates new
+    groups."""
 
     def take(optimizer: InBackwardAdamW, parameter: Tensor) -> None:
         if parameter.grad is None:
-            # It was taken as it was made.
+            # It was consumed in the matmul dtype.
             return
         with torch.no_grad():
             optimizer._take(parameter, parameter.grad, optimizer.param_groups[number])

@@ -1,10 +1,10 @@
 """Float32 master weights around any optimizer, for a model in bfloat16 or float16.
 
-A weight in bfloat16 has eight bits: an update of less than a 256th of it is rounded away. Here the
-optimizer works on a float32 copy of each weight with a float32 gradient, and the model gets the
-copy, rounded. For each parameter that is 4 bytes for the copy and 8 for AdamW's moments beside the
-2 of the weight and the 2 of its gradient, and 4 more for the wide gradient while the step runs.
-`FusedAdamW(master=True)` does the same for AdamW without that gradient.
+A bfloat16 weight has an 8-bit significand: an update of less than 1/256 of it is rounded away. Here
+the optimizer works on a float32 copy of each weight with a float32 gradient, and the model gets the
+rounded copy. Per parameter that is 4 bytes for the copy and 8 for AdamW's moments, in addition to 2
+for the weight and 2 for its gradient, and 4 more for the float32 gradient while the step runs.
+`FusedAdamW(master=True)` does the same for AdamW without the float32 gradient.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from stepscope.optim.fused import MASTER
 
 
 class MasterWeights(Optimizer):
-    """`MasterWeights(model.parameters(), AdamW, lr=1e-3)`; the state of a parameter is that of the
-    optimizer inside and the copy as `master`."""
+    """Float32 master weights: `MasterWeights(model.parameters(), AdamW, lr=1e-3)`.
+
+    The state of a parameter is that of the inner optimizer and the copy as `master`.
+    """
 
     def __init__(
         self, params: ParamsT, optimizer: Callable[..., Optimizer], **settings: Any
     ) -> None:
         self._make, self._settings = optimizer, settings
         self._inner: Optimizer | None = None
-        # Its defaults are those of the optimizer inside, which schedulers look for.
+        # The defaults are those of the inner optimizer: schedulers read them.
         probe = optimizer([torch.zeros(1)], **settings)
         super().__init__(params, probe.defaults)
 
@@ -40,18 +42,18 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of the copies, then of the model; a closure computes the loss first."""
+        """Update the copies, then the model; a closure computes the loss first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         inner = self._inner = self._inner or self._with_copies()
-        for mine, own in zip(self.param_groups, inner.param_groups, strict=True):
-            own.update({name: value for name, value in mine.items() if name != "params"})
+        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            inner_group.update({name: value for name, value in group.items() if name != "params"})
         pairs = [
             (parameter, copy)
-            for mine, own in zip(self.param_groups, inner.param_groups, strict=True)
-            for parameter, copy in zip(mine["params"], own["params"], strict=True)
+            for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True)
+            for parameter, copy in zip(group["params"], inner_group["params"], strict=True)
             if parameter.grad is not None
         ]
         for parameter, copy in pairs:
@@ -76,10 +78,10 @@ class MasterWeights(Optimizer):
         self._inner = None
 
     def _with_copies(self) -> Optimizer:
-        """Made with the first step, as an optimizer's own state is; from the state where there is
-        some."""
-        held = {p: self.state.get(p, {}) for group in self.param_groups for p in group["params"]}
-        copies = {p: state[MASTER] if MASTER in state else _wide(p) for p, state in held.items()}
+        """Create the inner optimizer and the copies, from the state if there is any. This happens
+        at the first step, like the creation of an optimizer's state."""
+        states = {p: self.state.get(p, {}) for group in self.param_groups for p in group["params"]}
+        copies = {p: state[MASTER] if MASTER in state else _wide(p) for p, state in states.items()}
         inner = self._make(
             [
                 group | {"params": [copies[parameter] for parameter in group["params"]]}
@@ -87,26 +89,26 @@ class MasterWeights(Optimizer):
             ],
             **self._settings,
         )
-        for parameter, state in held.items():
+        for parameter, state in states.items():
             rest = {name: value for name, value in state.items() if name != MASTER}
             if rest:
                 inner.state[copies[parameter]] = rest
         return inner
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """State of a `MasterWeights` around the same kind of optimizer."""
-        held = state_dict["state"]
-        # The base class would round all state to the format of the weights: it gets the groups.
+        """Load the state of a `MasterWeights` around the same class of optimizer."""
+        states = state_dict["state"]
+        # The base class would cast all state to the dtype of the weights, so it gets only groups.
         super().load_state_dict(state_dict | {"state": {}})
         inner = self._inner = self._with_copies()
         copies = [copy for group in inner.param_groups for copy in group["params"]]
         with torch.no_grad():
-            for number, state in held.items():
+            for number, state in states.items():
                 if MASTER in state:
                     copies[number].copy_(state[MASTER])
         rest = {
             number: {name: value for name, value in state.items() if name != MASTER}
-            for number, state in held.items()
+            for number, state in states.items()
         }
         inner.load_state_dict(inner.state_dict() | {"state": rest})
         originals = [parameter for group in self.param_groups for parameter in group["params"]]

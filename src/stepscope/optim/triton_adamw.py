@@ -1,8 +1,8 @@
-"""AdamW over many tensors in one launch: a table says where they are, each program takes a piece.
+"""AdamW over many tensors in one launch: a table has their addresses, each program updates a block.
 
 A row of the table is one tensor: the addresses of parameter, gradient, both moments and the copy
-that products read (0 where there is none), the number of elements, and which row of the settings is
-its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table.
+that matmuls read (0 if there is none), the number of elements, and its row of the settings. A piece
+is a tensor and a block of it. `update_one` updates one tensor without a table.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from stepscope.optim.adamw import Rule
 from stepscope.torch_tools.triton_available import on_its_device
 
 BLOCK = 1024
-"""Four elements for each thread of a program: few registers, so five programs share a processor and
-one's loads hide behind another's stores."""
+"""Elements per program, four per thread: few registers, so five programs share an SM and the loads
+of one overlap with the stores of another."""
 _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = 16
 _COLUMNS = tl.constexpr(7)
 _SETTINGS = tl.constexpr(7)
-_FORMATS = {
+_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -32,7 +32,7 @@ _FORMATS = {
 
 
 class Settings(NamedTuple):
-    """What the update rule takes beside tensors, worked out on the host in double precision."""
+    """Scalars of the update rule, computed in float64."""
 
     decay: float  # 1 - lr · weight_decay
     mean_share: float  # 1 - β₁
@@ -50,6 +50,8 @@ class Settings(NamedTuple):
 
 
 class Row(NamedTuple):
+    """One tensor of the table: addresses, number of elements, and row of the settings."""
+
     parameter: int
     gradient: int
     mean: int
@@ -60,123 +62,179 @@ class Row(NamedTuple):
 
 
 class TensorDtypes(NamedTuple):
+    """Dtypes that all tensors of a launch have in common."""
+
     parameter: torch.dtype
     gradient: torch.dtype
     moments: torch.dtype
     copy: torch.dtype | None = None
-    """Of the copy that products read; None where there is none."""
+    """Dtype of the copy that matmuls read; None if there is none."""
 
 
 @triton.jit
 def _address(table, row, COLUMN: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    where = tl.load(table + row * _COLUMNS + COLUMN).to(tl.pointer_type(FORMAT))
+    ptr = tl.load(table + row * _COLUMNS + COLUMN).to(tl.pointer_type(FORMAT))
     if ALIGNED:
-        # Without it the compiler loads one element at a time.
-        where = tl.multiple_of(where, 16)
-    return where
+        # Without the hint the compiler loads one element at a time.
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
 
 
 @triton.jit
 def _widened(bits):
-    """bfloat16, read as its bits, in float32."""
+    """Convert bfloat16 bits to float32."""
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rounded_by_chance(x, noise):
-    """To the neighbour above or below in bfloat16, the nearer one more often: the mean is x."""
+def _rounded_stochastically(x, noise):
+    """Round stochastically to a neighbor in bfloat16, such that the expected value is x."""
     bits = x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
     return (bits >> 16).to(tl.uint16)
 
 
 @triton.jit
 def _update(
-    parameter, gradient, mean, square, copy, settings, at, inside, seed,
-    MASKED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
-    """The rule of `optim.adamw`, in its order, for the elements `at`."""
+    parameter,
+    gradient,
+    mean,
+    square,
+    copy,
+    settings,
+    at,
+    inside,
+    seed,
+    MASKED: tl.constexpr,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """Apply the rule of `optim.adamw`, in its order, to the elements `at`; blocks are (BLOCK,)."""
     decay, mean_share = tl.load(settings), tl.load(settings + 1)
     square_kept, square_share = tl.load(settings + 2), tl.load(settings + 3)
     eps, step_size, root_bias = tl.load(settings + 4), tl.load(settings + 5), tl.load(settings + 6)
     if MASKED:
-        p = tl.load(parameter + at, mask=inside)
-        g = tl.load(gradient + at, mask=inside)
-        m = tl.load(mean + at, mask=inside)
-        s = tl.load(square + at, mask=inside)
+        b_p = tl.load(parameter + at, mask=inside)
+        b_g = tl.load(gradient + at, mask=inside)
+        b_m = tl.load(mean + at, mask=inside)
+        b_v = tl.load(square + at, mask=inside)
     else:
-        p, g = tl.load(parameter + at), tl.load(gradient + at)
-        m, s = tl.load(mean + at), tl.load(square + at)
-    p, g = p.to(tl.float32), g.to(tl.float32)
+        b_p, b_g = tl.load(parameter + at), tl.load(gradient + at)
+        b_m, b_v = tl.load(mean + at), tl.load(square + at)
+    b_p, b_g = b_p.to(tl.float32), b_g.to(tl.float32)
     if CHANCE:
-        m, s = _widened(m), _widened(s)
+        b_m, b_v = _widened(b_m), _widened(b_v)
     else:
-        m, s = m.to(tl.float32), s.to(tl.float32)
-    p = p * decay
-    # As torch's lerp: from the nearer end.
-    near, far = m + mean_share * (g - m), g - (g - m) * (1.0 - mean_share)
-    m = tl.where(mean_share < 0.5, near, far)
-    s = s * square_kept + square_share * g * g
-    root = tl.math.div_rn(tl.math.sqrt_rn(s), tl.zeros_like(s) + root_bias) + eps
-    p = p - step_size * tl.math.div_rn(m, root)
+        b_m, b_v = b_m.to(tl.float32), b_v.to(tl.float32)
+    b_p = b_p * decay
+    # As torch.lerp does: from the nearer end.
+    b_near, b_far = b_m + mean_share * (b_g - b_m), b_g - (b_g - b_m) * (1.0 - mean_share)
+    b_m = tl.where(mean_share < 0.5, b_near, b_far)
+    b_v = b_v * square_kept + square_share * b_g * b_g
+    b_root = tl.math.div_rn(tl.math.sqrt_rn(b_v), tl.zeros_like(b_v) + root_bias) + eps
+    b_p = b_p - step_size * tl.math.div_rn(b_m, b_root)
     if CHANCE:
-        piece = tl.program_id(0).to(tl.uint32) * _BLOCK
-        noise = tl.randint(seed, piece + tl.arange(0, _BLOCK)).to(tl.uint32, bitcast=True)
-        m, s = _rounded_by_chance(m, noise), _rounded_by_chance(s, noise >> 16)
+        offs_noise = tl.program_id(0).to(tl.uint32) * _BLOCK
+        b_noise = tl.randint(seed, offs_noise + tl.arange(0, _BLOCK)).to(tl.uint32, bitcast=True)
+        b_m, b_v = (
+            _rounded_stochastically(b_m, b_noise),
+            _rounded_stochastically(b_v, b_noise >> 16),
+        )
     else:
-        m, s = m.to(mean.dtype.element_ty), s.to(square.dtype.element_ty)
-    p = p.to(parameter.dtype.element_ty)
+        b_m, b_v = b_m.to(mean.dtype.element_ty), b_v.to(square.dtype.element_ty)
+    b_p = b_p.to(parameter.dtype.element_ty)
     if MASKED:
-        tl.store(parameter + at, p, mask=inside)
-        tl.store(mean + at, m, mask=inside)
-        tl.store(square + at, s, mask=inside)
+        tl.store(parameter + at, b_p, mask=inside)
+        tl.store(mean + at, b_m, mask=inside)
+        tl.store(square + at, b_v, mask=inside)
     else:
-        tl.store(parameter + at, p)
-        tl.store(mean + at, m)
-        tl.store(square + at, s)
+        tl.store(parameter + at, b_p)
+        tl.store(mean + at, b_m)
+        tl.store(square + at, b_v)
     if COPIED:
-        narrow = p.to(copy.dtype.element_ty)
+        b_copy = b_p.to(copy.dtype.element_ty)
         if MASKED:
-            tl.store(copy + at, narrow, mask=inside)
+            tl.store(copy + at, b_copy, mask=inside)
         else:
-            tl.store(copy + at, narrow)
+            tl.store(copy + at, b_copy)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw_table_kernel(
-    table, pieces, settings, seed,
-    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr, COPY: tl.constexpr,
-    ALIGNED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64)
-    row = tl.load(pieces + 2 * number)
-    start = tl.load(pieces + 2 * number + 1).to(tl.int64) * _BLOCK
+    table,
+    pieces,
+    settings,
+    seed,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """Update one piece of one tensor of the table."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = tl.load(pieces + 2 * pid)
+    start = tl.load(pieces + 2 * pid + 1).to(tl.int64) * _BLOCK
     parameter = _address(table, row, 0, PARAMETER, ALIGNED)
     gradient = _address(table, row, 1, GRADIENT, ALIGNED)
     mean = _address(table, row, 2, MOMENTS, ALIGNED)
     square = _address(table, row, 3, MOMENTS, ALIGNED)
     copy = _address(table, row, 4, COPY, ALIGNED)
     elements = tl.load(table + row * _COLUMNS + 5)
-    own = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED)
+    own_settings = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
+    _piece(
+        parameter, gradient, mean, square, copy, own_settings, start, elements, seed, CHANCE, COPIED
+    )
 
 
 @triton.jit
 def _piece(
-    parameter, gradient, mean, square, copy, settings, start, elements, seed,
-    CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
-    at = start + tl.arange(0, _BLOCK)
-    # Whole blocks need no mask, and only without one do loads take 16 bytes at once.
+    parameter,
+    gradient,
+    mean,
+    square,
+    copy,
+    settings,
+    start,
+    elements,
+    seed,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    offs = start + tl.arange(0, _BLOCK)
+    # Full blocks need no mask, and only loads without a mask are 16 bytes wide.
     if start + _BLOCK <= elements:
         _update(
-            parameter, gradient, mean, square, copy, settings, at, at, seed, False, CHANCE, COPIED
+            parameter,
+            gradient,
+            mean,
+            square,
+            copy,
+            settings,
+            offs,
+            offs,
+            seed,
+            False,
+            CHANCE,
+            COPIED,
         )
     else:
-        inside = at < elements
+        mask = offs < elements
         _update(
-            parameter, gradient, mean, square, copy, settings, at, inside, seed,
-            True, CHANCE, COPIED,
-        )  # fmt: skip
+            parameter,
+            gradient,
+            mean,
+            square,
+            copy,
+            settings,
+            offs,
+            mask,
+            seed,
+            True,
+            CHANCE,
+            COPIED,
+        )
 
 
 @triton.jit(do_not_specialize=["row"])
@@ -184,43 +242,51 @@ def adamw_one_kernel(
     parameter, gradient, mean, square, copy, settings, elements, row, COPIED: tl.constexpr
 ):
     start = tl.program_id(0).to(tl.int64) * _BLOCK
-    own = settings + row * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED)
+    own_settings = settings + row * _SETTINGS
+    _piece(parameter, gradient, mean, square, copy, own_settings, start, elements, 0, False, COPIED)
 
 
 class Table:
-    """Tensors of the same formats on one device, ready for a launch."""
+    """Tensors of the same dtypes on one device, ready for a launch."""
 
     def __init__(
         self, rows: tuple[Row, ...], device: torch.device, like: Table | None = None
     ) -> None:
-        """`like` has the pieces already where its tensors have the same sizes."""
+        """Create the table; the pieces of `like` are reused if its tensors have the same sizes."""
         self.rows = rows
         addresses = 0
         for row in rows:
             addresses |= row.parameter | row.gradient | row.mean | row.square | row.copy
         self._aligned = addresses % _ALIGNMENT == 0
         same = like is not None and _sizes(like.rows) == _sizes(rows)
-        self._pieces: Tensor = like._pieces if same and like else _cut(rows, device)
+        self._pieces: Tensor = like._pieces if same and like else _pieces_of(rows, device)
         self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
 
     def update(
-        self, settings: Tensor, formats: TensorDtypes, *, by_chance: bool, seed: int
+        self, settings: Tensor, dtypes: TensorDtypes, *, stochastic: bool, seed: int
     ) -> None:
-        moments = tl.uint16 if by_chance else _FORMATS[formats.moments]
+        moments = tl.uint16 if stochastic else _DTYPES[dtypes.moments]
         adamw_table_kernel[(len(self._pieces),)](
-            self._table, self._pieces, settings, seed,
-            PARAMETER=_FORMATS[formats.parameter], GRADIENT=_FORMATS[formats.gradient],
-            MOMENTS=moments, COPY=_FORMATS[formats.copy or formats.parameter],
-            ALIGNED=self._aligned, CHANCE=by_chance, COPIED=formats.copy is not None, num_warps=8,
-        )  # fmt: skip
+            self._table,
+            self._pieces,
+            settings,
+            seed,
+            PARAMETER=_DTYPES[dtypes.parameter],
+            GRADIENT=_DTYPES[dtypes.gradient],
+            MOMENTS=moments,
+            COPY=_DTYPES[dtypes.copy or dtypes.parameter],
+            ALIGNED=self._aligned,
+            CHANCE=stochastic,
+            COPIED=dtypes.copy is not None,
+            num_warps=8,
+        )
 
 
 def _sizes(rows: tuple[Row, ...]) -> list[int]:
     return [row.elements for row in rows]
 
 
-def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
+def _pieces_of(rows: tuple[Row, ...], device: torch.device) -> Tensor:
     blocks = torch.tensor([-(-row.elements // BLOCK) for row in rows])
     owners = torch.repeat_interleave(torch.arange(len(rows)), blocks)
     firsts = (blocks.cumsum(0) - blocks)[owners]
@@ -230,19 +296,32 @@ def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
 
 @on_its_device
 def update_one(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
-    settings: Tensor, row: int,
-) -> None:  # fmt: skip
-    """One tensor, with the settings of that row."""
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None,
+    settings: Tensor,
+    row: int,
+) -> None:
+    """Update one tensor with the settings of that row."""
     elements = parameter.numel()
     adamw_one_kernel[(triton.cdiv(elements, BLOCK),)](
-        parameter, gradient, mean, square, copy, settings, elements, row,
-        COPIED=copy is not None, num_warps=8,
-    )  # fmt: skip
+        parameter,
+        gradient,
+        mean,
+        square,
+        copy,
+        settings,
+        elements,
+        row,
+        COPIED=copy is not None,
+        num_warps=8,
+    )
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:
-    """On the device without waiting for it."""
+    """Copy to the device without synchronization."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

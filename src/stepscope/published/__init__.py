@@ -1,9 +1,9 @@
-"""Figures that others and we have published, as data: each with its source, conditions and unit.
+"""Published measurements as data: each number with its source, conditions and unit.
 
-One file for each write-up. A table of a file names its columns: `keys` first, which are conditions
-of their own, then quantities; `X ±` is the spread of X. What a write-up does not state is named in
-`unstated`; what follows from the assignment that it answers is filled in and named in `assumed`. A
-figure that is known to be wrong, or to mean something else, has a `doubt`.
+There is one file per write-up. A table names its columns: first `keys`, which are conditions of a
+row, then quantities; `X ±` is the spread of X. Conditions that a write-up does not state are listed
+in `unstated`; those that follow from the assignment it answers are filled in and listed in
+`assumed`. A number that is known to be wrong, or to mean something else, has a `doubt`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ UNITS = {
     "MiB": ("B", 2.0**20),
     "GiB": ("B", 2.0**30),
 }
-"""What each unit is in milliseconds or bytes."""
+"""Base unit (ms or B) of each unit, and the factor to it."""
 
 
 class Doubt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why some figures of a table cannot be taken as they stand."""
+    """Why some numbers of a table are not reliable as published."""
 
     text: str
     where: dict[str, Any] = {}
-    """The conditions of those figures; empty: all of them."""
+    """Conditions of those numbers; empty: all of the table."""
 
 
 class PublishedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,24 +50,24 @@ class PublishedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     unstated: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     device: str | None = None
-    """Where it is another one than the write-up's."""
+    """Device, if it is not the device of the write-up."""
     note: str = ""
     doubt: tuple[Doubt, ...] = ()
 
 
 class WriteUp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file."""
+    """One write-up: the content of one file."""
 
     writeup: str
     device: str
     table: tuple[PublishedTable, ...]
     rates_of: str = ""
-    """Whose data sheet gives the device's rates, where it has none of its own here."""
+    """Device whose data sheet gives the rates, if this device has none here."""
     rates_note: str = ""
     rates: dict[str, float] = {}
-    """Measured on that device: ceilings by name, in FLOP/s or B/s."""
+    """Ceilings measured on that device, by name, in FLOP/s or B/s."""
     runs: tuple[str, ...] = ()
-    """Of our own: the runs whose records these are."""
+    """Stepscope runs that the numbers come from, if they were measured with Stepscope."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     writeup: str
     table: str
     device: str
-    """Empty where the write-up does not name it."""
+    """Empty if the write-up does not name it."""
     study: str
     conditions: dict[str, Any]
     quantity: str
@@ -94,7 +94,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base(self) -> float:
-        """In milliseconds or bytes."""
+        """The value in milliseconds or bytes."""
         return self.value * UNITS[self.unit][1]
 
     @property
@@ -104,28 +104,29 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def write_ups() -> tuple[WriteUp, ...]:
-    found = []
+    """Read all write-ups."""
+    loaded = []
     files = resources.files(__name__).iterdir()
     for file in sorted(files, key=lambda file: file.name):
         if file.name.endswith(".toml"):
             raw = tomllib.loads(file.read_text(encoding="utf-8"))
-            found.append(msgspec.convert(raw, WriteUp))
-    return tuple(found)
+            loaded.append(msgspec.convert(raw, WriteUp))
+    return tuple(loaded)
 
 
 @cache
 def figures(study: str | None = None) -> tuple[Figure, ...]:
-    """Every published number, or those that a study would measure."""
+    """Return every published number, or those of one study."""
     return tuple(
         figure
-        for held in write_ups()
-        for table in held.table
+        for write_up in write_ups()
+        for table in write_up.table
         if study in (None, table.study)
-        for figure in _figures(held, table)
+        for figure in _figures(write_up, table)
     )
 
 
-def _figures(held: WriteUp, table: PublishedTable) -> Iterator[Figure]:
+def _figures(write_up: WriteUp, table: PublishedTable) -> Iterator[Figure]:
     for row in table.rows:
         conditions = table.conditions | dict(zip(table.keys, row, strict=False))
         numbers = dict(zip(table.columns, row[len(table.keys) :], strict=True))
@@ -134,10 +135,10 @@ def _figures(held: WriteUp, table: PublishedTable) -> Iterator[Figure]:
             if quantity.endswith(_SPREAD) or math.isnan(float(value)):
                 continue
             spread = numbers.get(quantity + _SPREAD)
-            device = held.device if table.device is None else table.device
-            own = device == held.device
+            device = write_up.device if table.device is None else table.device
+            same_device = device == write_up.device
             yield Figure(
-                writeup=held.writeup,
+                writeup=write_up.writeup,
                 table=table.name,
                 device=device,
                 study=table.study,
@@ -151,12 +152,12 @@ def _figures(held: WriteUp, table: PublishedTable) -> Iterator[Figure]:
                 assumed=table.assumed,
                 note=table.note,
                 doubt=_doubt(table, conditions),
-                rates=held.rates if own else {},
-                rates_of=(held.rates_of or device) if own else device,
-                runs=held.runs,
+                rates=write_up.rates if same_device else {},
+                rates_of=(write_up.rates_of or device) if same_device else device,
+                runs=write_up.runs,
             )
 
 
 def _doubt(table: PublishedTable, conditions: Mapping[str, Any]) -> str:
-    said = [doubt.text for doubt in table.doubt if doubt.where.items() <= conditions.items()]
-    return "; ".join(said)
+    texts = [doubt.text for doubt in table.doubt if doubt.where.items() <= conditions.items()]
+    return "; ".join(texts)

@@ -1,4 +1,4 @@
-"""Hooks on gradients that do not keep alive who put them there."""
+"""Gradient hooks that do not keep their owner alive."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Owner = TypeVar("Owner")
 
 
 def hook_of(owner: Owner, parameter: Tensor, act: Callable[[Owner, Tensor], None]) -> Any:
-    """`act(owner, parameter)` whenever a gradient was added to the parameter's own; the handle.
+    """Call `act(owner, parameter)` after a gradient is accumulated into the parameter; return the
+    handle.
 
-    A parameter keeps its hooks where no collector looks: what they hold to, it would itself be held
-    by for ever.
+    The hook has a weak reference: a parameter stores its hooks where the garbage collector does not
+    look, so that a strong reference to the owner would form a cycle that is never freed.
     """
-    held = weakref.ref(owner)
+    reference = weakref.ref(owner)
 
-    def tell(parameter: Tensor) -> None:
-        alive = held()
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
         if alive is not None:
             act(alive, parameter)
 
-    return parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
+    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def hook_for_life(owner: Owner, parameter: Tensor, act: Callable[[Owner, Tensor], None]) -> None:
-    """The same, gone with its owner."""
+    """Register the same hook and remove it when its owner is freed."""
     weakref.finalize(owner, hook_of(owner, parameter, act).remove)

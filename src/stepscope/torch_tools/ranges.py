@@ -4,9 +4,9 @@
         ...
 
 A range is a `record_function` while torch.profiler runs, and an NVTX range while Nsight Systems
-does. NVTX ranges are started and ended, not pushed and popped, so that they hold for the thread of
-the autograd engine too. While nobody listens, and inside of what torch.compile traces, a range is
-nothing: no graph break, no guard, well below a microsecond.
+runs. NVTX ranges use start and end, not push and pop, so that they also cover the thread of the
+autograd engine. Without a profiler, and under torch.compile, a range does nothing: no graph break,
+no guard, well below a microsecond.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-_SILENCE: AbstractContextManager[None] = nullcontext()
-# Nsight Systems sets this for every process that it watches.
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+# Nsight Systems sets this for every process that it profiles.
 _nvtx_on = "NSYS_PROFILING_SESSION_ID" in os.environ and torch.version.cuda is not None
 
 
 def mark_for_nsight(on: bool) -> None:
-    """Whether ranges are marked for Nsight Systems; by default where it watches this process."""
+    """Turn NVTX ranges on or off; by default they are on under Nsight Systems."""
     global _nvtx_on
     _nvtx_on = on and torch.version.cuda is not None
 
 
 def named(name: str) -> AbstractContextManager[None]:
-    """A range of that name, for those who listen."""
+    """Open a range of that name for the active profiler."""
     if torch.compiler.is_compiling():
         return nullcontext()
     if not (profiler._is_profiler_enabled or _nvtx_on):
-        return _SILENCE
+        return _NO_RANGE
     return _Range(name)
 
 
 def name_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Put a range around all that the optimizer does for one of its parameter groups.
+    """Put a range around the optimizer's work for each of its parameter groups.
 
-    The range has the group's own name (`{"name": "embeddings", "params": …}`) or its number.
+    The range has the group's name (`{"name": "embeddings", "params": …}`) or its number.
     """
     optimizer.param_groups = _NamedGroups(optimizer.param_groups)
 
 
 class _NamedGroups(list[dict[str, Any]]):
-    """Every optimizer works in a loop over this list: a range holds from one turn to the next."""
+    """Opens a range per iteration: every optimizer loops over this list."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(super().__iter__()):

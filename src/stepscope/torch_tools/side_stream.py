@@ -1,11 +1,11 @@
-"""What an optimizer that updates within a backward offers to the operations of that backward.
+"""Interface between an optimizer-in-backward and the operations of that backward.
 
-A stream of its own, for work that nothing else in the backward waits for; and to take the gradient
-of a weight as a product makes it, in the product's format. Where nobody offers it, work is done
-where it stands, and gradients go the way of autograd.
+The optimizer provides a side stream for work that nothing else in the backward waits for, and may
+consume the gradient of a weight in the matmul dtype, without autograd. Without such an optimizer
+the work runs on the current stream and gradients go to autograd.
 
     with offered(optimizer):
-        loss.backward()  # in it: run_beside(device, work, what it reads), taker_of(weights, dtype)
+        loss.backward()  # its operations call run_overlapped(…) and gradient_consumer(…)
 """
 
 from __future__ import annotations
@@ -19,83 +19,89 @@ import torch
 from torch import Tensor
 
 MOST_WAITING = 1 << 30
-"""Bytes that work beside may still have to read before the first stream waits for it."""
+"""Bytes that pending work on the side stream may read before the main stream waits for it."""
 
 
 class SideStream:
-    """Work beside the current stream, in its order, on tensors that it keeps alive.
+    """A stream whose work overlaps with the current stream and keeps the tensors it reads alive.
 
-    Memory that another stream still reads must not be given back to the first one. Here the first
-    waits for the oldest work before what it reads is let go of, so the allocator has to know
-    nothing of the second stream, in a capture as well.
+    Memory that the side stream still reads must not be freed for reuse by the main stream. The main
+    stream waits for the oldest work before its tensors are released, so the allocator does not need
+    `record_stream`, also in a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._bytes = 0
 
     def run(self, work: Callable[[], None], reads: Tensor | None) -> None:
-        first = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(first)
+        """Run work after what is on the current stream; keep `reads` alive until it is done."""
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             work()
             done = self._stream.record_event()
         if reads is not None:
-            self._waiting.append((reads, done))
+            self._pending.append((reads, done))
             self._bytes += reads.nbytes
-            while self._bytes > MOST_WAITING and len(self._waiting) > 1:
-                self._let_go(first)
+            while self._bytes > MOST_WAITING and len(self._pending) > 1:
+                self._release_oldest(main)
 
     def join(self) -> None:
-        """The current stream waits for all of it."""
-        first = torch.cuda.current_stream(self._stream.device)
-        first.wait_stream(self._stream)
-        self._waiting.clear()
+        """Make the current stream wait for all work."""
+        main = torch.cuda.current_stream(self._stream.device)
+        main.wait_stream(self._stream)
+        self._pending.clear()
         self._bytes = 0
 
-    def _let_go(self, first: torch.cuda.Stream) -> None:
-        reads, done = self._waiting.popleft()
-        first.wait_event(done)
+    def _release_oldest(self, main: torch.cuda.Stream) -> None:
+        reads, done = self._pending.popleft()
+        main.wait_event(done)
         self._bytes -= reads.nbytes
 
 
-class Offer(Protocol):
-    def beside(self, device: torch.device) -> SideStream | None: ...
+class BackwardOptimizer(Protocol):
+    """An optimizer that updates parameters during the backward."""
+
+    def side_stream(self, device: torch.device) -> SideStream | None: ...
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it wants the gradient of this weight in that format, without autograd."""
+        """Return whether it consumes the gradient of this weight in that dtype."""
 
     def take(self, weight: Tensor, gradient: Tensor) -> None:
-        """From here on the weight may change."""
+        """Consume the gradient; the weight may change from here on."""
 
 
-_offer: Offer | None = None
+_active: BackwardOptimizer | None = None
 
 
 @contextmanager
-def offered(offer: Offer) -> Iterator[None]:
-    """Within this, in backwards too, work may go beside. Who offers it joins it."""
-    global _offer
-    before, _offer = _offer, offer
+def offered(optimizer: BackwardOptimizer) -> Iterator[None]:
+    """Let backwards within the context use this optimizer, which must join its side stream."""
+    global _active
+    before, _active = _active, optimizer
     try:
         yield
     finally:
-        _offer = before
+        _active = before
 
 
 def run_overlapped(device: torch.device, work: Callable[[], None], reads: Tensor) -> None:
-    """Beside the current stream where that is offered, else here and now."""
-    beside = None if _offer is None else _offer.beside(device)
-    if beside is None:
+    """Run work on the side stream of the active optimizer, else on the current stream."""
+    side_stream = None if _active is None else _active.side_stream(device)
+    if side_stream is None:
         work()
     else:
-        beside.run(work, reads)
+        side_stream.run(work, reads)
 
 
-def taker_of(weights: Sequence[Tensor | None], dtype: torch.dtype) -> Offer | None:
-    """Who takes the gradients of all of these in that format; None where they go to autograd."""
-    offer = _offer
-    if offer is None or not all(w is not None and offer.takes(w, dtype) for w in weights):
+def gradient_consumer(
+    weights: Sequence[Tensor | None], dtype: torch.dtype
+) -> BackwardOptimizer | None:
+    """Return the optimizer that consumes the gradients of all these weights in that dtype; None if
+    they go to autograd."""
+    optimizer = _active
+    if optimizer is None or not all(w is not None and optimizer.takes(w, dtype) for w in weights):
         return None
-    return offer
+    return optimizer

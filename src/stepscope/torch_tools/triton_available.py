@@ -1,4 +1,4 @@
-"""Whether and where Triton kernels run, which dtypes they take, and whether TF32 is enabled."""
+"""Availability of Triton, the dtypes and device of its kernels, and the TF32 setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
-_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_interpreted() -> bool:
@@ -20,15 +20,15 @@ def is_interpreted() -> bool:
 
 
 def supports_dtype(dtype: torch.dtype) -> bool:
-    """The interpreter computes bfloat16 wrongly."""
-    return dtype in _FORMATS and not (dtype == torch.bfloat16 and is_interpreted())
+    """Return whether the kernels support a dtype. The interpreter computes bfloat16 incorrectly."""
+    return dtype in _DTYPES and not (dtype == torch.bfloat16 and is_interpreted())
 
 
 def tf32_is_enabled() -> bool:
-    """Whether a float32 matmul on CUDA may use TF32.
+    """Return whether a float32 matmul on CUDA may use TF32.
 
-    `torch.get_float32_matmul_precision` knows the older of torch's two settings only: it raises, or
-    returns a value that cuBLAS does not follow, in a program that sets `fp32_precision`.
+    `torch.get_float32_matmul_precision` reads only the older of torch's two settings: in a program
+    that sets `fp32_precision` it raises, or returns a value that cuBLAS does not follow.
     """
     return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
 
@@ -37,8 +37,8 @@ def on_its_device(launch: Launcher) -> Launcher:
     """Make the device of the first argument, a tensor or a list of tensors, the current device
     while `launch` runs.
 
-    Triton launches on the current device and its stream, wherever the pointers lead. With a tensor
-    of another GPU that is an illegal access, or a race where the two have peer access.
+    Triton launches on the current device and its stream, whatever device the pointers belong to.
+    With a tensor of another GPU that is an illegal access, or a race if the two have peer access.
     """
 
     @functools.wraps(launch)

@@ -1,1 +1,1 @@
-"""Naive attention of any model replaced by one fused kernel while it runs."""
+"""Replacement of naive attention in a user's model by one fused kernel, at run time."""

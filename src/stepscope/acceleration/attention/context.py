@@ -1,4 +1,4 @@
-"""What a product depends on besides its operands' values, for one that is made later."""
+"""State that a deferred matmul depends on besides its operands: autograd, autocast and writes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ from stepscope.attention.inputs import autocast_dtype
 
 _WRITING_NAMES = {"__setitem__", "__set__"}
 _WRITING_OPERATORS: set[Any] = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor,
-}  # fmt: skip
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+}
 
 
 class AutogradState(NamedTuple):
-    """How torch stands: whether it keeps gradients, and what autocast casts to."""
+    """Whether gradients are enabled, and the autocast dtype."""
 
     gradients: bool
     autocast: torch.dtype | None
@@ -33,7 +42,7 @@ class AutogradState(NamedTuple):
         return cls(torch.is_grad_enabled(), autocast_dtype(x))
 
     @contextlib.contextmanager
-    def again(self, x: Tensor) -> Iterator[None]:
+    def restored(self, x: Tensor) -> Iterator[None]:
         cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if autocast_dtype(x) != self.autocast:
             on = self.autocast is not None
@@ -43,7 +52,7 @@ class AutogradState(NamedTuple):
 
 
 def writes(function: Any, keywords: dict[str, Any]) -> bool:
-    """It changes a tensor: its first argument, or `out`."""
+    """Return whether a function writes to a tensor: its first argument, or `out`."""
     return "out" in keywords or bool(keywords.get("inplace")) or _writes_always(function)
 
 
@@ -67,7 +76,8 @@ def _storages(values: Iterable[Any]) -> set[int]:
 
 
 def within_an_autograd_function() -> bool:
-    """A forward that somebody wrote runs: torch gave it its tensors without gradients."""
+    """Return whether the forward of a custom autograd Function is running, in which gradients are
+    disabled."""
     apply: Any = torch.autograd.Function.apply
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not apply.__func__.__code__:

@@ -1,4 +1,4 @@
-"""Replaces naive attention in a graph that torch.compile has traced by one fused node.
+"""Replaces naive attention in a graph traced by torch.compile with one fused node.
 
 The chain from q @ k.T to the matmul with v is replayed on a `DeferredMatmul`, as in an eager
 forward, with the compiler's fake tensors.
@@ -18,21 +18,23 @@ from stepscope.acceleration.attention.context import writes
 from stepscope.acceleration.attention.masks import kernel_mask
 from stepscope.acceleration.attention.substitute import (
     IN_PLACE,
-    PRODUCTS,
+    MATMULS,
     DeferredMatmul,
-    can_wait,
+    can_be_deferred,
     fused_attention,
 )
 
 _SETTINGS: set[Any] = {
-    torch._C._set_grad_enabled, autocast_mode._enter_autocast, autocast_mode._exit_autocast,
-}  # fmt: skip
+    torch._C._set_grad_enabled,
+    autocast_mode._enter_autocast,
+    autocast_mode._exit_autocast,
+}
 
 
 def backend(
     module: GraphModule, inputs: Sequence[Any], *, within: fused_attention, how: str
 ) -> Any:
-    """For `torch.compile(backend=…)`: the substitution, then torch's own compiler."""
+    """Backend for `torch.compile(backend=…)`: the substitution, then Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
     substitute(module, within)
@@ -41,15 +43,15 @@ def backend(
 
 
 def substitute(module: GraphModule, within: fused_attention) -> int:
-    """How many there were."""
-    found = 0
+    """Replace every naive attention in the graph and return their number."""
+    replaced = 0
     for node in list(module.graph.nodes):
-        if _function(node) in PRODUCTS and len(node.args) == 2:
-            found += _substitute_one(module, node, within)
-    if found:
+        if _function(node) in MATMULS and len(node.args) == 2:
+            replaced += _substitute_one(module, node, within)
+    if replaced:
         module.graph.eliminate_dead_code()
         module.recompile()
-    return found
+    return replaced
 
 
 def _function(node: Node) -> Any:
@@ -63,18 +65,18 @@ def _substitute_one(module: GraphModule, last: Node, within: fused_attention) ->
     if not chain or _changed_between(chain, last):
         return False
     queries, keys = chain[0].args
-    asked: Any = DeferredMatmul(_value(queries), _value(keys), within)
-    for place, node in enumerate(chain[1:], 1):
-        values = tuple(asked if one in chain[:place] else _value(one) for one in node.args)
+    deferred: Any = DeferredMatmul(_value(queries), _value(keys), within)
+    for index, node in enumerate(chain[1:], 1):
+        values = tuple(deferred if one in chain[:index] else _value(one) for one in node.args)
         named = {name: _value(one) for name, one in node.kwargs.items()}
-        asked = DeferredMatmul.__torch_function__(_function(node), (), values, named)
-        if not isinstance(asked, DeferredMatmul) or not asked.is_put_off:
+        deferred = DeferredMatmul.__torch_function__(_function(node), (), values, named)
+        if not isinstance(deferred, DeferredMatmul) or not deferred.is_deferred:
             return False
-    if not asked.takes(_value(last.args[1])):
+    if not deferred.takes(_value(last.args[1])):
         return False
-    graph, causal = module.graph, asked.is_causal
-    filled = [(_node_of(chain, where), value) for where, value in asked.masked]
-    added = [_node_of(chain, one) for one in asked.added]
+    graph, causal = module.graph, deferred.is_causal
+    filled = [(_node_of(chain, where), value) for where, value in deferred.masked]
+    added = [_node_of(chain, one) for one in deferred.added]
     if not causal and None in (*added, *(where for where, _ in filled)):
         return False
     with graph.inserting_before(last):
@@ -84,9 +86,13 @@ def _substitute_one(module: GraphModule, last: Node, within: fused_attention) ->
         new = graph.call_function(
             functional.scaled_dot_product_attention,
             (queries, graph.call_method("transpose", (keys, -2, -1)), last.args[1]),
-            {"attn_mask": mask, "dropout_p": asked.dropout, "is_causal": causal,
-             "scale": asked.scale},
-        )  # fmt: skip
+            {
+                "attn_mask": mask,
+                "dropout_p": deferred.dropout,
+                "is_causal": causal,
+                "scale": deferred.scale,
+            },
+        )
         new.meta = dict(last.meta)
     last.replace_all_uses_with(new)
     for node in (last, *reversed(chain)):
@@ -96,7 +102,8 @@ def _substitute_one(module: GraphModule, last: Node, within: fused_attention) ->
 
 
 def _changed_between(chain: Sequence[Node], last: Node) -> bool:
-    """Something writes, or torch is set otherwise, while the product would wait."""
+    """Return whether something writes to a tensor, or changes autograd or autocast, while the
+    matmul would be deferred."""
     node = chain[0]
     while node is not last:
         node = node.next
@@ -107,10 +114,11 @@ def _changed_between(chain: Sequence[Node], last: Node) -> bool:
 
 
 def _chain(node: Any) -> list[Node]:
-    """From a product up to this node, each used by the next alone; empty if there is none.
+    """Return the nodes from a matmul up to this node, each used only by the next; empty if there is
+    no such chain.
 
-    An operator's input that has the shape of scores is the one before it. What changes it in place
-    comes in between.
+    The predecessor of an operator is its input with the shape of the scores. In-place operators on
+    it come in between.
     """
     chain: list[Node] = []
     while isinstance(node, Node):
@@ -118,8 +126,8 @@ def _chain(node: Any) -> list[Node]:
         if len(node.users) != 1 + len(in_place):
             return []
         chain = [node, *in_place, *chain]
-        if _function(node) in PRODUCTS:
-            return chain if can_wait(tuple(map(_value, node.args))) else []
+        if _function(node) in MATMULS:
+            return chain if can_be_deferred(tuple(map(_value, node.args))) else []
         shape = _shape(node)
         tensors = [one for one in node.args if isinstance(one, Node) and _shape(one) == shape]
         node = tensors[0] if tensors else None
@@ -136,6 +144,6 @@ def _shape(given: Any) -> tuple[Any, ...] | None:
 
 
 def _node_of(chain: Sequence[Node], value: Any) -> Node | None:
-    """None for what was made on the way."""
+    """Return the node with that value; None for a value that was computed during the replay."""
     given = (one for node in chain for one in node.args if isinstance(one, Node))
     return next((one for one in given if _value(one) is value), None)

@@ -1,4 +1,4 @@
-"""Masks and biases that a program gives to scores, as one kernel takes them."""
+"""Masks and biases that a program applies to scores, combined for a fused kernel."""
 
 from __future__ import annotations
 
@@ -13,59 +13,63 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stepscope.attention.inputs import matmul_dtype
 
 MASKED_BELOW = -1e4
-"""A score filled with less than this counts for nothing after a softmax with others that do."""
-_MASKS_LOOKED_AT = 64
-"""Of each shape; later ones are taken for what those were, since to look means to wait."""
+"""A score filled with less than this has probability zero beside unmasked scores."""
+_MAX_INSPECTED = 64
+"""Masks of each shape that are inspected; later ones are assumed to be alike, since an inspection
+synchronizes with the device."""
 
 Filled = tuple[Tensor, float]
-"""Where scores were filled, and with what."""
+"""Mask of the filled scores, and the fill value."""
 
 
 class CausalMasks:
-    """Whether masks are causal: a kernel that knows it leaves out half of the work."""
+    """Detects causal masks: a kernel with a built-in causal mask skips half of the work."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
     def causal(self, allowed: Tensor) -> bool:
-        """`allowed` is true where a query may see a key."""
+        """Return whether a mask is causal; `allowed` is True where a query sees a key."""
         rows, columns = allowed.shape[-2:]
         if rows != columns or rows < 2 or allowed.numel() != rows * columns:
             return False
         key = tuple(allowed.shape)
-        looks, all_causal = self._seen.get(key, (0, True))
+        inspected, all_causal = self._seen.get(key, (0, True))
         if isinstance(allowed, FakeTensor):
-            # One without values, of the compiler: what its like were shows.
-            return looks > 0 and all_causal
-        if looks < _MASKS_LOOKED_AT and all_causal:
+            # The compiler's fake tensors have no values: rely on earlier masks of the shape.
+            return inspected > 0 and all_causal
+        if inspected < _MAX_INSPECTED and all_causal:
             lower = torch.ones(rows, columns, dtype=torch.bool, device=allowed.device).tril()
             all_causal = bool(torch.equal(allowed.reshape(rows, columns), lower))
-            self._seen[key] = looks + 1, all_causal
+            self._seen[key] = inspected + 1, all_causal
         return all_causal
 
     def causal_together(self, filled: Sequence[Filled], added: Sequence[Tensor]) -> bool:
-        """They are one causal mask and nothing else."""
+        """Return whether these are exactly one causal mask."""
         if len(filled) + len(added) != 1:
             return False
         if filled:
             return self.causal(~filled[0][0])
-        # One that is added has nothing but zeros where it lets through, and nothing else elsewhere.
-        (one,) = added
-        return not one.requires_grad and self.causal(one == 0) and self.causal(one > MASKED_BELOW)
+        # An additive mask has zeros where keys are visible, and large negative values elsewhere.
+        (bias,) = added
+        return (
+            not bias.requires_grad and self.causal(bias == 0) and self.causal(bias > MASKED_BELOW)
+        )
 
 
-def drown_all(filled: Sequence[Filled], dtype: torch.dtype) -> bool:
-    """No score shows beside what was filled in, so that a row without a key is as it was written:
-    even over all of them, or NaN."""
+def masks_like_naive(filled: Sequence[Filled], dtype: torch.dtype) -> bool:
+    """Return whether the fill values dominate every score, so that a row without a visible key is
+    the same as in naive attention: uniform over all keys, or NaN."""
     return all(value <= torch.finfo(dtype).min for _, value in filled)
 
 
 def kernel_mask(filled: Sequence[Filled], added: Sequence[Tensor], queries: Tensor) -> Tensor:
-    """All in one: true where a key counts, or what is added to a score."""
+    """Combine masks and biases into one `attn_mask`: boolean, True where a key is visible, or
+    additive."""
     if not added and all(value == -math.inf for _, value in filled):
         hidden = filled[0][0]
-        for one, _ in filled[1:]:
-            hidden = hidden | one
+        for other, _ in filled[1:]:
+            hidden = hidden | other
         return ~hidden
     total = torch.zeros((), dtype=matmul_dtype(queries), device=queries.device)
     for bias in added:

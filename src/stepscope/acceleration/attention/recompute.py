@@ -1,7 +1,7 @@
-"""Attention as one kernel where a checkpointed stretch runs again: the backward has no mode on.
+"""Fused attention in the recomputation of checkpointed segments, where the mode is not active.
 
-A stretch that kept other tensors in its forward than it makes the second time is an error to torch,
-or gets its gradients from attention as it was written.
+If a segment saved other tensors in its forward than its recomputation creates, torch raises an
+error, or the gradients come from naive attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FOLLOWS = "_stepscope_follows"
 
 
 def follow_into_checkpoints() -> None:
-    """From now on, and before a program has the function under a name of its own."""
+    """Patch `torch.utils.checkpoint.checkpoint`, before a program imports it under another name."""
     plain = torch.utils.checkpoint.checkpoint
     if getattr(plain, _FOLLOWS, False):
         return
@@ -33,10 +33,11 @@ def follow_into_checkpoints() -> None:
         if not active:
             return plain(function, *arguments, **keywords)
 
-        def within(*given: Any, **named: Any) -> Any:
-            # The first time too, so that what is still put off is made in the stretch both times.
+        def within(*args: Any, **kwargs: Any) -> Any:
+            # Also in the forward, so that deferred matmuls are computed within the segment both
+            # times.
             with active[-1]:
-                return function(*given, **named)
+                return function(*args, **kwargs)
 
         return plain(within, *arguments, **keywords)
 

@@ -1,15 +1,15 @@
-"""Attention that somebody's model writes out, done as one kernel without a change to the model.
+"""Replaces naive attention in a user's model by a fused kernel, without changing the model.
 
-    with written_out_as_one_kernel():
+    with fused_attention():
         loss = model(batch)
 
-Within it a product of two batches of matrices is put off. Scaling, masks, softmax and dropout are
-noted, and when the weights meet the values, `scaled_dot_product_attention` does all of it. Whatever
-else is asked of a product that was put off makes it at once, as it was written: with the gradients
-and the autocast of the moment it was asked for, before somebody writes over what it reads.
+Within the context, a batched matmul is deferred. Scaling, masks, softmax and dropout are recorded,
+and when the probabilities are multiplied by the values, `scaled_dot_product_attention` computes all
+of it. Any other use of a deferred matmul computes it immediately as the program wrote it: with the
+autograd and autocast state of the original call, and before anything overwrites its operands.
 
-It is no `torch.Tensor` to `isinstance`, which torch's C++ would then read as one. An autograd
-Function that somebody wrote could not lead gradients back through it, so that is an error.
+A deferred matmul is not an instance of `torch.Tensor`, which torch's C++ code would read as one. A
+custom autograd Function could not propagate gradients through it, so passing it to one is an error.
 """
 
 from __future__ import annotations
@@ -36,35 +36,65 @@ from stepscope.acceleration.attention.masks import (
     MASKED_BELOW,
     CausalMasks,
     Filled,
-    drown_all,
     kernel_mask,
+    masks_like_naive,
 )
 from stepscope.attention.inputs import matmul_dtype
 
 Function = Callable[..., Any]
 
 _TENSOR = torch.Tensor
-PRODUCTS: set[Any] = {
-    operator.matmul, torch.matmul, torch.bmm, _TENSOR.matmul, _TENSOR.bmm, _TENSOR.__matmul__,
-}  # fmt: skip
+MATMULS: set[Any] = {
+    operator.matmul,
+    torch.matmul,
+    torch.bmm,
+    _TENSOR.matmul,
+    _TENSOR.bmm,
+    _TENSOR.__matmul__,
+}
 IN_PLACE: set[Any] = {
-    _TENSOR.mul_, _TENSOR.div_, _TENSOR.add_, _TENSOR.masked_fill_,
-    _TENSOR.__imul__, _TENSOR.__itruediv__, _TENSOR.__iadd__,
-    operator.imul, operator.itruediv, operator.iadd,
-}  # fmt: skip
+    _TENSOR.mul_,
+    _TENSOR.div_,
+    _TENSOR.add_,
+    _TENSOR.masked_fill_,
+    _TENSOR.__imul__,
+    _TENSOR.__itruediv__,
+    _TENSOR.__iadd__,
+    operator.imul,
+    operator.itruediv,
+    operator.iadd,
+}
 _TIMES: set[Any] = {
-    operator.mul, operator.imul, torch.mul, _TENSOR.mul, _TENSOR.mul_,
-    _TENSOR.__mul__, _TENSOR.__rmul__, _TENSOR.__imul__,
-}  # fmt: skip
+    operator.mul,
+    operator.imul,
+    torch.mul,
+    _TENSOR.mul,
+    _TENSOR.mul_,
+    _TENSOR.__mul__,
+    _TENSOR.__rmul__,
+    _TENSOR.__imul__,
+}
 _OVER: set[Any] = {
-    operator.truediv, operator.itruediv, torch.div, torch.true_divide, _TENSOR.div, _TENSOR.div_,
-    _TENSOR.__truediv__, _TENSOR.__itruediv__,
-}  # fmt: skip
+    operator.truediv,
+    operator.itruediv,
+    torch.div,
+    torch.true_divide,
+    _TENSOR.div,
+    _TENSOR.div_,
+    _TENSOR.__truediv__,
+    _TENSOR.__itruediv__,
+}
 _PLUS: set[Any] = {
-    operator.add, operator.iadd, torch.add, _TENSOR.add, _TENSOR.add_,
-    _TENSOR.__add__, _TENSOR.__radd__, _TENSOR.__iadd__,
-}  # fmt: skip
-_EITHER_WAY = (_TIMES | _PLUS) - IN_PLACE
+    operator.add,
+    operator.iadd,
+    torch.add,
+    _TENSOR.add,
+    _TENSOR.add_,
+    _TENSOR.__add__,
+    _TENSOR.__radd__,
+    _TENSOR.__iadd__,
+}
+_COMMUTATIVE = (_TIMES | _PLUS) - IN_PLACE
 _FILLED = {torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_}
 _SOFTMAX = {torch.softmax, torch.Tensor.softmax, functional.softmax}
 _DROPOUT = {functional.dropout, torch.dropout}
@@ -72,13 +102,13 @@ _CAST = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float}
 
 
 class fused_attention(TorchFunctionMode):  # noqa: N801
-    """Counts in `substituted` how many attentions it made."""
+    """Mode that replaces naive attention by a fused kernel; `substituted` counts replacements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.masks = CausalMasks()
         self.substituted = 0
-        self._waiting: list[weakref.ref[DeferredMatmul]] = []
+        self._registered: list[weakref.ref[DeferredMatmul]] = []
 
     def __torch_function__(
         self,
@@ -88,35 +118,36 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        given = keywords or {}
-        if self._waiting and writes(function, given):
-            self._make_what_reads(tree_leaves((arguments[:1], given)))
-        if function in PRODUCTS and not given and can_wait(arguments):
+        kwargs = keywords or {}
+        if self._registered and writes(function, kwargs):
+            self._compute_readers_of(tree_leaves((arguments[:1], kwargs)))
+        if function in MATMULS and not kwargs and can_be_deferred(arguments):
             return DeferredMatmul(arguments[0], arguments[1], self)
-        return function(*arguments, **given)
+        return function(*arguments, **kwargs)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
-            for one in self._put_off():
-                one.as_written()
+            for one in self._deferred():
+                one.materialize()
 
-    def waits(self, one: DeferredMatmul) -> None:
-        self._waiting = [other for other in self._waiting if other() is not None]
-        self._waiting.append(weakref.ref(one))
+    def register(self, one: DeferredMatmul) -> None:
+        self._registered = [other for other in self._registered if other() is not None]
+        self._registered.append(weakref.ref(one))
 
-    def _put_off(self) -> list[DeferredMatmul]:
-        alive = [reference() for reference in self._waiting]
-        return [one for one in alive if one is not None and one.is_put_off]
+    def _deferred(self) -> list[DeferredMatmul]:
+        alive = [reference() for reference in self._registered]
+        return [one for one in alive if one is not None and one.is_deferred]
 
-    def _make_what_reads(self, written: list[Any]) -> None:
-        for one in self._put_off():
+    def _compute_readers_of(self, written: list[Any]) -> None:
+        for one in self._deferred():
             if share_memory(one.read, written):
-                one.as_written()
+                one.materialize()
 
 
-def can_wait(operands: tuple[Any, ...]) -> bool:
-    """Two batches of matrices, one for one: all about their product is known but its values."""
+def can_be_deferred(operands: tuple[Any, ...]) -> bool:
+    """Return whether these are two batches of matrices of equal batch shape, so that all properties
+    of their matmul except its values are known."""
     if len(operands) != 2 or not all(isinstance(one, torch.Tensor) for one in operands):
         return False
     left, right = operands
@@ -128,29 +159,29 @@ def can_wait(operands: tuple[Any, ...]) -> bool:
         and left.device == right.device
         and (left.dtype == right.dtype or matmul_dtype(left) == matmul_dtype(right))
         and left.layout == right.layout == torch.strided
-        # Such do not count their changes.
+        # Inference tensors have no version counter.
         and not (left.is_inference() or right.is_inference())
         and not torch._C._are_functorch_transforms_active()
     )
 
 
 class DeferredMatmul:
-    """Queries times keys, and what was asked of them since."""
+    """A deferred matmul of queries and keys, and the operations recorded on it since."""
 
     def __init__(self, queries: torch.Tensor, keys: torch.Tensor, within: fused_attention) -> None:
         self._queries, self._keys = queries, keys
         self._within = within
-        self._moment = AutogradState.now(queries)
+        self._state = AutogradState.now(queries)
         self._versions = [(one, one._version) for one in (queries, keys)]
         self.scale = 1.0
         self.masked: list[Filled] = []
-        """Where scores were filled with less than any, and with what."""
+        """Masks of scores that were filled with large negative values, and these values."""
         self.added: list[torch.Tensor] = []
-        self._weights = False
+        self._has_softmax = False
         self.dropout = 0.0
-        self._asked: list[tuple[Function, tuple[Any, ...], dict[str, Any]]] = []
-        self._made: torch.Tensor | None = None
-        within.waits(self)
+        self._operations: list[tuple[Function, tuple[Any, ...], dict[str, Any]]] = []
+        self._value: torch.Tensor | None = None
+        within.register(self)
 
     @property
     def shape(self) -> torch.Size:
@@ -158,11 +189,11 @@ class DeferredMatmul:
 
     @property
     def dtype(self) -> torch.dtype:
-        if self._made is not None:
-            return self._made.dtype
-        with torch._C.DisableTorchFunction(), self._moment.again(self._queries):
+        if self._value is not None:
+            return self._value.dtype
+        with torch._C.DisableTorchFunction(), self._state.restored(self._queries):
             one = self._queries.new_empty((0,) * self.dim(), dtype=matmul_dtype(self._queries))
-            for function, arguments, keywords in self._asked:
+            for function, arguments, keywords in self._operations:
                 if function in _SOFTMAX | _CAST:
                     one = function(one, *arguments, **keywords)
                 elif function in _PLUS - IN_PLACE:
@@ -171,7 +202,7 @@ class DeferredMatmul:
 
     @property
     def device(self) -> torch.device:
-        return self._queries.device if self._made is None else self._made.device
+        return self._queries.device if self._value is None else self._value.device
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -180,41 +211,43 @@ class DeferredMatmul:
         return len(self.shape)
 
     @property
-    def is_put_off(self) -> bool:
-        return self._made is None
+    def is_deferred(self) -> bool:
+        return self._value is None
 
     @property
     def are_weights(self) -> bool:
-        """The softmax is taken."""
-        return self._weights
+        """Whether softmax has been applied: these are probabilities, not scores."""
+        return self._has_softmax
 
     @property
     def read(self) -> list[torch.Tensor]:
-        """What it is made of."""
+        """Tensors that it reads."""
         return [one for one, _ in self._versions]
 
-    def as_written(self) -> torch.Tensor:
-        """Made now, operator by operator, with the gradients and the autocast of its moment."""
-        if self._made is None:
+    def materialize(self) -> torch.Tensor:
+        """Compute it now, operator by operator, with the autograd and autocast state of its
+        creation."""
+        if self._value is None:
             self._check_gradients()
             self._check_versions()
-            with torch._C.DisableTorchFunction(), self._moment.again(self._queries):
-                made = torch.matmul(self._queries, self._keys)
-                for function, arguments, keywords in self._asked:
-                    made = function(made, *arguments, **keywords)
-            self._made = made
-        return self._made
+            with torch._C.DisableTorchFunction(), self._state.restored(self._queries):
+                value = torch.matmul(self._queries, self._keys)
+                for function, arguments, keywords in self._operations:
+                    value = function(value, *arguments, **keywords)
+            self._value = value
+        return self._value
 
     def _check_versions(self) -> None:
         if any(one._version != version for one, version in self._versions):
             raise RuntimeError(
-                "what a product reads was changed in place, unseen, since it was put off"
+                "an operand of a deferred matmul was modified in place, by a write that torch"
+                " function modes do not see"
             )
 
     def _check_gradients(self) -> None:
-        learns = self._moment.gradients and any(one.requires_grad for one in self.read)
+        learns = self._state.gradients and any(one.requires_grad for one in self.read)
         if learns and not torch.is_grad_enabled() and within_an_autograd_function():
-            raise RuntimeError("a product that was put off came to an autograd Function")
+            raise RuntimeError("a deferred matmul was passed to a custom autograd Function")
 
     @classmethod
     def __torch_function__(
@@ -225,51 +258,58 @@ class DeferredMatmul:
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        given = keywords or {}
+        kwargs = keywords or {}
         if arguments and isinstance(arguments[0], DeferredMatmul):
-            return arguments[0]._ask(function, arguments[1:], given)
+            return arguments[0]._apply(function, arguments[1:], kwargs)
         second = arguments[1] if len(arguments) > 1 else None
-        known = None
+        result = None
         if isinstance(second, DeferredMatmul):
-            if function in _EITHER_WAY and len(arguments) == 2:
-                known = second._put_off_with(function, arguments[:1], given)
+            if function in _COMMUTATIVE and len(arguments) == 2:
+                result = second._deferred_with(function, arguments[:1], kwargs)
             elif function is torch.where and len(arguments) == 3:
                 condition, _, other = arguments
                 if isinstance(condition, torch.Tensor) and condition.dtype == torch.bool:
-                    known = second._put_off_with(torch.masked_fill, (~condition, other), given)
-        return function(*_made_all(arguments), **_made_all(given)) if known is None else known
+                    result = second._deferred_with(torch.masked_fill, (~condition, other), kwargs)
+        return (
+            function(*_materialize_all(arguments), **_materialize_all(kwargs))
+            if result is None
+            else result
+        )
 
-    def _ask(self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        arguments, keywords = _made_all(arguments), _made_all(keywords)
-        known = self._put_off_with(function, arguments, keywords)
-        if known is not None:
-            return known
-        # Scores or weights times something are not put off in turn.
-        plain = torch._C.DisableTorchFunction() if function in PRODUCTS else nullcontext()
-        with plain:
-            return function(self.as_written(), *arguments, **keywords)
-
-    def _put_off_with(
+    def _apply(
         self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Attention, or the same with one more thing to do; None where that is not of attention."""
-        if self._made is not None:
+        arguments, keywords = _materialize_all(arguments), _materialize_all(keywords)
+        deferred = self._deferred_with(function, arguments, keywords)
+        if deferred is not None:
+            return deferred
+        # A matmul of scores or probabilities is not deferred again.
+        plain = torch._C.DisableTorchFunction() if function in MATMULS else nullcontext()
+        with plain:
+            return function(self.materialize(), *arguments, **keywords)
+
+    def _deferred_with(
+        self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Return the attention, or a deferred matmul with one more recorded operation; None if the
+        operation is not part of attention."""
+        if self._value is not None:
             return None
-        # A mode is asked about every attribute of a tensor, and nothing here concerns it.
+        # Without this the mode would intercept every access to a tensor attribute below.
         with torch._C.DisableTorchFunction():
-            if AutogradState.now(self._queries) != self._moment:
+            if AutogradState.now(self._queries) != self._state:
                 return None
-            if function in PRODUCTS:
+            if function in MATMULS:
                 takes = len(arguments) == 1 and not keywords and self.takes(arguments[0])
                 return self._with_values(arguments[0]) if takes else None
-            return self._noted(function, arguments, keywords)
+            return self._recorded(function, arguments, keywords)
 
-    def _noted(
+    def _recorded(
         self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> DeferredMatmul | None:
         after = self if function in IN_PLACE else self._copy()
         first: Any = arguments[0] if arguments else None
-        if self._weights:
+        if self._has_softmax:
             if function in _DROPOUT:
                 given = dict(zip(("p", "training"), arguments, strict=False)) | keywords
                 unknown = set(given) - {"p", "training", "inplace"}
@@ -282,9 +322,9 @@ class DeferredMatmul:
             given = dict(zip(("dim",), arguments, strict=False)) | keywords
             if given.get("dim") not in (-1, self.dim() - 1) or len(arguments) > 1:
                 return None
-            after._weights = True
+            after._has_softmax = True
         elif function in _TIMES | _OVER and isinstance(first, int | float) and not keywords:
-            # What was filled in or added would have to be scaled as well, but for -inf.
+            # Fill values other than -inf and biases would have to be scaled as well.
             finite = any(value != -math.inf for _, value in self.masked)
             if self.added or finite or not 0 < first < math.inf:
                 return None
@@ -297,7 +337,7 @@ class DeferredMatmul:
             after.masked.append((first, float(arguments[1])))
         else:
             return None
-        after._asked.append((function, arguments, keywords))
+        after._operations.append((function, arguments, keywords))
         return after
 
     def _fills(self, arguments: tuple[Any, ...]) -> bool:
@@ -308,11 +348,11 @@ class DeferredMatmul:
         return small and self._covered_by(mask) and mask.dtype == torch.bool
 
     def _covered_by(self, one: Any) -> bool:
-        """It broadcasts to the scores, as the kernel takes it."""
+        """Return whether a mask or bias broadcasts to the scores in a way the kernel supports."""
         if not isinstance(one, torch.Tensor) or one.is_inference() or one.device != self.device:
             return False
         sizes = zip(reversed(one.shape), reversed(self.shape), strict=False)
-        return 2 <= one.dim() <= self.dim() and all(size in (1, whole) for size, whole in sizes)
+        return 2 <= one.dim() <= self.dim() and all(size in (1, full) for size, full in sizes)
 
     def _read(self, one: Any) -> None:
         self._versions.append((one, one._version))
@@ -320,21 +360,22 @@ class DeferredMatmul:
     def _copy(self) -> DeferredMatmul:
         other = object.__new__(DeferredMatmul)
         other.__dict__.update(self.__dict__)
-        other._versions, other._asked = self._versions[:], self._asked[:]
+        other._versions, other._operations = self._versions[:], self._operations[:]
         other.masked, other.added = self.masked[:], self.added[:]
-        self._within.waits(other)
+        self._within.register(other)
         return other
 
     @property
     def is_causal(self) -> bool:
-        """The masks together are the causal one, and nothing else was added."""
+        """Whether the masks together are exactly one causal mask, without a bias."""
         return self._within.masks.causal_together(self.masked, self.added)
 
     def takes(self, values: Any) -> bool:
-        """One kernel gives what these weights times the values would be."""
-        if not self._weights or not can_wait((self._keys, values)):
+        """Return whether the fused kernel gives the same result as these probabilities times the
+        values."""
+        if not self._has_softmax or not can_be_deferred((self._keys, values)):
             return False
-        return drown_all(self.masked, matmul_dtype(self._queries)) or self.is_causal
+        return masks_like_naive(self.masked, matmul_dtype(self._queries)) or self.is_causal
 
     def _with_values(self, values: torch.Tensor) -> torch.Tensor:
         self._check_versions()
@@ -344,42 +385,59 @@ class DeferredMatmul:
             mask = kernel_mask(self.masked, self.added, self._queries)
         self._within.substituted += 1
         return functional.scaled_dot_product_attention(
-            self._queries, self._keys.transpose(-2, -1), values, attn_mask=mask,
-            dropout_p=self.dropout, is_causal=causal, scale=self.scale,
-        )  # fmt: skip
+            self._queries,
+            self._keys.transpose(-2, -1),
+            values,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=causal,
+            scale=self.scale,
+        )
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.Tensor, name)
         if callable(method):
-            return lambda *arguments, **keywords: self._ask(method, arguments, keywords)
-        return getattr(self.as_written(), name)
+            return lambda *arguments, **keywords: self._apply(method, arguments, keywords)
+        return getattr(self.materialize(), name)
 
 
-_NOT_ASKED = {
-    "__class__", "__delattr__", "__dir__", "__getattribute__", "__getstate__", "__hash__",
-    "__init__", "__init_subclass__", "__new__", "__setattr__", "__setstate__", "__sizeof__",
-    "__subclasshook__", "__torch_dispatch__", "__torch_function__",
-}  # fmt: skip
-"""What Python asks of an object itself."""
+_NOT_FORWARDED = {
+    "__class__",
+    "__delattr__",
+    "__dir__",
+    "__getattribute__",
+    "__getstate__",
+    "__hash__",
+    "__init__",
+    "__init_subclass__",
+    "__new__",
+    "__setattr__",
+    "__setstate__",
+    "__sizeof__",
+    "__subclasshook__",
+    "__torch_dispatch__",
+    "__torch_function__",
+}
+"""Special methods that are not forwarded to the tensor."""
 
 
-def _special(method: Function) -> Function:
+def _forwarded(method: Function) -> Function:
     def ask(self: DeferredMatmul, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask(method, arguments, keywords)
+        return self._apply(method, arguments, keywords)
 
     return ask
 
 
-# Python looks for these in the class, never through __getattr__.
-for _name in set(dir(torch.Tensor)) - _NOT_ASKED:
+# Python looks special methods up in the class, never through __getattr__.
+for _name in set(dir(torch.Tensor)) - _NOT_FORWARDED:
     if _name.startswith("__") and callable(getattr(torch.Tensor, _name)):
-        setattr(DeferredMatmul, _name, _special(getattr(torch.Tensor, _name)))
+        setattr(DeferredMatmul, _name, _forwarded(getattr(torch.Tensor, _name)))
 
 
-def _made_all(values: Any) -> Any:
+def _materialize_all(values: Any) -> Any:
     within = values.values() if isinstance(values, dict) else values
     if not any(isinstance(one, DeferredMatmul | tuple | list | dict) for one in within):
         return values
     return tree_map(
-        lambda one: one.as_written() if isinstance(one, DeferredMatmul) else one, values
+        lambda one: one.materialize() if isinstance(one, DeferredMatmul) else one, values
     )

@@ -1,1 +1,1 @@
-"""FlashAttention-2 in Triton: kernels, their launch, and the memory they need."""
+"""FlashAttention-2 in Triton: kernels, their launch, and loads and stores of tiles."""

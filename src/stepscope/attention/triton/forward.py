@@ -1,7 +1,10 @@
-"""FlashAttention-2 forward in Triton: one pass over the keys, the softmax made online in base 2.
+"""FlashAttention-2 forward in Triton: one pass over the keys with an online softmax in base 2.
 
-B batch, H query heads, G query heads to a key head, M query rows, N key rows, D head dimension.
-A program computes one tile of query rows of one head. A row sees key j iff j <= row + shift.
+B batch, H query heads, G query heads per key head, M query rows, N key rows, D head dimension.
+A program computes one tile of query rows of one head. Row i sees key j iff j <= i + shift.
+
+Names: `pid_*` program indices, `offs_*` offsets, `mask_*` masks, `b_*` blocks in registers. A block
+with the suffix `_e` has the columns beyond BLOCK_D (see `memory.py`).
 """
 
 from __future__ import annotations
@@ -24,98 +27,266 @@ from stepscope.attention.triton.softmax import base_of, exponential, shared_by
 
 @triton.jit
 def _advance(
-    acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
-    batch, key_head, row, start, stop, factor, B, N, D, shift,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    acc,
+    acc_e,
+    top,
+    total,
+    query,
+    k,
+    k_e,
+    v,
+    v_e,
+    k_strides,
+    v_strides,
+    batch,
+    key_head,
+    row,
+    start,
+    stop,
+    factor,
+    B,
+    N,
+    D,
+    shift,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Take the keys from start to stop into the running softmax of a query tile.
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Update the online softmax of a query tile with the keys from start to stop.
 
-    `top` is the highest raw score of each row so far. EXACT takes the difference to it before the
-    factor: one more operation for each score, no rounding at the size of the scores.
+    `top` is the maximum raw score of each row so far, `total` the running sum; both (BLOCK_M,).
+    EXACT subtracts the maximum before multiplying by the factor: one more operation per score, but
+    no rounding error in proportion to the scores.
     """
-    for n in tl.range(start, stop, BLOCK_N):
-        key = load_tile(
-            k, k_e, k_strides, batch, key_head, n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
-        scores = outer_dot(query, key, BLOCK_E, PLANES, PRECISION)
+    for start_n in tl.range(start, stop, BLOCK_N):
+        # (BLOCK_N, BLOCK_D)
+        b_k = load_tile(
+            k,
+            k_e,
+            k_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
+        b_s = outer_dot(query, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
-            j = n + tl.arange(0, BLOCK_N)
-            seen = (j < N)[None, :]
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            mask_s = (offs_n < N)[None, :]
             if CAUSAL:
-                i = row + tl.arange(0, BLOCK_M)
-                seen = seen & (j[None, :] <= i[:, None] + shift)
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = higher
+                offs_m = row + tl.arange(0, BLOCK_M)
+                mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
+            b_s = tl.where(mask_s, b_s, float("-inf"))
+        b_max = tl.maximum(top, tl.max(b_s, 1))
+        b_base = b_max
         if MASKED:
-            # A row that has seen no key yet: any finite base keeps -inf - base from being NaN.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+            # A row without a visible key so far: any finite base keeps -inf - base from being NaN.
+            b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
         if EXACT:
-            p = exponential((scores - base[:, None]) * factor, EXACT)
+            b_p = exponential((b_s - b_base[:, None]) * factor, EXACT)
         else:
-            p = exponential(scores * factor - (base * factor)[:, None], EXACT)
-        shrink = exponential((top - base) * factor, EXACT)
-        total = total * shrink + tl.sum(p, 1)
-        value = load_tile(
-            v, v_e, v_strides, batch, key_head, n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
-        acc = acc * shrink[:, None]
+            b_p = exponential(b_s * factor - (b_base * factor)[:, None], EXACT)
+        b_rescale = exponential((top - b_base) * factor, EXACT)
+        total = total * b_rescale + tl.sum(b_p, 1)
+        # (BLOCK_N, BLOCK_D)
+        b_v = load_tile(
+            v,
+            v_e,
+            v_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
+        acc = acc * b_rescale[:, None]
         if BLOCK_E > 0:
-            acc_e = acc_e * shrink[:, None]
-        acc, acc_e = add_dot(acc, acc_e, p, value, BLOCK_E, PLANES, PRECISION)
-        top = higher
+            acc_e = acc_e * b_rescale[:, None]
+        acc, acc_e = add_dot(acc, acc_e, b_p, b_v, BLOCK_E, PLANES, PRECISION)
+        top = b_max
     return acc, acc_e, top, total
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, q_e, k_e, v_e, o, lse, scale,
-    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_m,
-    B, H, G, M, N, D, shift, n_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    HOLD: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    tile, bh = tile_of_program(n_tiles, GROUP, CAUSAL)
-    batch, head = bh // H, bh % H
+    q,
+    k,
+    v,
+    q_e,
+    k_e,
+    v_e,
+    o,
+    lse,
+    scale,
+    q_stride_b,
+    q_stride_h,
+    q_stride_m,
+    k_stride_b,
+    k_stride_h,
+    k_stride_n,
+    v_stride_b,
+    v_stride_h,
+    v_stride_n,
+    o_stride_b,
+    o_stride_h,
+    o_stride_m,
+    B,
+    H,
+    G,
+    M,
+    N,
+    D,
+    shift,
+    n_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    HOLD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Output (BLOCK_M, D) and log-sum-exp (BLOCK_M,) of one query tile of one head."""
+    pid_m, pid_bh = tile_of_program(n_tiles, GROUP, CAUSAL)
+    batch, head = pid_bh // H, pid_bh % H
     key_head = head // G
-    row = tile * BLOCK_M
+    start_m = pid_m * BLOCK_M
     k_strides = (k_stride_b, k_stride_h, k_stride_n)
     v_strides = (v_stride_b, v_stride_h, v_stride_n)
-    query = load_tile(
-        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D, B,
-        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
-    query = in_registers(query, o, HOLD)
+    # (BLOCK_M, BLOCK_D), and (BLOCK_M, BLOCK_E) for the second part
+    b_q = load_tile(
+        q,
+        q_e,
+        (q_stride_b, q_stride_h, q_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        B,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
+    b_q = in_registers(b_q, o, HOLD)
     factor = base_of(scale, EXACT)
-    full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    n_full, n_end = keys_of(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
-    acc, acc_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
-    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # The masked loop comes second: first, it makes the compiler serialise the matrix products.
-    acc, acc_e, top, total = _advance(
-        acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, 0, full, factor, B, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, TMA, PRECISION, EXACT,
-    )  # fmt: skip
-    acc, acc_e, top, total = _advance(
-        acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, full, stop, factor, B, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, TMA, PRECISION, EXACT,
-    )  # fmt: skip
+    b_acc, b_acc_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
+    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # The loop with a mask comes second: as the first it makes the compiler serialize the matmuls.
+    b_acc, b_acc_e, b_max, b_sum = _advance(
+        b_acc,
+        b_acc_e,
+        b_max,
+        b_sum,
+        b_q,
+        k,
+        k_e,
+        v,
+        v_e,
+        k_strides,
+        v_strides,
+        batch,
+        key_head,
+        start_m,
+        0,
+        n_full,
+        factor,
+        B,
+        N,
+        D,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        CAUSAL,
+        False,
+        TMA,
+        PRECISION,
+        EXACT,
+    )
+    b_acc, b_acc_e, b_max, b_sum = _advance(
+        b_acc,
+        b_acc_e,
+        b_max,
+        b_sum,
+        b_q,
+        k,
+        k_e,
+        v,
+        v_e,
+        k_strides,
+        v_strides,
+        batch,
+        key_head,
+        start_m,
+        n_full,
+        n_end,
+        factor,
+        B,
+        N,
+        D,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        CAUSAL,
+        True,
+        TMA,
+        PRECISION,
+        EXACT,
+    )
 
-    # A row that sees no key has total 0: its output is zero, its log-sum-exp minus infinity.
+    # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
     store_tile(
-        o, shared_by(acc, total[:, None], EXACT), shared_by(acc_e, total[:, None], EXACT),
+        o,
+        shared_by(b_acc, b_sum[:, None], EXACT),
+        shared_by(b_acc_e, b_sum[:, None], EXACT),
         (o_stride_b, o_stride_h, o_stride_m),
-        batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
-    i = row + tl.arange(0, BLOCK_M)
-    tl.store(lse + bh.to(tl.int64) * M + i, top * scale + tl.math.log(total), mask=i < M)
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+    )
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    b_lse = b_max * scale + tl.math.log(b_sum)  # (BLOCK_M,)
+    tl.store(lse + pid_bh.to(tl.int64) * M + offs_m, b_lse, mask=offs_m < M)

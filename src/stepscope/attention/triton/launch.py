@@ -1,13 +1,14 @@
-"""Tensors in, tensors out: the Triton kernels with their grids, tiles and descriptors.
+"""Launch of the Triton attention kernels: grids, tiles, tensor descriptors and a launch cache.
 
-Everything here takes (B, H, M, D) queries and (B, H/G, N, D) keys and values whose last dimension
-is contiguous; `ops.py` brings inputs into that form.
+All functions take (B, H, M, D) queries and (B, H/G, N, D) keys and values whose last dimension is
+contiguous; `ops.py` brings inputs into that layout.
 
-The first call with some arguments goes through Triton's own front door, which looks at each of
-them; later calls with the same arguments go straight to the compiled kernel. At short lengths that
-is the larger part of the time. "The same" is `Problem`: the settings, and shape, strides, dtype and
-alignment of every tensor that the caller gives. What is allocated here (outputs, planes) follows
-from those and is no part of the key: allocate nothing here whose layout depends on more.
+The first call with some arguments goes through Triton's JIT dispatch, which inspects each of them;
+later calls with the same arguments launch the compiled kernel directly. For short sequences
+dispatch is the larger part of the time. The cache key is `Problem`: the settings, and shape,
+strides, dtype and alignment of every tensor that the caller passes. Tensors allocated here
+(outputs, planes) follow from those and are not in the key: allocate nothing here whose layout
+depends on more.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ INTERPRETED = is_interpreted()
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 ALIGNMENT = 16
 PLANES = 3
-# 3 × 8 bits are all of float32; the interpreter, which cannot do bfloat16, has 3 × 11 of them.
-_PLANE_FORMAT = torch.float16 if INTERPRETED else torch.bfloat16
-# Of a row's largest power of two: as fine as one plane can hold.
-_PLANE_STEP = torch.finfo(_PLANE_FORMAT).eps
+# 3 × 8 bits are the full significand of float32; the interpreter, which does not support bfloat16,
+# uses float16 with 3 × 11 bits.
+_PLANE_DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+# Grid step relative to the largest power of two of a row: the finest that one plane can represent.
+_PLANE_STEP = torch.finfo(_PLANE_DTYPE).eps
 _PLANE_ALIGNMENT = 8
 _SPLIT_ROWS = 32
-_MOST_PREPARED = 4096
+_MAX_CACHED = 4096
 
 
 class Given(NamedTuple):
-    """A tensor as the caller gives it: all of it that a launch depends on, but its address."""
+    """The properties of an input tensor that a launch depends on, except its address."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
     aligned: bool
-    """Whether it starts at a multiple of 16 bytes: Triton compiles wide loads for that, tensor by
-    tensor, and the GPU's copy engine needs it."""
+    """Its address is a multiple of 16 bytes: Triton then compiles wide loads for this tensor, and
+    TMA requires it."""
 
     @classmethod
     def of(cls, x: Tensor) -> Given:
@@ -59,15 +61,15 @@ class Given(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What decides about a launch; the same problem takes the same kernels and arguments."""
+    """Key of the launch cache: equal problems use the same kernels and fixed arguments."""
 
     causal: bool
     shift: int
     device: torch.device
     tf32: bool
-    """Whether float32 is multiplied as TF32."""
+    """float32 matmuls use TF32."""
     planes: int
-    """As how many tensors of a 16-bit dtype the ones that are read by tiles come."""
+    """Number of 16-bit planes into which the tensors that are read by tiles are split."""
     given: tuple[Given, ...]
     """q, k, v; for the backward also the gradient, the output and its log-sum-exp."""
 
@@ -75,16 +77,21 @@ class Problem(NamedTuple):
     def of(
         cls, tensors: tuple[Tensor, ...], read: tuple[Tensor, ...], causal: bool, shift: int
     ) -> Problem:
-        """`read` are the tensors that are read by tiles, or the planes of these."""
+        """Create the key; `read` are the tensors that are read by tiles, or their planes."""
         q = tensors[0]
         return cls(
-            bool(causal), shift, q.device, q.dtype == torch.float32 and tf32_is_enabled(),
+            bool(causal),
+            shift,
+            q.device,
+            q.dtype == torch.float32 and tf32_is_enabled(),
             1 if read[0] is q else PLANES,
             tuple(
-                [Given(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
-                 for x in tensors]
+                [
+                    Given(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                    for x in tensors
+                ]
             ),
-        )  # fmt: skip
+        )
 
     @property
     def q(self) -> Given:
@@ -104,7 +111,7 @@ _record: list[Launch] | None = None
 
 @contextmanager
 def forced_tiles(chosen: Mapping[Pass, Tile]) -> Iterator[None]:
-    """Within it the named passes use exactly these tiles; what does not fit is an error."""
+    """Use exactly these tiles for the named passes; a tile that does not fit raises."""
     global _forced
     before, _forced = _forced, dict(chosen)
     try:
@@ -115,7 +122,7 @@ def forced_tiles(chosen: Mapping[Pass, Tile]) -> Iterator[None]:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within it every kernel that runs is added to the list."""
+    """Record every kernel that is launched within the context in the returned list."""
     global _record
     before, _record = _record, []
     try:
@@ -125,9 +132,10 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 @on_its_device
-def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shift: int
-            ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output like q, and the log-sum-exp of each row's scores in float32."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shift: int
+) -> tuple[Tensor, Tensor]:
+    """Return the output, shaped like q, and the log-sum-exp of each row in float32."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
@@ -139,15 +147,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
 
 @on_its_device
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *, scale: float, causal: bool, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v; the rows of `out` and all of `lse` are contiguous."""
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. The rows of `out` and all of `lse` must be contiguous."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    # Only float32 has these two; the other dtypes never touch them.
+    # Only the float32 kernels use these two.
     factor, lean = delta, delta
     if q.dtype == torch.float32:
         factor, lean = torch.empty_like(lse), torch.empty_like(lse)
@@ -162,8 +178,8 @@ def backward(
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As the kernels read them by tiles: 16-bit formats as they are, float32 as planes where tensor
-    cores can multiply those."""
+    """Return the tensors as the kernels read them by tiles: 16-bit dtypes unchanged, float32 split
+    into planes where the tile calls for it."""
     x = tensors[0]
     if x.dtype != torch.float32 or tf32_is_enabled():
         return tensors
@@ -178,38 +194,47 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @on_its_device
 def _planes(x: Tensor) -> Tensor:
-    """(3 B, H, M, D) of a 16-bit format for (B, H, M, D) of float32, D filled up with zeros so that
-    rows are aligned."""
+    """Split (B, H, M, D) of float32 into (3 B, H, M, D) of a 16-bit dtype, D padded with zeros so
+    that rows are aligned."""
     batch, heads, rows, head = x.shape
     wide = triton.cdiv(head, _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
-    made = torch.empty((PLANES * batch, heads, rows, wide), device=x.device, dtype=_PLANE_FORMAT)
+    planes = torch.empty((PLANES * batch, heads, rows, wide), device=x.device, dtype=_PLANE_DTYPE)
     count = batch * heads * rows
     if not count:
-        return made
+        return planes
     programs = triton.cdiv(count, _SPLIT_ROWS)
     arguments = (
-        x, made, *x.stride()[:3], heads, rows, head, count, wide,
-        _PLANE_STEP, _SPLIT_ROWS, triton.next_power_of_2(wide),
-    )  # fmt: skip
+        x,
+        planes,
+        *x.stride()[:3],
+        heads,
+        rows,
+        head,
+        count,
+        wide,
+        _PLANE_STEP,
+        _SPLIT_ROWS,
+        triton.next_power_of_2(wide),
+    )
     key = (x.device, Given.of(x))
     start = _SPLITTERS.get(key)
     if start is None:
         compiled = split_kernel[(programs,)](*arguments)
         if not INTERPRETED:
-            if len(_SPLITTERS) >= _MOST_PREPARED:
+            if len(_SPLITTERS) >= _MAX_CACHED:
                 _SPLITTERS.clear()
             _SPLITTERS[key] = starter(compiled)
     else:
         start(programs, torch._C._cuda_getCurrentRawStream(x.device.index), *arguments)
-    return made
+    return planes
 
 
 class _Kernel(NamedTuple):
     function: Any
-    held: tuple[int, ...]
-    """Which of the tensors read by tiles stay in registers where a tile says so."""
+    in_registers: tuple[int, ...]
+    """Indices of the tensors read by tiles that stay in registers if `Tile.hold` is set."""
     by_keys: bool
-    """A program works on a tile of keys, and not of queries."""
+    """A program works on a tile of keys, not of queries."""
 
 
 _KERNELS: dict[Pass, _Kernel] = {
@@ -218,27 +243,32 @@ _KERNELS: dict[Pass, _Kernel] = {
     "key_value": _Kernel(key_value_kernel, (1, 2), by_keys=True),
 }
 _BY_QUERIES = (True, False, False, True)
-"""Whether q, k, v, grad are cut into tiles of queries."""
+"""For each of q, k, v, grad: whether its tiles are tiles of query rows."""
 
 
 def _launches(problem: Problem) -> Launches:
-    """The launches that are prepared for it. Asked once for both passes of a backward: the hash of
-    a problem takes about as long as a launch."""
-    found = _PREPARED.get(problem)
-    if found is None:
-        if len(_PREPARED) >= _MOST_PREPARED:
+    """Return the prepared launches of a problem. Looked up once for both passes of a backward: the
+    hash of a problem takes about as long as a launch."""
+    launches = _PREPARED.get(problem)
+    if launches is None:
+        if len(_PREPARED) >= _MAX_CACHED:
             _PREPARED.clear()
-        found = _PREPARED[problem] = {}
-    return found
+        launches = _PREPARED[problem] = {}
+    return launches
 
 
 def run_pass(
-    kind: Pass, problem: Problem, launches: Launches, read: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...], strided: tuple[Tensor, ...], scale: float,
-) -> None:  # fmt: skip
-    """One kernel: `read` are fetched by tiles, `rest` are its other tensors, `strided` those of
-    them whose strides it takes."""
-    # An int would be compiled into the kernel, which the next scale would then have to share.
+    kind: Pass,
+    problem: Problem,
+    launches: Launches,
+    read: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...],
+    scale: float,
+) -> None:
+    """Launch one kernel. `read` are its tensors that are read by tiles, `rest` the others,
+    `strided` those of `rest` whose strides it takes."""
+    # Triton would specialize the kernel on an int, and cached launches serve every scale.
     scale = float(scale)
     key = (kind, _forced.get(kind) if _forced else None)
     prepared = launches.get(key)
@@ -252,10 +282,15 @@ def run_pass(
 
 
 def _fitting_launch(
-    kind: Pass, problem: Problem, forced: Tile | None, read: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...], strided: tuple[Tensor, ...], scale: float,
-) -> Prepared:  # fmt: skip
-    """Launch with the best tile that this GPU can hold."""
+    kind: Pass,
+    problem: Problem,
+    forced: Tile | None,
+    read: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...],
+    scale: float,
+) -> Prepared:
+    """Launch with the best tile that fits into this GPU's shared memory and registers."""
     if forced:
         choices = [forced]
     elif INTERPRETED:
@@ -272,9 +307,15 @@ def _fitting_launch(
 
 
 def _first_launch(
-    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...], scale: float, tile: Tile,
-) -> Prepared:  # fmt: skip
+    kind: Pass,
+    problem: Problem,
+    read: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...],
+    scale: float,
+    tile: Tile,
+) -> Prepared:
+    """Launch through Triton's JIT dispatch, which compiles the kernel if needed."""
     kernel = _KERNELS[kind]
     batch, heads, rows, head = problem.q.shape
     key_heads, keys = problem.k.shape[1:3]
@@ -286,21 +327,40 @@ def _first_launch(
     else:
         n_tiles, programs = triton.cdiv(rows, tile.m), batch * heads
     visible = min(keys, rows + problem.shift) if problem.causal else keys
-    whole = () if kind == "forward" else (visible <= tile.n,)
+    in_one_tile = () if kind == "forward" else (visible <= tile.n,)
     first, second = columns(head, in_one_part=problem.planes > 1)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
-        batch, heads, heads // max(1, key_heads), rows, keys, head, problem.shift, n_tiles,
-        tile.m, tile.n, first, second, problem.planes, problem.causal,
-        _group(tile, programs), tma, tile.hold, *whole, _precision(problem, tile), is_float32,
-    )  # fmt: skip
+        batch,
+        heads,
+        heads // max(1, key_heads),
+        rows,
+        keys,
+        head,
+        problem.shift,
+        n_tiles,
+        tile.m,
+        tile.n,
+        first,
+        second,
+        problem.planes,
+        problem.causal,
+        _group(tile, programs),
+        tma,
+        tile.hold,
+        *in_one_tile,
+        _precision(problem, tile),
+        is_float32,
+    )
     programs *= n_tiles
     layout = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:
         layout["maxnreg"] = tile.registers
-    # Held tensors are given as bits. Only the compiler looks at the type, so only here.
+    # Tensors that stay in registers are passed as int16 bits. Only the compiler looks at the dtype,
+    # so only the first launch needs it.
     bits = [
-        x.view(torch.int16) if tile.hold and i in kernel.held else x for i, x in enumerate(read)
+        x.view(torch.int16) if tile.hold and i in kernel.in_registers else x
+        for i, x in enumerate(read)
     ]
     if tma:
         sizes = [tile.m if by_queries else tile.n for by_queries in _BY_QUERIES[: len(bits)]]
@@ -323,14 +383,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _precision(problem: Problem, tile: Tile) -> str:
-    """How the compiler makes products of float32; it makes none of 16-bit formats or planes."""
+    """Return the `input_precision` of float32 matmuls; 16-bit dtypes and planes do not use it."""
     if problem.q.dtype != torch.float32 or problem.planes > 1 or problem.tf32:
         return "tf32"
     return tile.precision
 
 
 def _group(tile: Tile, programs: int) -> int:
-    """A group of heads must divide them all."""
+    """Return the largest power-of-two fraction of the tile's group that divides the heads."""
     group = tile.group
     while programs % group:
         group //= 2
@@ -338,7 +398,7 @@ def _group(tile: Tile, programs: int) -> int:
 
 
 def _tma_ready(device: torch.device, read: tuple[Tensor, ...]) -> bool:
-    """Whether the GPU's copy engine can fetch tiles of all these: Hopper on, rows aligned."""
+    """Return whether TMA can load tiles of all these tensors: Hopper or later, rows aligned."""
     if INTERPRETED or _capability(device)[0] < 9:
         return False
     return all(x.numel() and Given.of(x).aligned and _rows_aligned(x) for x in read)

@@ -1,10 +1,10 @@
-"""What the Triton kernels share: which tile a program works on, and how tiles are read and written.
+"""Shared by the attention kernels: the tile of a program, and loads, stores and matmuls of tiles.
 
-A tile is a tuple of four. The first is what there always is. The next two are its lower planes:
-float32 tensors come as three planes of a 16-bit format that sum to them (PLANES 3), so that tensor
-cores can multiply them (`split_kernel`); else they are not read. The last has the columns beyond
-BLOCK_D: 80 is 64 + 16, so that no product is made with columns of zeros; BLOCK_E is 0 where one
-part suffices, and then it is not read.
+A tile is a tuple of four blocks. The first is always used. The next two are its lower planes:
+float32 tensors are split into three planes of a 16-bit dtype that sum to them (PLANES 3), so that
+tensor cores can multiply them (`split_kernel`); with PLANES 1 they are not read. The last has the
+columns beyond BLOCK_D: 80 is 64 + 16, so that no matmul runs over columns of zeros; BLOCK_E is 0 if
+one part suffices, and then the last block is not read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_program(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
-    """Which tile of which head a program works on.
+    """Return the tile and the head that a program works on.
 
-    GROUP heads advance together, so that their keys stay in the cache. Under a causal mask the
-    longest tiles come first: short ones then fill the gaps at the end.
+    GROUP heads are scheduled together, so that their keys stay in the L2 cache. Under a causal mask
+    the longest tiles come first: short ones then fill the gaps at the end.
     """
     pid = tl.program_id(0)
-    per_group = n_tiles * GROUP
-    within = pid % per_group
-    head = pid // per_group * GROUP + within % GROUP
-    tile = within // GROUP
+    programs_per_group = n_tiles * GROUP
+    pid_in_group = pid % programs_per_group
+    head = pid // programs_per_group * GROUP + pid_in_group % GROUP
+    tile = pid_in_group // GROUP
     if LONGEST_LAST:
         tile = n_tiles - 1 - tile
     return tile, head
@@ -32,8 +32,8 @@ def tile_of_program(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
 
 @triton.jit
 def keys_of(row, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Keys before the first number are seen whole by every row of the tile that starts at `row`, in
-    whole tiles; those up to the second in part."""
+    """Return (full, stop) for the query tile that starts at `row`: every row sees all keys before
+    `full`, a multiple of BLOCK_N; some rows see some of the keys from `full` to `stop`."""
     full = N // BLOCK_N * BLOCK_N
     stop = N
     if CAUSAL:
@@ -44,130 +44,160 @@ def keys_of(row, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL:
 
 @triton.jit
 def _load_part(
-    source, strides, batch, head, row, rows, d, COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Load a (BLOCK, COLUMNS) block of one head, by TMA or by pointers."""
     if TMA:
-        tile = source.load([batch, head, row, COLUMN]).reshape([BLOCK, COLUMNS])
+        b_x = source.load([batch, head, row, COLUMN]).reshape([BLOCK, COLUMNS])
     else:
-        i = row + tl.arange(0, BLOCK)
-        j = COLUMN + tl.arange(0, COLUMNS)
-        # 64-bit from the first product on: a head or a single row may lie past 2^31 elements.
-        start = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        at = start + i.to(tl.int64)[:, None] * strides[2] + j[None, :]
-        inside = (j < d)[None, :]
+        offs_row = row + tl.arange(0, BLOCK)
+        offs_col = COLUMN + tl.arange(0, COLUMNS)
+        # 64-bit from the first multiplication on: a head or a row may lie past 2^31 elements.
+        head_ptr = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        ptrs = head_ptr + offs_row.to(tl.int64)[:, None] * strides[2] + offs_col[None, :]
+        mask = (offs_col < d)[None, :]
         if CHECK_ROWS:
-            inside = inside & (i < rows)[:, None]
-        tile = tl.load(at, mask=inside, other=0.0)
-    return tile
+            mask = mask & (offs_row < rows)[:, None]
+        b_x = tl.load(ptrs, mask=mask, other=0.0)
+    return b_x
 
 
 @triton.jit
 def load_tile(
-    source, source_e, strides, batch, head, row, rows, d, B,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PLANES: tl.constexpr,
-    CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Rows of one head; what lies outside of the tensor reads as zero. Planes follow each other by
-    the batch of B."""
-    tile = _load_part(
+    source,
+    source_e,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    B,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Load a tile of (BLOCK, BLOCK_D) and (BLOCK, BLOCK_E) of one head; elements outside of the
+    tensor read as zero. The planes of a tensor are B batches apart."""
+    b_high = _load_part(
         source, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
     )
-    middle, low, tile_e = tile, tile, tile
+    b_mid, b_low, b_e = b_high, b_high, b_high
     if PLANES == 3:
-        middle = _load_part(
+        b_mid = _load_part(
             source, strides, batch + B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
         )
-        low = _load_part(
+        b_low = _load_part(
             source, strides, batch + 2 * B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
         )
     if BLOCK_E > 0:
-        tile_e = _load_part(
+        b_e = _load_part(
             source_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E, CHECK_ROWS, TMA
         )
-    return tile, middle, low, tile_e
+    return b_high, b_mid, b_low, b_e
 
 
 @triton.jit
 def in_registers(tile, like, HOLD: tl.constexpr):
-    """A tile that stays in registers for the whole loop: loaded as bits of another type, the
-    compiler cannot leave it in shared memory for the products to read again and again."""
-    high, middle, low, tile_e = tile
+    """Keep a tile in registers for the entire loop: since it was loaded as bits of another type,
+    the compiler cannot leave it in shared memory for every matmul to read."""
+    b_high, b_mid, b_low, b_e = tile
     if HOLD:
-        high = high.to(like.dtype.element_ty, bitcast=True)
-        tile_e = tile_e.to(like.dtype.element_ty, bitcast=True)
-    return high, middle, low, tile_e
+        b_high = b_high.to(like.dtype.element_ty, bitcast=True)
+        b_e = b_e.to(like.dtype.element_ty, bitcast=True)
+    return b_high, b_mid, b_low, b_e
 
 
 @triton.jit
 def sum_planes(tile, PLANES: tl.constexpr):
-    """The planes summed, lowest first."""
-    x = tile[0]
+    """Return the sum of the planes, lowest first."""
+    b_x = tile[0]
     if PLANES == 3:
-        x = tile[2].to(tl.float32) + tile[1].to(tl.float32) + tile[0].to(tl.float32)
-    return x
+        b_x = tile[2].to(tl.float32) + tile[1].to(tl.float32) + tile[0].to(tl.float32)
+    return b_x
 
 
 @triton.jit
 def apart(product, rest):
-    """product + rest; written as a sum, the compiler would let the matrix units go on from rest."""
+    """Return product + rest. Written as a sum, the compiler would make `rest` the accumulator of
+    the matmul."""
     return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), rest)
 
 
 @triton.jit
 def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ over all columns; of the products of planes those above the last place.
+    """Return a bᵀ over all columns; of the nine matmuls of planes the six above the last place.
 
-    Matrix units cut off what does not fit where other units round. The highest planes are made so
-    that nothing is cut in a sum of their products from zero, and what the small products lose is
-    small: so each of the two is summed by itself.
+    Tensor cores truncate where other units round. The highest planes are chosen so that a sum of
+    their products from zero loses nothing, and the truncation error of the small products is small:
+    so the two are summed separately.
     """
     if PLANES == 3:
-        product = tl.dot(a[2], b[0].T)
-        product = tl.dot(a[0], b[2].T, product)
-        product = tl.dot(a[1], b[1].T, product)
-        product = tl.dot(a[1], b[0].T, product)
-        product = tl.dot(a[0], b[1].T, product)
-        product = apart(tl.dot(a[0], b[0].T), product)
+        b_acc = tl.dot(a[2], b[0].T)
+        b_acc = tl.dot(a[0], b[2].T, b_acc)
+        b_acc = tl.dot(a[1], b[1].T, b_acc)
+        b_acc = tl.dot(a[1], b[0].T, b_acc)
+        b_acc = tl.dot(a[0], b[1].T, b_acc)
+        b_acc = apart(tl.dot(a[0], b[0].T), b_acc)
     else:
-        product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+        b_acc = tl.dot(a[0], b[0].T, input_precision=PRECISION)
         if BLOCK_E > 0:
-            product = tl.dot(a[3], b[3].T, product, input_precision=PRECISION)
-    return product
+            b_acc = tl.dot(a[3], b[3].T, b_acc, input_precision=PRECISION)
+    return b_acc
 
 
 @triton.jit
 def add_dot(
-    acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr,
+    acc,
+    acc_e,
+    a,
+    b,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    PRECISION: tl.constexpr,
     APART: tl.constexpr = False,
-):  # fmt: skip
-    """acc + a b, part by part; a is cut into planes here. Products of planes are summed from zero
-    and added outside: over a long row of tiles what matrix units cut off would add up. APART adds
-    the highest by themselves, where registers suffice for it."""
-    high = a.to(b[0].dtype)
+):
+    """Return acc + a b, part by part; a is split into planes here. Matmuls of planes start from
+    zero and are added to acc outside: over many tiles the truncation errors of the tensor cores
+    would add up. APART adds the highest planes separately, where registers suffice for it."""
+    a_high = a.to(b[0].dtype)
     if PLANES == 3:
-        rest = a - high.to(tl.float32)
-        middle = rest.to(b[0].dtype)
-        low = (rest - middle.to(tl.float32)).to(b[0].dtype)
-        product = tl.dot(low, b[0])
-        product = tl.dot(high, b[2], product)
-        product = tl.dot(middle, b[1], product)
-        product = tl.dot(middle, b[0], product)
-        product = tl.dot(high, b[1], product)
+        a_rest = a - a_high.to(tl.float32)
+        a_mid = a_rest.to(b[0].dtype)
+        a_low = (a_rest - a_mid.to(tl.float32)).to(b[0].dtype)
+        b_acc = tl.dot(a_low, b[0])
+        b_acc = tl.dot(a_high, b[2], b_acc)
+        b_acc = tl.dot(a_mid, b[1], b_acc)
+        b_acc = tl.dot(a_mid, b[0], b_acc)
+        b_acc = tl.dot(a_high, b[1], b_acc)
         if APART:
-            acc = apart(tl.dot(high, b[0]), acc + product)
+            acc = apart(tl.dot(a_high, b[0]), acc + b_acc)
         else:
-            acc += tl.dot(high, b[0], product)
+            acc += tl.dot(a_high, b[0], b_acc)
     else:
-        acc = tl.dot(high, b[0], acc, input_precision=PRECISION)
+        acc = tl.dot(a_high, b[0], acc, input_precision=PRECISION)
         if BLOCK_E > 0:
-            acc_e = tl.dot(high, b[3], acc_e, input_precision=PRECISION)
+            acc_e = tl.dot(a_high, b[3], acc_e, input_precision=PRECISION)
     return acc, acc_e
 
 
 @triton.jit
 def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
-    """acc + a b to a few digits, for what is small beside that to which it is added."""
+    """Return acc + a b to a few digits, for a correction that is small relative to its target."""
     if PLANES == 3:
         acc = tl.dot(a.to(b[0].dtype), b[0], acc)
     else:
@@ -179,67 +209,100 @@ def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def split_kernel(
-    x, planes, stride_b, stride_h, stride_r, H, M, D, count, wide,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Three planes of a 16-bit format that sum to x; `planes` is contiguous, `count` rows of `wide`
-    columns each, zero past D.
+    x,
+    planes,
+    stride_b,
+    stride_h,
+    stride_r,
+    H,
+    M,
+    D,
+    count,
+    wide,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Split x into three planes of a 16-bit dtype that sum to it; `planes` is contiguous, `count`
+    rows of `wide` columns each, zero past D.
 
-    The highest has whole multiples of one step per row: products of two such rows have a common
-    last bit, so that matrix units sum up to 128 of them without cutting any off. Every x is kept to
-    an eighth of a unit in the last place of its row's largest. Those below a step keep bits of
-    their own, and so does a row whose largest is not finite.
+    The highest plane has integer multiples of one step per row: products of two such rows have a
+    common last bit, so that tensor cores sum up to 128 of them without truncation. Every x is
+    represented to an eighth of a unit in the last place of its row's maximum. Values below a step
+    are not rounded to the grid, nor is a row whose maximum is not finite.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, BLOCK_D)
-    bh = row // M
-    at = (bh // H) * stride_b + (bh % H) * stride_h + (row % M) * stride_r
-    there = (row < count)[:, None]
-    value = tl.load(x + at[:, None] + j[None, :], mask=there & (j < D)[None, :], other=0.0)
-    largest = tl.max(tl.abs(value), 1)[:, None]
-    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    step = power * STEP
-    # Beside so large a number there is no room for less than a step.
-    ballast = step * 12582912.0
-    on_grid = (tl.abs(value) >= step) & (ballast < float("inf"))
-    high = tl.where(on_grid, value + ballast - ballast, value).to(planes.dtype.element_ty)
-    rest = value - high.to(tl.float32)
-    middle = rest.to(planes.dtype.element_ty)
-    low = (rest - middle.to(tl.float32)).to(planes.dtype.element_ty)
-    to = planes + row[:, None] * wide + j[None, :]
-    kept = there & (j < wide)[None, :]
-    plane = count.to(tl.int64) * wide
-    tl.store(to, high, mask=kept)
-    tl.store(to + plane, middle, mask=kept)
-    tl.store(to + 2 * plane, low, mask=kept)
+    offs_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_bh = offs_row // M
+    offs_x = (offs_bh // H) * stride_b + (offs_bh % H) * stride_h + (offs_row % M) * stride_r
+    mask_row = (offs_row < count)[:, None]
+    mask_x = mask_row & (offs_d < D)[None, :]
+    b_x = tl.load(x + offs_x[:, None] + offs_d[None, :], mask=mask_x, other=0.0)  # (BLOCK, BLOCK_D)
+    b_max = tl.max(tl.abs(b_x), 1)[:, None]
+    b_pow2 = (b_max.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    b_step = b_pow2 * STEP
+    # 1.5 · 2^23 steps: adding and subtracting so large a number rounds to a multiple of the step.
+    b_shift = b_step * 12582912.0
+    mask_grid = (tl.abs(b_x) >= b_step) & (b_shift < float("inf"))
+    b_high = tl.where(mask_grid, b_x + b_shift - b_shift, b_x).to(planes.dtype.element_ty)
+    b_rest = b_x - b_high.to(tl.float32)
+    b_mid = b_rest.to(planes.dtype.element_ty)
+    b_low = (b_rest - b_mid.to(tl.float32)).to(planes.dtype.element_ty)
+    ptrs = planes + offs_row[:, None] * wide + offs_d[None, :]
+    mask_out = mask_row & (offs_d < wide)[None, :]
+    plane_size = count.to(tl.int64) * wide
+    tl.store(ptrs, b_high, mask=mask_out)
+    tl.store(ptrs + plane_size, b_mid, mask=mask_out)
+    tl.store(ptrs + 2 * plane_size, b_low, mask=mask_out)
 
 
 @triton.jit
 def zeros(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
-    # Without a second part one column stands in for it, and nothing reads it.
-    acc_e = tl.zeros([BLOCK, BLOCK_E if BLOCK_E > 0 else 1], dtype=tl.float32)
-    return acc, acc_e
+    """Return float32 accumulators (BLOCK, BLOCK_D) and (BLOCK, BLOCK_E)."""
+    b_acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+    # Without a second part this is one column that nothing reads.
+    b_acc_e = tl.zeros([BLOCK, BLOCK_E if BLOCK_E > 0 else 1], dtype=tl.float32)
+    return b_acc, b_acc_e
 
 
 @triton.jit
 def _store_part(
-    target, tile, strides, batch, head, row, rows, d, COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    i = row + tl.arange(0, BLOCK)
-    j = COLUMN + tl.arange(0, COLUMNS)
-    start = target + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-    at = start + i.to(tl.int64)[:, None] * strides[2] + j[None, :]
-    inside = (i < rows)[:, None] & (j < d)[None, :]
-    tl.store(at, tile.to(target.dtype.element_ty), mask=inside)
+    target,
+    tile,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store a (BLOCK, COLUMNS) block of one head."""
+    offs_row = row + tl.arange(0, BLOCK)
+    offs_col = COLUMN + tl.arange(0, COLUMNS)
+    head_ptr = target + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    ptrs = head_ptr + offs_row.to(tl.int64)[:, None] * strides[2] + offs_col[None, :]
+    mask = (offs_row < rows)[:, None] & (offs_col < d)[None, :]
+    tl.store(ptrs, tile.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_tile(
-    target, tile, tile_e, strides, batch, head, row, rows, d,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    target,
+    tile,
+    tile_e,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     _store_part(target, tile, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D)
     if BLOCK_E > 0:
         _store_part(target, tile_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E)

@@ -1,8 +1,8 @@
-"""A compiled kernel started again without Triton's front door.
+"""Launch of a compiled kernel without Triton's JIT dispatch.
 
-Triton looks at every argument at every call and describes every tensor to the GPU's copy engine
-anew; both depend on nothing but shapes, strides and addresses. Here the first is left out and the
-second kept by address: an allocator gives the same addresses again and again.
+At every call Triton inspects every argument and creates every TMA descriptor, although both depend
+only on shapes, strides and addresses. Here the inspection is skipped and descriptors are cached by
+address: the caching allocator returns the same addresses again and again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.attention.tiles import Pass, Tile
 
-_MOST_DESCRIBED = 4096
+_MAX_DESCRIPTORS = 4096
 
 
 class Launch(NamedTuple):
-    """One kernel that ran."""
+    """One kernel launch."""
 
     kind: Pass
     tile: Tile
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
 
 class Prepared:
-    """A compiled kernel with the arguments that the problem fixes."""
+    """A compiled kernel with the arguments that follow from the problem."""
 
     def __init__(
         self, launch: Launch, programs: int, fixed: tuple[Any, ...], tma: bool, two_parts: bool
@@ -40,46 +40,46 @@ class Prepared:
         self._programs = programs
         self._fixed = fixed
         self._two_parts = two_parts
-        self._described: dict[tuple[int, int], list[Any]] = {}
+        self._descriptors: dict[tuple[int, int], list[Any]] = {}
         self._describe = _describer(launch.kernel) if tma else None
         if launch.kernel is not None:
             self._start = starter(launch.kernel, bare=self._describe is not None)
             self._tma = tma
 
     def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], scale: float) -> None:
-        """`read` are fetched by tiles, `rest` are the kernel's other tensors."""
+        """Launch the kernel. `read` are its tensors that are read by tiles, `rest` the others."""
         parts = 2 if self._two_parts else 1
         sources: list[Any] = []
         for part in range(parts):
-            for place, x in enumerate(read):
+            for index, x in enumerate(read):
                 if self._describe is not None:
-                    sources += self._description(part * len(read) + place, x)
+                    sources += self._descriptor_arguments(part * len(read) + index, x)
                 else:
                     sources.append(_descriptor(x) if self._tma else x)
         if parts == 1:
-            sources += _NOTHING[: len(read)]
+            sources += _NO_SECOND_PART[: len(read)]
         device = read[0].device.index
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._start(self._programs, stream, *sources, *rest, scale, *self._fixed)
 
-    def _description(self, place: int, x: Tensor) -> list[Any]:
+    def _descriptor_arguments(self, index: int, x: Tensor) -> list[Any]:
         # Shape, strides, dtype and device of x are those of the problem this was prepared for.
-        key = (place, x.data_ptr())
-        held = self._described.get(key)
-        if held is None:
+        key = (index, x.data_ptr())
+        arguments = self._descriptors.get(key)
+        if arguments is None:
             assert self._describe is not None
-            if len(self._described) >= _MOST_DESCRIBED:
-                self._described.clear()
-            held = self._described[key] = self._describe(place, x)
-        return held
+            if len(self._descriptors) >= _MAX_DESCRIPTORS:
+                self._descriptors.clear()
+            arguments = self._descriptors[key] = self._describe(index, x)
+        return arguments
 
 
-_NOTHING = [None] * 4
+_NO_SECOND_PART = [None] * 4
 
 
 def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:
-    """(programs, stream, arguments) into Triton's launcher of that kernel; a bare one takes tensors
-    as `_describer` gives them."""
+    """Return a function of (programs, stream, arguments) that calls Triton's launcher of that
+    kernel. A `bare` one takes descriptors as `_describer` creates them."""
     run = compiled.run
     if bare:
         run = copy.copy(run)
@@ -87,15 +87,24 @@ def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:
 
     def start(programs: int, stream: int, *arguments: Any) -> None:
         run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            programs,
+            1,
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
             *arguments,
-        )  # fmt: skip
+        )
 
     return start
 
 
 def _below_descriptors(compiled: Any) -> Callable[..., None] | None:
-    """Triton's launcher below the layer that describes tensors, if it is built as we know it."""
+    """Return Triton's launcher below the layer that creates descriptors, or None if this version of
+    Triton is structured differently."""
     launch = getattr(compiled.run, "launch", None)
     if not inspect.isfunction(launch):
         return None
@@ -103,8 +112,9 @@ def _below_descriptors(compiled: Any) -> Callable[..., None] | None:
 
 
 def _describer(compiled: Any) -> Callable[[int, Tensor], list[Any]] | None:
-    """Triton's own description of the tensor in a place, or None where Triton is built otherwise;
-    then every launch describes its tensors, which is slower and no less right."""
+    """Return Triton's function that creates the descriptor of the tensor at an index, or None if
+    this version of Triton is structured differently; every launch then creates its descriptors,
+    which is slower but equally correct."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError:
@@ -113,18 +123,21 @@ def _describer(compiled: Any) -> Callable[[int, Tensor], list[Any]] | None:
     if not layouts or _below_descriptors(compiled) is None:
         return None
 
-    def describe(place: int, tensor: Tensor) -> list[Any]:
-        made: list[Any] = make_tensordesc_arg(_descriptor(tensor), layouts[place])
-        return made
+    def describe(index: int, tensor: Tensor) -> list[Any]:
+        arguments: list[Any] = make_tensordesc_arg(_descriptor(tensor), layouts[index])
+        return arguments
 
     return describe
 
 
 def _descriptor(tensor: Tensor) -> TensorDescriptor:
-    """Past the constructor, whose checks were made when the kernel was compiled, and without the
-    sizes of tiles, which the kernel knows."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__ = {
-        "base": tensor, "shape": tensor.shape, "strides": tensor.stride(), "padding": "zero",
-    }  # fmt: skip
-    return made
+    """Create a descriptor without the constructor, whose checks ran when the kernel was compiled,
+    and without tile sizes, which are compiled into the kernel."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__ = {
+        "base": tensor,
+        "shape": tensor.shape,
+        "strides": tensor.stride(),
+        "padding": "zero",
+    }
+    return descriptor

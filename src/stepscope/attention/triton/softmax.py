@@ -1,7 +1,7 @@
-"""Exponentials and probabilities, as exact as the format asks for.
+"""Exponentials and probabilities, as accurate as the dtype requires.
 
-EXACT is for float32, where the GPU's own exp2 (2^-22) and a log-sum-exp rounded to one float32 are
-the largest errors; 16-bit formats see neither.
+EXACT is for float32, where the hardware exp2 (relative error 2^-22) and the rounding of the
+log-sum-exp to float32 are the largest errors; in 16-bit dtypes neither is visible.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def base_of(scale, EXACT: tl.constexpr):
-    """What raw scores are multiplied with before `exponential`."""
+    """Return the factor to multiply raw scores by before `exponential`."""
     return scale if EXACT else scale * LOG2_E
 
 
 @triton.jit
 def exponential(x, EXACT: tl.constexpr):
-    """exp(x) where EXACT, else 2^x by the GPU's own instruction."""
+    """Return exp(x) if EXACT, else 2^x by the hardware instruction."""
     if EXACT:
         # exp(x) = 2^i · exp(r), ln 2 in two parts so that r is exact. NaN stays NaN.
         x = tl.where(x < -88.0, -88.0, x)
@@ -41,7 +41,7 @@ def exponential(x, EXACT: tl.constexpr):
 
 @triton.jit
 def probabilities(scores, level, scale, EXACT: tl.constexpr):
-    """exp of the scaled scores less the log-sum-exp."""
+    """Return exp(scores · scale - log-sum-exp)."""
     if EXACT:
         p = exponential(scores * scale - level, EXACT)
     else:
@@ -51,15 +51,17 @@ def probabilities(scores, level, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def shared_by(a, sums, EXACT: tl.constexpr):
-    """a / sums; a row that sees no key has the sum 0 and stays 0. EXACT rounds as IEEE says: the
-    GPU's quick division is off by up to two units, and all of a row with it."""
+    """Return a / sums; a row without a visible key has the sum 0 and stays 0. EXACT divides with
+    IEEE rounding: the GPU's fast division has an error of up to 2 ulp, which scales the entire row.
+    """
     sums = tl.where(sums == 0.0, 1.0, sums)
     return tl.math.div_rn(a, sums) if EXACT else a / sums
 
 
 @triton.jit
 def row_sums(a, b, EXACT: tl.constexpr):
-    """rowsum(a∘b); products of 16-bit numbers are exact in float32, those of float32 are not."""
+    """Return rowsum(a∘b) (rows,): in float32 the products of 16-bit numbers are exact, those of
+    float32 numbers are not."""
     if EXACT:
         sums = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1).to(tl.float32)
     else:

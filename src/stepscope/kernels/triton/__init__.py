@@ -1,1 +1,2 @@
-"""The Triton kernels; the module of the same name above has the naive form and the public call."""
+"""Triton kernels; the module of the same name one level up has the naive version and the public
+function."""

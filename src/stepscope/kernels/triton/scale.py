@@ -1,4 +1,4 @@
-"""Two tensors times a number that only the device knows and that is 1 nearly always."""
+"""Multiplication of two tensors by a scalar on the device that is nearly always 1."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from stepscope.torch_tools.triton_available import on_its_device
 
 _BLOCK = 4096
 _MOST_PROGRAMS = 1024
-"""Enough for every processor, and few enough that to start them all for nothing takes no time."""
+"""Enough for every SM, and few enough that launching them costs nothing if the factor is 1."""
 
 
 @triton.jit
 def _scale(x, by, n, BLOCK: tl.constexpr):
+    """Multiply n elements by a scalar, in a grid-stride loop over blocks of (BLOCK,)."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for at in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
-        j = at + tl.arange(0, BLOCK)
-        made = tl.load(x + j, mask=j < n).to(tl.float32) * by
-        tl.store(x + j, made.to(x.dtype.element_ty), mask=j < n)
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
+        offs = start + tl.arange(0, BLOCK)
+        b_x = tl.load(x + offs, mask=offs < n).to(tl.float32) * by
+        tl.store(x + offs, b_x.to(x.dtype.element_ty), mask=offs < n)
 
 
 @triton.jit
 def scale_unless_one_kernel(first, second, factor, n_first, n_second, BLOCK: tl.constexpr):
-    """In place. Where the factor is 1 nothing is read."""
+    """Scale in place. If the factor is 1 nothing is read."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         _scale(first, by, n_first, BLOCK)
@@ -34,10 +35,11 @@ def scale_unless_one_kernel(first, second, factor, n_first, n_second, BLOCK: tl.
 
 @on_its_device
 def scale_unless_one(tensors: list[Tensor], factor: Tensor) -> None:
-    """One or two contiguous ones, in place; to torch they have changed, whatever the factor is."""
+    """Scale one or two contiguous tensors in place. Their version counters advance, whatever the
+    factor is."""
     first, second = tensors[0], tensors[-1]
     sizes = first.numel(), second.numel() if len(tensors) == 2 else 0
     programs = min(_MOST_PROGRAMS, triton.cdiv(max(sizes), _BLOCK))
     scale_unless_one_kernel[(programs,)](first, second, factor, *sizes, BLOCK=_BLOCK, num_warps=8)
-    for each in tensors:
-        torch.autograd.graph.increment_version(each)
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)

@@ -1,7 +1,7 @@
-"""silu(gate) · up, element by element, of rows that may lie apart: gate and up are often the two
-halves of one tensor.
+"""Elementwise silu(gate) · up of rows with a stride: gate and up are often the two halves of one
+tensor.
 
-EXACT is for float32: the compiler's sigmoid is off by more than the reference is.
+EXACT is for float32: the error of the compiler's sigmoid exceeds that of the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BLOCK, _WARPS = 2048, 8
 
 @triton.jit
 def _sigmoid(a, EXACT: tl.constexpr):
-    """sigmoid(a) and sigmoid(-a), neither as a difference."""
+    """Return sigmoid(a) and sigmoid(-a), in EXACT neither as a difference."""
     if EXACT:
         e = exponential(-tl.abs(a), EXACT)
         large = tl.math.div_rn(tl.full(e.shape, 1.0, tl.float32), 1.0 + e)
@@ -32,63 +32,95 @@ def _sigmoid(a, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _place(width, stride, BLOCK: tl.constexpr):
-    """A program's piece of a row: where it is in a tensor of that stride and in a packed one."""
+def _offsets(width, stride, BLOCK: tl.constexpr):
+    """Return a program's offsets (BLOCK,) within a tensor of that row stride and within a packed
+    one, and their mask."""
     chunks = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    row, column = program // chunks, (program % chunks) * BLOCK + tl.arange(0, BLOCK)
-    return row * stride + column, row * width + column, column < width
+    pid = tl.program_id(0).to(tl.int64)
+    row, offs_col = pid // chunks, (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
+    return row * stride + offs_col, row * width + offs_col, offs_col < width
 
 
 @triton.jit
 def swiglu_forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    at, packed, inside = _place(width, stride, BLOCK)
-    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    s, _ = _sigmoid(a, EXACT)
-    tl.store(out + packed, (a * s * b).to(out.dtype.element_ty), mask=inside)
+    """silu(gate) · up of one block of (BLOCK,) of a row."""
+    offs, offs_packed, mask = _offsets(width, stride, BLOCK)
+    b_gate = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up + offs, mask=mask, other=0.0).to(tl.float32)
+    b_sig, _ = _sigmoid(b_gate, EXACT)
+    tl.store(out + offs_packed, (b_gate * b_sig * b_up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad, gate, up, grad_gate, grad_up, made, width, stride,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """AGAIN: what the forward made is made once more."""
-    at, packed, inside = _place(width, stride, BLOCK)
-    g = tl.load(grad + packed, mask=inside, other=0.0).to(tl.float32)
-    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    s, rest = _sigmoid(a, EXACT)
-    of_gate = g * b * (s * (1.0 + a * rest))
-    of_up = g * (a * s)
-    tl.store(grad_gate + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
-    tl.store(grad_up + at, of_up.to(grad_up.dtype.element_ty), mask=inside)
+    grad,
+    gate,
+    up,
+    grad_gate,
+    grad_up,
+    made,
+    width,
+    stride,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Gradients of gate and up of one block of (BLOCK,) of a row. AGAIN: also recompute the output
+    of the forward."""
+    offs, offs_packed, mask = _offsets(width, stride, BLOCK)
+    b_do = tl.load(grad + offs_packed, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up + offs, mask=mask, other=0.0).to(tl.float32)
+    b_sig, b_sig_neg = _sigmoid(b_gate, EXACT)
+    b_dgate = b_do * b_up * (b_sig * (1.0 + b_gate * b_sig_neg))
+    b_dup = b_do * (b_gate * b_sig)
+    tl.store(grad_gate + offs, b_dgate.to(grad_gate.dtype.element_ty), mask=mask)
+    tl.store(grad_up + offs, b_dup.to(grad_up.dtype.element_ty), mask=mask)
     if AGAIN:
-        tl.store(made + packed, (a * s * b).to(made.dtype.element_ty), mask=inside)
+        tl.store(made + offs_packed, (b_gate * b_sig * b_up).to(made.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Of (rows, width), both with the same stride between rows."""
+    """Return silu(gate) · up of (rows, width) tensors with equal strides between rows."""
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     rows, width = gate.shape
     swiglu_forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-        gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
+        gate,
+        up,
+        out,
+        width,
+        gate.stride(0),
+        BLOCK=_BLOCK,
+        EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS,
-    )  # fmt: skip
+    )
     return out
 
 
 @on_its_device
 def backward(
-    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor,
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
     made: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Into tensors with the strides of their inputs, which may be their inputs; `made` gets what
-    the forward gave."""
+) -> None:
+    """Write the gradients into tensors with the strides of gate and up, possibly these tensors
+    themselves; `made` gets the output of the forward."""
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-        grad, gate, up, grad_gate, grad_up, made, width, gate.stride(0),
-        AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32, num_warps=_WARPS,
-    )  # fmt: skip
+        grad,
+        gate,
+        up,
+        grad_gate,
+        grad_up,
+        made,
+        width,
+        gate.stride(0),
+        AGAIN=made is not None,
+        BLOCK=_BLOCK,
+        EXACT=gate.dtype == torch.float32,
+        num_warps=_WARPS,
+    )

@@ -1,4 +1,4 @@
-"""The former place of `stepscope.kernels`; it goes away in the next version."""
+"""Deprecated alias of `stepscope.kernels`; it will be removed in the next version."""
 
 from __future__ import annotations
 
