@@ -259,7 +259,7 @@ def test_the_library_examples_run(tmp_path: Path) -> None:
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "product host ms" in done.stdout
+    assert "matmul host ms" in done.stdout
     assert (tmp_path / "page.html").exists()
 
 
