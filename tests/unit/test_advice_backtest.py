@@ -52,7 +52,7 @@ def test_four_of_five_changes_are_predicted_within_a_third() -> None:
     advised = sum(one["advised"] for one in told["summary"].values())
     assert advised >= 50
     assert {one["change"] for one in told["peaks"]} == {"bfloat16", "fused-attention"}
-    log = (ROOT / "docs" / "log.md").read_text()
+    log = (ROOT / "docs" / "log" / "measurements.md").read_text()
     for one in told["summary"].values():
         counts = " | ".join(str(one[name]) for name in ("pairs", "advised", "right", "missed"))
         assert f"| {counts} |" in log

@@ -35,7 +35,11 @@ from study_records import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "results" / "README.md",
+]
 
 
 def code_blocks(language: str) -> list[str]:
@@ -227,7 +231,7 @@ def test_pages_of_memory_and_precision_appear_with_their_records(
     assert "Operators by format: the small model" not in precision
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
@@ -255,7 +259,7 @@ def test_the_library_examples_run(tmp_path: Path) -> None:
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "product host ms" in done.stdout
+    assert "matmul host ms" in done.stdout
     assert (tmp_path / "page.html").exists()
 
 
