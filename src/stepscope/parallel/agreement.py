@@ -80,9 +80,13 @@ class Agreement:
             self._gather(_CHANGE, changes=changes)
 
     def exchange(
-        self, used: Sequence[bool], *, absent: bool = False, allow_missing: bool = False,
+        self,
+        used: Sequence[bool],
+        *,
+        absent: bool = False,
+        allow_missing: bool = False,
         buffers: int = 0,
-    ) -> list[bool]:  # fmt: skip
+    ) -> list[bool]:
         """Return, per parameter, whether any rank has a gradient. Raise if the ranks disagree.
 
         `buffers` is the identity of the buffers that are broadcast next.
@@ -112,9 +116,13 @@ class Agreement:
         return int(total)
 
     def _gather(
-        self, kind: int, absent: bool = False, used: Sequence[bool] = (),
-        changes: Sequence[str] = (), buffers: int = 0,
-    ) -> list[Message]:  # fmt: skip
+        self,
+        kind: int,
+        absent: bool = False,
+        used: Sequence[bool] = (),
+        changes: Sequence[str] = (),
+        buffers: int = 0,
+    ) -> list[Message]:
         """Gather the message of every rank. Raise, naming a rank, if they are inconsistent."""
         digest = self._order.digest if self._order is not None else _digest_of(changes)
         flags = _digest_of("01"[flag] for flag in used)
@@ -194,8 +202,9 @@ def require_same_changes(changes: Sequence[Sequence[str]]) -> None:
     """Raise an error with rank and parameter if two ranks changed their parameters differently."""
     for rank, own in enumerate(changes):
         for mine, other, lines, others in (
-            (rank, 0, own, changes[0]), (0, rank, changes[0], own),
-        ):  # fmt: skip
+            (rank, 0, own, changes[0]),
+            (0, rank, changes[0], own),
+        ):
             only = next((line for line in lines if line not in others), None)
             if only is not None:
                 raise ParallelError(

@@ -91,9 +91,12 @@ class DDP(NotCopied, nn.Module):
         self._watch = ParameterWatch(self)
         self._reducer = self._planned()
         self._agreement = Agreement(
-            group, self._reducer.identity, self._reducer.names, "different buckets than rank 0",
+            group,
+            self._reducer.identity,
+            self._reducer.names,
+            "different buckets than rank 0",
             "strategy and bucket_mb must be the same on all ranks",
-        )  # fmt: skip
+        )
         broadcast([*module.parameters(), *module.buffers()], group)
         self._synchronize = True
         self._samples: int | None = None
@@ -202,9 +205,11 @@ class DDP(NotCopied, nn.Module):
         ]
         began = time.perf_counter()
         used = self._agreement.exchange(
-            used, absent=absent, allow_missing=self._missing == "zero",
+            used,
+            absent=absent,
+            allow_missing=self._missing == "zero",
             buffers=buffers_identity(self.module),
-        )  # fmt: skip
+        )
         arrived = time.perf_counter()
         reducer.send_rest(used, self._factor)
         reducer.wait(used)

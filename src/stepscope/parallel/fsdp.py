@@ -93,9 +93,13 @@ class FSDP(NotCopied, nn.Module):
         self.order = Order(group)
         dtypes = zlib.crc32(f"{compute_dtype} {reduce_dtype}".encode())
         self._agreement = Agreement(
-            group, dtypes, (), "a different compute_dtype or reduce_dtype than rank 0",
-            "they must be the same on all ranks", self.order,
-        )  # fmt: skip
+            group,
+            dtypes,
+            (),
+            "a different compute_dtype or reduce_dtype than rank 0",
+            "they must be the same on all ranks",
+            self.order,
+        )
         self._dtypes = dtypes
         broadcast(list(module.buffers()), group)
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
@@ -120,9 +124,13 @@ class FSDP(NotCopied, nn.Module):
                 self.sharded[parameter] = known.pop(parameter)
             elif parameter.dim() >= 2:
                 self.sharded[parameter] = ShardedParameter(
-                    parameter, name, self.compute_dtype, self.reduce_dtype, self.process_group,
+                    parameter,
+                    name,
+                    self.compute_dtype,
+                    self.reduce_dtype,
+                    self.process_group,
                     self.order,
-                )  # fmt: skip
+                )
             else:
                 self._replicated.append(parameter)
             self._hook(name, parameter)

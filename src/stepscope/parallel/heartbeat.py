@@ -65,14 +65,21 @@ class Page:
     def read(self, rank: int) -> Pulse:
         base = rank * _FIELDS
         return Pulse(
-            self._times[base], self._times[base + 1], self._numbers[base + 2],
+            self._times[base],
+            self._times[base + 1],
+            self._numbers[base + 2],
             State(self._numbers[base + 3]),
-        )  # fmt: skip
+        )
 
     def write(
-        self, rank: int, *, beat_s: float | None = None, progress_s: float | None = None,
-        step: int | None = None, state: State | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        *,
+        beat_s: float | None = None,
+        progress_s: float | None = None,
+        step: int | None = None,
+        state: State | None = None,
+    ) -> None:
         base = rank * _FIELDS
         if beat_s is not None:
             self._times[base] = beat_s

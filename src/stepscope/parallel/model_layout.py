@@ -40,8 +40,7 @@ def require_same_lines(lines: list[Line], of: str, group: dist.ProcessGroup | No
     dist.all_gather_object(layouts, lines, group=group)
     rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
     raise ParallelError(
-        f"rank {rank} has a different {of} than rank 0:"
-        f" {_difference(layouts[0], layouts[rank])}"
+        f"rank {rank} has a different {of} than rank 0: {_difference(layouts[0], layouts[rank])}"
     )
 
 

@@ -143,12 +143,18 @@ class _Pickler(ForkingPickler):
             "modules": [] if namespace.exists else _used_modules(value),
             "attributes": {
                 name: getattr(value, name)
-                for name in ("__module__", "__qualname__", "__doc__", "__defaults__",
-                             "__kwdefaults__", "__annotations__")
+                for name in (
+                    "__module__",
+                    "__qualname__",
+                    "__doc__",
+                    "__defaults__",
+                    "__kwdefaults__",
+                    "__annotations__",
+                )
             },
             "dict": vars(value),
             "origin": id(value),
-        }  # fmt: skip
+        }
         args = value.__code__, namespace, value.__name__, value.__closure__
         return _make_function, args, state, None, None, _fill_function
 
@@ -283,13 +289,14 @@ def _used_modules(function: types.FunctionType) -> list[str]:
     used = _used_globals(function).values()
     packages = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
     return [
-        module for module in sorted(sys.modules)
+        module
+        for module in sorted(sys.modules)
         if any(
             module.startswith(f"{package}.")
             and names.issuperset(module.removeprefix(f"{package}.").split("."))
             for package in packages
         )
-    ]  # fmt: skip
+    ]
 
 
 class Sent:

@@ -48,9 +48,15 @@ def refuse_within_import() -> None:
 
 
 def run_rank(
-    task: Received, main: dict[str, str], folder: str, backend: str, device: str,
-    patience_s: float, threads: int, supervisor: int,
-) -> Result:  # fmt: skip
+    task: Received,
+    main: dict[str, str],
+    folder: str,
+    backend: str,
+    device: str,
+    patience_s: float,
+    threads: int,
+    supervisor: int,
+) -> Result:
     job, rank = Path(folder), int(os.environ["RANK"])
     # Stays open while the process lives: the signal handler writes to it.
     stacks = (job / f"stack-{rank}").open("w")

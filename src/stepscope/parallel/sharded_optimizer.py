@@ -45,10 +45,18 @@ from stepscope.parallel.slices import SlicedParameters
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
 _BY_ELEMENT = (
-    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adadelta,
-    torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-)  # fmt: skip
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
 
 
 class Division(Protocol):

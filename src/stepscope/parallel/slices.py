@@ -99,9 +99,13 @@ class SlicedParameters:
         if not isinstance(value, Tensor) or value.shape != line.own.shape or not value.dim():
             return value
         return DTensor.from_local(
-            value, self._mesh(value.device.type), [Shard(0)], run_check=False,
-            shape=torch.Size((line.elements,)), stride=(1,),
-        )  # fmt: skip
+            value,
+            self._mesh(value.device.type),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((line.elements,)),
+            stride=(1,),
+        )
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         group = self._group or dist.group.WORLD

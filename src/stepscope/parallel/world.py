@@ -56,9 +56,14 @@ class World:
             torch.device(device, local_rank % gpus) if device == "cuda" else torch.device("cpu")
         )
         return cls(
-            rank, size, local_rank, local_size, backend, rank_device,
+            rank,
+            size,
+            local_rank,
+            local_size,
+            backend,
+            rank_device,
             variables.get(RENDEZVOUS, "env://"),
-        )  # fmt: skip
+        )
 
     @contextmanager
     def connected(self, timeout_s: float = 60.0, store: Store | None = None) -> Iterator[World]:

@@ -103,9 +103,7 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
         if kind == "optimizer":
             key, _, name = rest.partition(".")
             if parameters[name] not in group_of:
-                raise ParallelError(
-                    f"{path} has state for {name}, which is not in this optimizer"
-                )
+                raise ParallelError(f"{path} has state for {name}, which is not in this optimizer")
             moments.append((parameters[name], key, _local(value)))
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -220,10 +218,13 @@ def _load(
 def _parsed_options(text: Any, path: Path) -> list[dict[str, Any]]:
     try:
         return [
-            {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()
-             if key != "params"}
+            {
+                key: tuple(v) if isinstance(v, list) else v
+                for key, v in group.items()
+                if key != "params"
+            }
             for group in json.loads(text)
-        ]  # fmt: skip
+        ]
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ParallelError(f"the optimizer options in {path} are not readable") from error
 

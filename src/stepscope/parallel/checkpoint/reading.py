@@ -126,14 +126,16 @@ class VerifyingReader(FileSystemReader):
     def _contents(self, name: str, begin: int, end: int) -> str:
         """Name the parameters in these bytes of a file; only the damaged ones if known."""
         stored_here = {
-            index.fqn: stored for index, stored in self.metadata.storage_data.items()
+            index.fqn: stored
+            for index, stored in self.metadata.storage_data.items()
             if stored.relative_path == name
-            and stored.offset < end and begin < stored.offset + stored.length
-        }  # fmt: skip
+            and stored.offset < end
+            and begin < stored.offset + stored.length
+        }
         path = self._folder / name
-        names = [
-            n for n, s in stored_here.items() if not _intact(path, s.offset, s.length)
-        ] or [*stored_here]
+        names = [n for n, s in stored_here.items() if not _intact(path, s.offset, s.length)] or [
+            *stored_here
+        ]
         if not names:
             return ""
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
