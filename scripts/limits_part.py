@@ -1,5 +1,5 @@
-"""The goals that docs/limits.md says are not reached, from the records: the lines between two
-comments in it."""
+"""The missed goals in docs/limits.md, generated from the records: the lines between two comments
+in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- goals: made by scripts/make_docs.py -->", "<!-- until here --
 
 
 def with_goals(page: str, results: Path) -> str:
-    """The page with the lines between the comments generated."""
+    """Return the page with the lines between the comments regenerated."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_goals(results)}\n{END}{after}"
@@ -30,7 +30,7 @@ def _goals(results: Path) -> str:
     short = [one for one in judged if one.outcome not in (REACHED, NOT_MEASURED)]
     reached = sum(one.outcome == REACHED for one in judged)
     measured = sum(one.outcome != NOT_MEASURED for one in judged)
-    made = table(
+    missed = table(
         "goals",
         "",
         short,
@@ -44,7 +44,7 @@ def _goals(results: Path) -> str:
         ],
     )
     counted = f"{reached} of {measured} measured goals are reached. The others:"
-    return f"{counted}\n\n{markdown(made).strip()}"
+    return f"{counted}\n\n{markdown(missed).strip()}"
 
 
 def _measured(one: Judged) -> Cell:
