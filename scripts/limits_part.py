@@ -37,10 +37,10 @@ def _goals(results: Path) -> str:
         [
             col("outcome", lambda one: f"{one.outcome}{' (aim)' if one.goal.aim else ''}"),
             col("measure", lambda one: one.goal.measure),
-            col("case", lambda one: one.found.case),
+            col("case", lambda one: one.measured.case),
             col("measured", _measured, "number"),
             col("goal", lambda one: one.goal.threshold, "number"),
-            col("margin", lambda one: one.goal.margin(one.found.value), "percent"),
+            col("margin", lambda one: one.goal.margin(one.measured.value), "percent"),
         ],
     )
     counted = f"{reached} of {measured} measured goals are reached. The others:"
@@ -48,7 +48,7 @@ def _goals(results: Path) -> str:
 
 
 def _measured(one: Judged) -> Cell:
-    value, low, high = one.found.value, one.found.low, one.found.high
+    value, low, high = one.measured.value, one.measured.low, one.measured.high
     if value is None or low is None or high is None:
         return value
     return Interval(value=value, low=low, high=high)

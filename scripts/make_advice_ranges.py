@@ -38,7 +38,7 @@ def observations(results: Path) -> Iterator[tuple[str, str, float]]:
     for path in sorted(results.glob("advise-*.jsonl")):
         records = read_records(path)
         kind = "gpu" if own_step_backtest.facts_in(records).on_gpu else "cpu"
-        for one in own_step_backtest.again(records):
+        for one in own_step_backtest.repredicted(records):
             if not one.together and one.now_ms and one.now_ms > 0:
                 yield kind, one.code, one.realised_ms / one.now_ms
     files = [

@@ -27,7 +27,7 @@ def test_trials_are_predicted_again_from_their_records() -> None:
     assert by_code["fused-optimizer"][4:6] == ["10.74", "right"]
     assert by_code["fused-attention"][2:6] == ["1.648", "1.41", "1.544", "right"]
     assert by_code["compile+fused-attention+fused-optimizer"][4:6] == ["14.09", "right"]
-    assert "4 of 4 gains lie in their ranges" in done.stderr
+    assert "4 of 4 gains are inside their ranges" in done.stderr
 
 
 def test_four_of_five_first_pieces_of_advice_are_right_on_an_h200() -> None:
