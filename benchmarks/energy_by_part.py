@@ -31,9 +31,9 @@ from parts_of_a_step import (
     Call,
     Setting,
     attention,
+    gemms,
     passes,
-    peers_products,
-    products,
+    peers_gemms,
     updates,
 )
 
@@ -76,21 +76,21 @@ USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 class Part:
     name: str
     make: Callable[[Setting], Call]
-    joined: bool | None = None
+    fused: bool | None = None
     """For GEMMs: True if projections with the same input are fused."""
 
     def flops(self, config: ModelConfig, tokens: int) -> int | None:
-        if self.joined is None:
+        if self.fused is None:
             return None
-        return sum(one.flops for one in step_products(config, tokens, joined=self.joined))
+        return sum(one.flops for one in step_products(config, tokens, joined=self.fused))
 
 
 PARTS = (
-    Part(PRODUCTS, products, joined=True),
+    Part(PRODUCTS, gemms, fused=True),
     Part(ATTENTION, attention),
     Part(UPDATES, updates),
     Part(PASSES, passes),
-    Part(PEERS_PRODUCTS, peers_products, joined=False),
+    Part(PEERS_PRODUCTS, peers_gemms, fused=False),
 )
 
 

@@ -66,7 +66,7 @@ class Setting:
         return self.batch, self.config.context, self.config.d_model
 
 
-class Products:
+class Operands:
     """Weights and inputs of every block, and output gradients shared by all blocks."""
 
     def __init__(self, setting: Setting, *, joined: bool, weights: torch.dtype) -> None:
@@ -94,9 +94,9 @@ class Products:
         return reversed(list(self.forward()))
 
 
-def products(setting: Setting) -> Call:
+def gemms(setting: Setting) -> Call:
     """GEMMs of the fused layers and the chunked loss, from stored 16-bit copies of the weights."""
-    operands = Products(setting, joined=True, weights=setting.narrow)
+    operands = Operands(setting, joined=True, weights=setting.narrow)
     chunks = head_chunks(setting.config, setting.tokens, joined=True)
 
     def run() -> object:
@@ -114,7 +114,7 @@ def products(setting: Setting) -> Call:
     return run
 
 
-def _head(operands: Products, chunks: tuple[int, ...]) -> Tensor:
+def _head(operands: Operands, chunks: tuple[int, ...]) -> Tensor:
     """GEMMs of the head and loss, without the work on the logits; returns the weight gradient."""
     vocab = operands.head.shape[0]
     rows = operands.last.new_empty(max(chunks), padded_columns(vocab))
@@ -132,10 +132,10 @@ def _head(operands: Products, chunks: tuple[int, ...]) -> Tensor:
     return total
 
 
-def peers_products(setting: Setting) -> Call:
+def peers_gemms(setting: Setting) -> Call:
     """GEMMs under autocast: a separate one per weight, which is cast before; its gradient is cast
     after. Sums of gradients of a shared input are passes and not included."""
-    operands = Products(setting, joined=False, weights=torch.float32)
+    operands = Operands(setting, joined=False, weights=torch.float32)
 
     def run() -> object:
         narrow: list[dict[str, Tensor]] = [{} for _ in setting.layers]

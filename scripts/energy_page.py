@@ -37,31 +37,31 @@ def energy_section(results: Path) -> Iterator[str]:
         f" {first['torch']}, {commits_of(line['commit'] for line in lines)}: each part of our step"
         " separately, as a CUDA graph that is replayed without pauses, and the full step."
     )
-    findings = [text for account in ledgers for text in _findings(account)]
+    findings = [text for ledger in ledgers for text in _findings(ledger)]
     if findings:
         yield "\n".join(f"- {text}" for text in findings)
     yield markdown(_table(ledgers, lines)).strip()
 
 
-def _findings(account: Account) -> Iterator[str]:
-    step, total, needed = account.taken.get(WHOLE), account.all_parts, account.needed
+def _findings(ledger: Account) -> Iterator[str]:
+    step, total, needed = ledger.taken.get(WHOLE), ledger.all_parts, ledger.needed
     if step is None or total is None or needed is None:
         return
     shares = ", ".join(
-        f"{part} {percent(account.taken[part].joules / step.joules)}" for part in PARTS
+        f"{part} {percent(ledger.taken[part].joules / step.joules)}" for part in PARTS
     )
-    text = f"{account.race}: of the {number(step.joules, 3)} J of a step: {shares}."
+    text = f"{ledger.race}: of the {number(step.joules, 3)} J of a step: {shares}."
     text += f" The parts add up to {number(total.joules, 3)} J."
-    at_limit = account.lasts_ms(needed.joules)
+    at_limit = ledger.lasts_ms(needed.joules)
     if at_limit is not None:
         text += (
             f" With {needed.part} the step would take {number(needed.joules, 3)} J, at least"
-            f" {duration(at_limit)} at {number(account.limit_w or 0.0, 3)} W; the step took"
+            f" {duration(at_limit)} at {number(ledger.limit_w or 0.0, 3)} W; the step took"
             f" {duration(step.ms)}."
         )
-    peers = account.taken.get(PEERS_PRODUCTS)
+    peers = ledger.taken.get(PEERS_PRODUCTS)
     if peers is not None:
-        ratio = peers.joules / account.taken[PRODUCTS].joules
+        ratio = peers.joules / ledger.taken[PRODUCTS].joules
         text += f" The peer's variant of the GEMMs takes {number(ratio, 3)} times the energy."
     yield text
 
@@ -89,7 +89,7 @@ def _table(ledgers: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table
             Column(title="of the step", kind="percent", hint="share of its energy"),
             Column(title="rate", kind="rate", unit="FLOP/s"),
         ),
-        rows=tuple(row for account in ledgers for row in _rows(account)),
+        rows=tuple(row for ledger in ledgers for row in _rows(ledger)),
         caption=" ".join(
             (
                 "Energy by the device's counter, ± one increment. Other passes: norms with residual"
@@ -106,20 +106,20 @@ def _table(ledgers: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table
     )
 
 
-def _rows(account: Account) -> Iterator[tuple[Cell, ...]]:
-    for row in account.rows():
+def _rows(ledger: Account) -> Iterator[tuple[Cell, ...]]:
+    for row in ledger.rows():
         yield (
-            account.race,
+            ledger.race,
             row.part,
             row.ms,
             _energy(row),
             row.watts,
             row.clock_mhz,
-            account.of_the_step(row.joules),
+            ledger.of_the_step(row.joules),
             row.rate,
         )
-    for part, reason in account.lost.items():
-        yield (account.race, part, reason, *[None] * 5)
+    for part, reason in ledger.lost.items():
+        yield (ledger.race, part, reason, *[None] * 5)
 
 
 def _energy(row: Taken) -> Cell:

@@ -105,10 +105,10 @@ def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
         )
     by_hand = [line for line in lines if "hand_ms" in line]
     if by_hand:
-        apart = [abs(_share(_first(line)) - _hand_share(line)) for line in by_hand]
+        differences = [abs(_share(_first(line)) - _hand_share(line)) for line in by_hand]
         yield (
             f"Applied with the program's own flag, {len(by_hand)} of these changes gain a fraction"
-            f" of the step that differs by at most {percent(max(apart))} of the step from the"
+            f" of the step that differs by at most {percent(max(differences))} of the step from the"
             " verified one."
         )
     timed = [line for line in lines if "inspect_ms" in line]

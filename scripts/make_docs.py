@@ -78,13 +78,13 @@ def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
         row = next(row for row in rows if _same(row, peer))
         cells.append((peer["size"], peer["dtype"], peer["variant"], *_changes(row, peer)))
     large = [c for c in cells if c[0] in ("xl", "2.7b") and c[1] == "float32"]
-    apart = max(abs(float(value)) for row in large for value in row[5::3])  # type: ignore[arg-type]
+    difference = max(abs(float(value)) for row in large for value in row[5::3])  # type: ignore[arg-type]
     yield (
         f"Source of the other figures: {peers['source']}. The float32 rows of xl and 2.7b are"
-        f" GEMM-bound and differ by at most {apart:.1%}. The other rows differ more: that model"
-        " launches more and smaller kernels, which shows as soon as the GEMMs are fast. `python"
-        " benchmarks/written_out.py --size xl --context 512 --dtype bfloat16` runs our operations"
-        " unfused in the same way (see the log)."
+        f" GEMM-bound and differ by at most {difference:.1%}. The other rows differ more: that"
+        " model launches more and smaller kernels, which shows as soon as the GEMMs are fast."
+        " `python benchmarks/written_out.py --size xl --context 512 --dtype bfloat16` splits our"
+        " operations in the same way (see the log)."
     )
     yield markdown(
         Table(
@@ -165,7 +165,7 @@ def _tile_table(tried: list[dict[str, Any]]) -> Table:
         for row in own[:FASTEST]:
             layout = f"{row['m']}×{row['n']}, {row['warps']} warps, {row['stages']} stages"
             extras = [
-                *(["held"] if row["hold"] else []),
+                *(["fixed tile in registers"] if row["hold"] else []),
                 *([f"groups of {row['group']}"] if row["group"] > 1 else []),
                 *([f"at most {row['registers']} registers"] if row["registers"] else []),
                 *([row["precision"]] if row["dtype"] == "float32" else []),

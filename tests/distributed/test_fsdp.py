@@ -185,10 +185,10 @@ def test_a_checkpoint_can_be_loaded_with_another_number_of_ranks(tmp_path: Path)
     first: State = {}
     straight: list[float] = []
     for ranks, load, save in zip(RELOADS, paths, paths[1:], strict=False):
-        for held, losses in launch(save_and_continue, (load, save), ranks=ranks, limits=LIMITS):
-            first, straight = first or held, straight or losses
-            assert held.keys() == first.keys()
-            assert all(torch.equal(held[name], value) for name, value in first.items()), ranks
+        for params, losses in launch(save_and_continue, (load, save), ranks=ranks, limits=LIMITS):
+            first, straight = first or params, straight or losses
+            assert params.keys() == first.keys()
+            assert all(torch.equal(params[name], value) for name, value in first.items()), ranks
             assert len(losses) == CONTINUED_STEPS
             assert losses == pytest.approx(straight, abs=1e-6)
     assert not list(tmp_path.glob("*.part"))

@@ -127,7 +127,7 @@ class RanMatmuls(TorchDispatchMode):
 class TestParts:
     @pytest.mark.parametrize(
         ("make", "joined"),
-        [(parts_of_a_step.products, True), (parts_of_a_step.peers_products, False)],
+        [(parts_of_a_step.gemms, True), (parts_of_a_step.peers_gemms, False)],
     )
     def test_the_gemms_that_run_are_those_that_are_counted(
         self,
@@ -151,7 +151,7 @@ class TestParts:
     def test_block_gradients_have_the_requested_dtype_and_the_head_is_float32(
         self, gradients: torch.dtype
     ) -> None:
-        outputs: Any = parts_of_a_step.products(Setting(TINY, 3, HERE, gradients=gradients))()
+        outputs: Any = parts_of_a_step.gemms(Setting(TINY, 3, HERE, gradients=gradients))()
         head = next(i for i, x in enumerate(outputs) if x.shape == (40, 32))
         assert outputs[head].dtype == torch.float32
         assert len(outputs) == 2 * 4 + 1 + 2 * 4
@@ -238,9 +238,9 @@ class TestParts:
             WHOLE,
         ]
         assert all("counter" in line["lost"] for line in lines)
-        (account,) = accounts(lines)
-        assert (account.rows(), account.all_parts, account.needed) == ([], None, None)
-        assert sum("counter" in row for row in energy_by_part.table(account)) == 6
+        (ledger,) = accounts(lines)
+        assert (ledger.rows(), ledger.all_parts, ledger.needed) == ([], None, None)
+        assert sum("counter" in row for row in energy_by_part.table(ledger)) == 6
 
 
 def _counted(function: Callable[..., Any], name: str, calls: Counter[str]) -> Callable[..., Any]:
@@ -264,7 +264,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [x for each in value for x in _tensors(each)]
     if isinstance(value, dict):
         return [x for each in value.values() for x in _tensors(each)]
-    return _tensors(vars(value)) if isinstance(value, parts_of_a_step.Products) else []
+    return _tensors(vars(value)) if isinstance(value, parts_of_a_step.Operands) else []
 
 
 class TestForm:

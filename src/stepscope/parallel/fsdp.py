@@ -295,7 +295,7 @@ def _refuse_gradients_of(name: str) -> Callable[[Tensor | None], None]:
 
 @torch.no_grad()
 def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, size: int) -> None:
-    """Average the gradients of small parameters in one message. Each has a flag that tells whether
+    """Average the gradients of small parameters in one message. Each has a flag for whether
     any rank has a gradient."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad / size for p in parameters]
     flags = torch.tensor([float(p.grad is not None) for p in parameters], device=parts[0].device)

@@ -90,7 +90,7 @@ class VerifyingReader(FileSystemReader):
             name, end = stored.relative_path, stored.offset + stored.length
             if self.sums is not None and end > expected.get(name, 0):
                 raise ParallelError(
-                    f"{self._folder / _METADATA} places {index.fqn} outside of {name}", _HINT
+                    f"{self._folder / _METADATA} locates {index.fqn} outside of {name}", _HINT
                 )
             expected[name] = max(expected.get(name, 0), end)
         for name, size in expected.items():
