@@ -63,14 +63,14 @@ from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import NotCopied, refuse_early_steps, refuse_sparse_gradients
 from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch
-from stepscope.parallel.sharded_module import IN_PLACE_OF_A_COPY, Unit
+from stepscope.parallel.sharded_module import COPY_HINT, Unit
 from stepscope.parallel.sharded_parameter import ShardedParameter
 from stepscope.torch_tools.gradient_hooks import hook_for_life
 
 
 class FSDP(NotCopied, nn.Module):
     label = "FSDP"
-    instead = IN_PLACE_OF_A_COPY
+    instead = COPY_HINT
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
 if TYPE_CHECKING:
     from stepscope.parallel.fsdp import FSDP
 
-IN_PLACE_OF_A_COPY = (
+COPY_HINT = (
     "for averages of weights copy its parameters(); for a model of one process load"
     " gather_full_params() into a new module"
 )
@@ -30,7 +30,7 @@ class Unit(NotCopied):
     """A module that owns parameters. They are full and in the compute dtype while it runs."""
 
     label = "a module wrapped by FSDP"
-    instead = IN_PLACE_OF_A_COPY
+    instead = COPY_HINT
 
     def __init__(self, owner: nn.Module, root: FSDP) -> None:
         self._root = root
