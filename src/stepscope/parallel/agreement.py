@@ -42,6 +42,8 @@ class Message(NamedTuple):
 
 
 class Agreement:
+    """Exchanges one small message per step between the ranks and raises if they disagree."""
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

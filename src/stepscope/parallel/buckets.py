@@ -19,6 +19,8 @@ class Item(NamedTuple):
 
 
 class Bucket(NamedTuple):
+    """Gradients that are reduced together."""
+
     items: tuple[int, ...]
     """Indices into the list of items, in the order in which a backward finishes them."""
     offsets: tuple[int, ...]

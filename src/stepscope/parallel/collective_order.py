@@ -59,6 +59,8 @@ class Past(NamedTuple):
 
 
 class Order:
+    """The sequence of collectives of this rank, compared with those of the other ranks."""
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)

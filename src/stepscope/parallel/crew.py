@@ -29,6 +29,8 @@ _OTHERS_WORD = timedelta(seconds=2)
 
 
 class Crew:
+    """The ranks of a torchrun job, which run one task after the other."""
+
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
         self.rank = int(variables["RANK"])
         self.size = int(variables["WORLD_SIZE"])

@@ -60,6 +60,8 @@ class SyncTiming(NamedTuple):
 
 
 class DDP(NotCopied, nn.Module):
+    """Data-parallel wrapper of a module; the module docstring describes its use."""
+
     label = "DDP"
     instead = "copy its .module, and wrap the copy if it is to be trained on several ranks"
 

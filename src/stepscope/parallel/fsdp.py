@@ -69,6 +69,8 @@ from stepscope.torch_tools.gradient_hooks import hook_for_life
 
 
 class FSDP(NotCopied, nn.Module):
+    """Fully sharded wrapper of a module; the module docstring describes its use."""
+
     label = "FSDP"
     instead = COPY_HINT
 

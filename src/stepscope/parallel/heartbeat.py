@@ -26,6 +26,8 @@ _FIELDS = 8
 
 
 class State(IntEnum):
+    """State of a rank, as its supervisor sees it."""
+
     STARTING = 0
     WORKING = 1
     WAITING = 2

@@ -40,6 +40,8 @@ class Parcel(NamedTuple):
 
 
 class OwnedParameters:
+    """The `broadcast` division: each parameter, or range of rows, has one owner."""
+
     def __init__(
         self, make: Make, bucket_mb: float, group: dist.ProcessGroup | None, by_rows: bool
     ) -> None:

@@ -331,6 +331,8 @@ class Result:
 
 
 class Opened:
+    """A result after unpickling: its value, or the error."""
+
     def __init__(self, data: bytes) -> None:
         self.value: Any = None
         self.error: str | None = None

@@ -86,6 +86,8 @@ class Entry(NamedTuple):
 
 
 class ShardedOptimizer(Optimizer):
+    """Any torch optimizer with its state sharded across the ranks (ZeRO stage 1)."""
+
     def __init__(
         self,
         params: ParamsT,

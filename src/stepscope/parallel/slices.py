@@ -33,6 +33,8 @@ class Line(NamedTuple):
 
 
 class SlicedParameters:
+    """The `scatter` division: each rank owns an equal slice of the flattened parameters."""
+
     def __init__(self, make: Make, group: dist.ProcessGroup | None) -> None:
         self._make = make
         self._group = group

@@ -28,6 +28,8 @@ RENDEZVOUS = "STEPSCOPE_RENDEZVOUS"
 
 @dataclass(frozen=True)
 class World:
+    """Rank, world size, device and backend of this process."""
+
     rank: int
     size: int
     local_rank: int
