@@ -1,13 +1,13 @@
-"""Predictions of `advise` against records of an H200 that were made for other questions.
+"""Predictions of `advise` compared with records of an H200 that were made for other questions.
 
     python benchmarks/advice_backtest.py
     python benchmarks/advice_backtest.py --results results --json
 
-Two records that differ by one setting are a change and what came of it. The prediction is made from
-the first one's ledger alone; what was realised is the ratio of both steps, where possible of one
-session: the machine's host is shared, and its speed changes from day to day. Exits with 1 where
-fewer than SHARE of the changes that are advised are right: a gain, within a third of the predicted,
-or where fewer peaks of the memory are predicted.
+Two records that differ by one setting are a change and its result. The prediction uses only the
+ledger of the first one; the realised gain is the ratio of both steps, of one session if possible:
+the machine's host is shared, and its speed changes from day to day. Exits with 1 if fewer than
+SHARE of the advised changes are right (a gain within a third of the prediction), or if fewer memory
+peaks are predicted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SHARE = 0.8
 FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl", "compile_h200.jsonl")
 MEMORY = "memory_h200.jsonl"
 NEAR = 0.03
-"""A peak is predicted if it is off by no more than this share of it."""
+"""A peak counts as predicted if the error is at most this fraction of it."""
 _SHAPE = ("size", "table", "context", "batch", "mode")
 _BLOCKS = 12
-"""Any number of blocks that are alike will do."""
+"""Number of identical blocks; any number gives the same result."""
 
 
 class Pair(NamedTuple):
@@ -62,14 +62,14 @@ class Pair(NamedTuple):
 
     @property
     def off(self) -> float:
-        """Of what was predicted."""
+        """Relative error of the prediction."""
         if not self.predicted_ms:
             return float("inf") if self.realised_ms else 0.0
         return abs(self.realised_ms - self.predicted_ms) / abs(self.predicted_ms)
 
 
 def changed(one: Record, **settings: str) -> tuple[object, ...]:
-    """What a record is of, with some of it changed."""
+    """Key of a record's case, with some settings replaced."""
     config = {"compile": "no", "optimizer": "torch", "attention": "reference"} | one.config
     names = (*_SHAPE, "dtype", "attention", "compile", "optimizer")
     return tuple({**config, **settings}.get(name) for name in names)
@@ -101,7 +101,7 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
                 realised = facts.step_ms * (1 - after / before)
                 yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
         yield from _together(record, facts, files)
-        yield from _in_turns(record, facts, advised, files)
+        yield from _interleaved(record, facts, advised, files)
         yield from _replayed(record, facts)
         yield from _larger(record, facts)
 
@@ -109,7 +109,7 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
 def _together(
     record: Record, facts: Facts, files: Sequence[tuple[str, Sequence[Record]]]
 ) -> Iterator[Pair]:
-    """Of another session: compiled blocks with attention in one kernel and the update in one."""
+    """Pairs of another session: compiled blocks with fused attention and a fused optimizer."""
     codes = ["fused-attention", "compile-blocks"]
     settings = {"attention": "sdpa", "compile": "block"}
     if record.config["mode"] == "train-step":
@@ -128,20 +128,20 @@ def _together(
                 )
 
 
-def _in_turns(
+def _interleaved(
     record: Record,
     facts: Facts,
     advised: dict[str, float],
     files: Sequence[tuple[str, Sequence[Record]]],
 ) -> Iterator[Pair]:
-    """Eager and compiled in one process, of the study `compile`."""
+    """Eager and compiled steps of one process, from the study `compile`."""
     wanted, code = changed(record, compile="block"), "compile-blocks"
     for name, records in files:
         for other in records:
             if other.study != "compile" or changed(other) != wanted or code not in advised:
                 continue
             before, after = (
-                median_ms(other, "step", variant=form) for form in ("eager", "compiled")
+                median_ms(other, "step", variant=side) for side in ("eager", "compiled")
             )
             if before is not None and after is not None:
                 realised = facts.step_ms * (1 - after / before)
@@ -149,7 +149,7 @@ def _in_turns(
 
 
 def _replayed(record: Record, facts: Facts) -> Iterator[Pair]:
-    """As a graph of its own kernels: forward and backward, without the update."""
+    """Replay of the step's kernels as a CUDA graph: forward and backward, without the update."""
     replay, fixed = median_ms(record, "graph_replay"), ("optimizer",)
     marks = [median_ms(record, phase) or 0.0 for phase in ("forward", "loss", "backward")]
     step = sum(marks) if any(marks) else facts.step_ms
@@ -162,7 +162,7 @@ def _replayed(record: Record, facts: Facts) -> Iterator[Pair]:
 
 
 def _larger(record: Record, facts: Facts) -> Iterator[Pair]:
-    """More samples at once, for as many samples."""
+    """A larger batch, per sample."""
     batch, took = record.quantity("larger_batch"), median_ms(record, "larger_batch")
     if batch is None or took is None:
         return
@@ -183,60 +183,68 @@ class Peaks(NamedTuple):
 
     @property
     def off(self) -> float:
-        """Of the peak: many a change moves it by nothing."""
+        """Error relative to the peak, since many changes do not affect it."""
         return abs(self.predicted_bytes - self.realised_bytes) / self.peak_bytes
 
 
 def peaks(records: Sequence[Record]) -> Iterator[Peaks]:
-    """By how much a change of format, or of attention, lowers the peak of a step."""
-    held = {
+    """Reduction of a step's peak memory by a change of dtype or attention."""
+    by_case = {
         changed(one): one
         for one in records
         if one.status == "ok" and one.config["mode"] == "train-step"
     }
-    for record in held.values():
+    for record in by_case.values():
         facts = memory_facts(record)
         for code, settings in (
             ("bfloat16", {"dtype": "bfloat16"}),
             ("fused-attention", {"attention": "sdpa"}),
         ):
-            other = held.get(changed(record, **settings))
+            other = by_case.get(changed(record, **settings))
             if other is None or other is record:
                 continue
             for one in judged(facts):
                 if one.advice.code == code:
                     after = int(other.quantity("peak_bytes") or 0)
                     yield Peaks(
-                        code, record.case, facts.peak_bytes, one.advice.gain_bytes,
+                        code,
+                        record.case,
+                        facts.peak_bytes,
+                        one.advice.gain_bytes,
                         facts.peak_bytes - after,
-                    )  # fmt: skip
+                    )
 
 
 def memory_facts(record: Record) -> Facts:
-    """A record of the study `memory` has no times: any will do."""
-    account = Account(record)
-    # The study lists the tensors of one block, and the bytes of all by line.
-    most = max(account.phases, key=lambda peak: saved_bytes(peak.lines))
+    """Facts of a record of the study `memory`, which has no times: arbitrary ones are used."""
+    ledger = Account(record)
+    # The study lists the tensors of one block, and the bytes of all blocks by line.
+    most = max(ledger.phases, key=lambda peak: saved_bytes(peak.lines))
     scores = sum(size for line, size in most.lines.items() if "softmax" in line)
     if record.config["dtype"] == "bfloat16":
-        # Kept by the softmax in float32, and by the product that follows in half of that.
+        # Saved by the softmax in float32, and by the following matmul in half of that.
         scores += scores // 2
-    held = account_facts(account) | {"score_bytes": scores}
-    written = PhaseWork(name="forward", classes={"matmul": 1.0, "softmax": 1.0})
+    fields = account_facts(ledger) | {"score_bytes": scores}
+    naive = PhaseWork(name="forward", classes={"matmul": 1.0, "softmax": 1.0})
     return Facts(
-        on_gpu=True, step_ms=1.0, dtype=record.config["dtype"], phases=(written,),
-        attention=(written,), peak_bytes=int(record.quantity("peak_bytes") or 0),
-        **held, parameters=int(record.quantity("parameters") or 0),
+        on_gpu=True,
+        step_ms=1.0,
+        dtype=record.config["dtype"],
+        phases=(naive,),
+        attention=(naive,),
+        peak_bytes=int(record.quantity("peak_bytes") or 0),
+        **fields,
+        parameters=int(record.quantity("parameters") or 0),
         rates={"float32": 1.0, "bfloat16": 2.0},
-    )  # fmt: skip
+    )
 
 
-def table(found: Sequence[Pair]) -> str:
+def table(rows: Sequence[Pair]) -> str:
     lines = [
         "| change | step | (ms) | predicted | realised | off by | |",
         "| :--- | :--- | ---: | ---: | ---: | ---: | :--- |",
     ]
-    for one in found:
+    for one in rows:
         verdict = "right" if one.right else "wrong" if one.advised else "not advised"
         lines.append(
             f"| {one.change} | {one.case} | {one.step_ms:.4g} | {one.predicted_ms:.4g} |"
@@ -245,9 +253,9 @@ def table(found: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-def summary(found: Sequence[Pair]) -> dict[str, dict[str, int]]:
-    """By change: pairs, how many would be advised, how many of those are right, and how many were
-    left out although they gain more than what is worth it."""
+def summary(rows: Sequence[Pair]) -> dict[str, dict[str, int]]:
+    """Per change: pairs, how many would be advised, how many of those are right, and how many were
+    not advised although their gain is worth it."""
     return {
         code: {
             "pairs": len(own),
@@ -257,43 +265,43 @@ def summary(found: Sequence[Pair]) -> dict[str, dict[str, int]]:
                 not one.advised and one.realised_ms > 2 * WORTH * one.step_ms for one in own
             ),
         }
-        for code in dict.fromkeys(one.change for one in found)
-        if (own := [one for one in found if one.change == code])
+        for code in dict.fromkeys(one.change for one in rows)
+        if (own := [one for one in rows if one.change == code])
     }
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--results", type=Path, default=Path("results"))
-    words.add_argument("--json", action="store_true")
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
     files = [
-        (name, read_records(given.results / name))
+        (name, read_records(args.results / name))
         for name in FILES
-        if (given.results / name).exists()
+        if (args.results / name).exists()
     ]
     if not any(name == FILES[0] for name, _ in files):
-        raise StepscopeError(f"{given.results} has no {FILES[0]}", "name another folder")
-    found = sorted(pairs(files), key=lambda one: (one.change, one.source))
-    counted = summary(found)
-    memory = given.results / MEMORY
+        raise StepscopeError(f"{args.results} has no {FILES[0]}", "name another folder")
+    rows = sorted(pairs(files), key=lambda one: (one.change, one.source))
+    counted = summary(rows)
+    memory = args.results / MEMORY
     lowered = list(peaks(read_records(memory))) if memory.exists() else []
     near = sum(one.off <= NEAR for one in lowered)
-    if given.json:
-        told = {"pairs": [one._asdict() for one in found], "summary": counted}
-        told |= {"peaks": [one._asdict() for one in lowered], "peaks_near": near}
-        print(json.dumps(told))
+    if args.json:
+        result = {"pairs": [one._asdict() for one in rows], "summary": counted}
+        result |= {"peaks": [one._asdict() for one in lowered], "peaks_near": near}
+        print(json.dumps(result))
     else:
         for one in lowered:
             print(
                 f"peak, {one.change}, {one.case}: {one.predicted_bytes / 2**30:.2f} GiB predicted,"
                 f" {one.realised_bytes / 2**30:.2f} realised of {one.peak_bytes / 2**30:.1f}"
             )
-        print(table(found))
+        print(table(rows))
         for code, numbers in counted.items():
-            told = ", ".join(f"{value} {name}" for name, value in numbers.items())
-            print(f"{code}: {told}")
-    advised = [one for one in found if one.advised]
+            text = ", ".join(f"{value} {name}" for name, value in numbers.items())
+            print(f"{code}: {text}")
+    advised = [one for one in rows if one.advised]
     right = sum(one.right for one in advised)
     print(f"{right} of {len(advised)} advised changes are right", file=sys.stderr)
     print(f"{near} of {len(lowered)} peaks within {NEAR:.0%}", file=sys.stderr)

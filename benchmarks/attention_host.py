@@ -1,10 +1,10 @@
-"""How long a call of attention takes at short lengths, the host's share included.
+"""Time of an attention call at short lengths, including host time.
 
     python benchmarks/attention_host.py
 
-Calls follow each other without a wait, as in a training loop, and the clock stops when the GPU is
-done. Compared: the public call with our kernels, the public call as it chooses, and torch's
-`scaled_dot_product_attention` called directly. The three take turns. Needs a GPU.
+Calls follow each other without synchronization, as in a training loop, and the clock stops when the
+GPU is idle. Compared are the public call with our kernels, the public call with automatic choice,
+and torch's `scaled_dot_product_attention` called directly, interleaved. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ def microseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     for call in calls.values():
         microseconds(call)
     rounds = [{name: microseconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    return {name: statistics.median(held[name] for held in rounds) for name in calls}
+    return {name: statistics.median(taken[name] for taken in rounds) for name in calls}
 
 
 def main() -> None:
-    ways: dict[str, Callable[..., Tensor]] = {
+    implementations: dict[str, Callable[..., Tensor]] = {
         "triton": functools.partial(attention, impl="triton"),
         "auto": attention,
         "torch": scaled_dot_product_attention,
     }
-    print("microseconds a call (1, 1, length, d), bfloat16, causal")
-    print(f"{'pass':<10} {'d':>4} {'length':>7}" + "".join(f" {name:>9}" for name in ways))
+    print("microseconds per call (1, 1, length, d), bfloat16, causal")
+    print(
+        f"{'pass':<10} {'d':>4} {'length':>7}" + "".join(f" {name:>9}" for name in implementations)
+    )
     for head in HEADS:
         for length in LENGTHS:
             inputs = [
@@ -58,16 +60,21 @@ def main() -> None:
             ]
             q, k, v = (x.requires_grad_() for x in inputs[:3])
 
-            def forward(way: Callable[..., Tensor], q=q, k=k, v=v) -> Tensor:
+            def forward(attend: Callable[..., Tensor], q=q, k=k, v=v) -> Tensor:
                 with torch.no_grad():
-                    return way(q, k, v, is_causal=True)
+                    return attend(q, k, v, is_causal=True)
 
-            def both(way: Callable[..., Tensor], q=q, k=k, v=v, grad=inputs[3]) -> object:
-                return torch.autograd.grad(way(q, k, v, is_causal=True), (q, k, v), grad)
+            def both(attend: Callable[..., Tensor], q=q, k=k, v=v, grad=inputs[3]) -> object:
+                return torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
 
             for name, call in (("forward", forward), ("both", both)):
-                times = in_turns({key: functools.partial(call, way) for key, way in ways.items()})
-                cells = "".join(f" {times[key]:>9.1f}" for key in ways)
+                times = interleaved(
+                    {
+                        key: functools.partial(call, attend)
+                        for key, attend in implementations.items()
+                    }
+                )
+                cells = "".join(f" {times[key]:>9.1f}" for key in implementations)
                 print(f"{name:<10} {head:>4} {length:>7}{cells}")
 
 

@@ -1,12 +1,12 @@
-"""Updates of AdamW beside the products of a backward: what running both at once brings.
+"""AdamW updates overlapped with the GEMMs of a backward: the gain from running both concurrently.
 
     python benchmarks/beside_products.py --size xl --context 512
 
-The products that a backward makes for some blocks (gradients of inputs and weights, in the formats
-of bfloat16 autocast) and the updates of their weights, as CUDA graphs: each alone, one after the
-other, and updates wherever a product leaves a processor idle. The graphs take turns. Also counts
-the fills that cuBLAS puts between its products. It takes about 10 seconds;
-`CUBLAS_WORKSPACE_CONFIG=:0:0` before it shows products without work space.
+The GEMMs of a backward of some blocks (gradients of inputs and weights, in the dtypes of bfloat16
+autocast) and the updates of their weights, as CUDA graphs: each alone, one after the other, and
+overlapped, where updates use the SMs that a GEMM leaves idle. The graphs run interleaved. Also
+counts the fills that cuBLAS inserts between its GEMMs. It takes about 10 seconds; with
+`CUBLAS_WORKSPACE_CONFIG=:0:0` the GEMMs run without workspace.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from stepscope.optim.triton_adamw import update_one
 
 Call = Callable[[], None]
 BATCH, BYTES_OF_AN_UPDATE = 4, 30
-"""Weight and moments read and written, the gradient read, a copy of two bytes written."""
+"""Bytes per element: weight and moments read and written, gradient read, 16-bit copy written."""
 
 
 class Layer:
-    """A weight with what its backward reads and what AdamW holds of it."""
+    """A weight with the inputs of its backward and its AdamW state."""
 
     def __init__(self, rows: int, columns: int, tokens: int) -> None:
         half = {"device": "cuda", "dtype": torch.bfloat16}
         self.copy = torch.randn(rows, columns, **half)  # type: ignore[call-overload]
         self.input = torch.randn(tokens, columns, **half)  # type: ignore[call-overload]
         self.grad_output = torch.randn(tokens, rows, **half)  # type: ignore[call-overload]
-        self.held = [torch.rand(rows, columns, device="cuda") for _ in range(3)]
+        self.state = [torch.rand(rows, columns, device="cuda") for _ in range(3)]
         self.gradient = torch.rand(rows, columns, device="cuda")
 
-    def products(self) -> None:
+    def gemms(self) -> None:
         torch.mm(self.grad_output, self.copy)
         self.gradient = matmul_to_dtype(self.grad_output.t(), self.input, torch.float32)
 
     def update(self, settings: Tensor) -> None:
-        weight, mean, square = self.held
+        weight, mean, square = self.state
         update_one(weight, self.gradient, mean, square, self.copy, settings, 0)
 
 
@@ -59,22 +59,22 @@ class Backward:
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.moved = BYTES_OF_AN_UPDATE * sum(layer.gradient.numel() for layer in self.layers)
 
-    def products(self) -> None:
+    def gemms(self) -> None:
         for layer in self.layers:
-            layer.products()
+            layer.gemms()
 
     def updates(self) -> None:
         for layer in self.layers:
             layer.update(self.settings)
 
     def one_after_the_other(self) -> None:
-        self.products()
+        self.gemms()
         self.updates()
 
     def both(self) -> None:
         first = torch.cuda.current_stream()
         for layer in self.layers:
-            layer.products()
+            layer.gemms()
             self.side.wait_stream(first)
             with torch.cuda.stream(self.side):
                 layer.update(self.settings)
@@ -105,17 +105,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     backward = Backward(options.size, options.context, options.blocks)
-    forms: dict[str, Call] = {
-        "products alone": backward.products,
+    variants: dict[str, Call] = {
+        "GEMMs alone": backward.gemms,
         "updates alone": backward.updates,
         "one after the other": backward.one_after_the_other,
-        "updates beside products": backward.both,
+        "updates overlapped with GEMMs": backward.both,
     }
-    graphs = {name: captured(work) for name, work in forms.items()}
+    graphs = {name: captured(work) for name, work in variants.items()}
     timing = time_interleaved(
-        {name: graph.replay for name, graph in graphs.items()}, pick_device("cuda"),
-        warmup=2, rounds=options.rounds,
-    )  # fmt: skip
+        {name: graph.replay for name, graph in graphs.items()},
+        pick_device("cuda"),
+        warmup=2,
+        rounds=options.rounds,
+    )
     print(f"{options.blocks} blocks of {options.size}, {BATCH} × {options.context}")
     for series in timing.series:
         if series.clock != "device":
@@ -124,9 +126,7 @@ def main() -> None:
         rate = (
             f", {backward.moved / ms * 1e-9:.2f} TB/s" if series.variant == "updates alone" else ""
         )
-        more = (
-            f", {fills(graphs[series.variant])} fills" if series.variant == "products alone" else ""
-        )
+        more = f", {fills(graphs[series.variant])} fills" if series.variant == "GEMMs alone" else ""
         print(f"{series.variant}: {ms:.3f} ms{rate}{more}")
 
 

@@ -1,15 +1,15 @@
-"""The fused pieces of a step against their eager form and torch.compile: time and memory.
+"""The fused pieces of a step compared with eager and torch.compile: time and memory.
 
     python benchmarks/fused_pieces.py
     python benchmarks/fused_pieces.py adamw swiglu --out results/pieces_h200.jsonl
 
-Forward and backward together (an optimizer: one step), in bfloat16 as under autocast: the stream
-and all weights in float32, gradients of weights too. The ways take turns, since a GPU at work
-lowers its clock, and each starts behind work that lasts until the host has issued it, for 20 ms at
-most: until then times are the device's alone. `cublasLt` has torch ask that library first. Memory
-is the peak above the inputs; copies of weights that ours keeps are in it. With --out, pieces that
-are measured take the place of those in the file. Needs a GPU: about four minutes on an H200, half
-of it the compiler's.
+Forward and backward together (for an optimizer: one step), in bfloat16 as under autocast: the
+residual stream and all weights in float32, weight gradients too. The variants are interleaved,
+because a GPU lowers its clock under load, and each starts behind work that lasts until the host has
+issued it, for at most 20 ms: up to that, times are device times. `cublasLt` makes torch prefer that
+library. Memory is the peak above the inputs, including stored copies of weights. With --out,
+measured pieces replace those in the file. Needs a GPU: about four minutes on an H200, half of it
+compilation.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ SHAPES = (
 class Race:
     piece: str
     shape: str
-    ways: dict[str, Call]
+    variants: dict[str, Call]
 
 
 def both_passes(function: Function, inputs: list[Tensor], grads: list[Tensor] | None) -> Call:
-    """A call of the function and of its backward, which leaves no graph behind."""
+    """A call of the function and its backward, which frees the graph."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     learn = [x for x in leaves if x.requires_grad]
 
     def run() -> object:
-        made = function(*leaves)
-        outputs = made if isinstance(made, tuple) else (made,)
+        result = function(*leaves)
+        outputs = result if isinstance(result, tuple) else (result,)
         return torch.autograd.grad(outputs, learn, grads)
 
     return run
 
 
-def ways(
+def variants_of(
     plain: Function, fused: Function, inputs: list[Tensor], grads: list[Tensor] | None
 ) -> dict[str, Call]:
     return {
@@ -100,8 +100,10 @@ def head_and_loss(shape: Shape, device: torch.device) -> Race:
     def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(functional.linear(x, weight), targets)
 
-    made = ways(autocast(plain), autocast(linear_cross_entropy), [x, weight, targets], None)
-    return Race("linear-cross-entropy", shape.name, made)
+    variants = variants_of(
+        autocast(plain), autocast(linear_cross_entropy), [x, weight, targets], None
+    )
+    return Race("linear-cross-entropy", shape.name, variants)
 
 
 def embedding(shape: Shape, device: torch.device) -> Race:
@@ -109,23 +111,23 @@ def embedding(shape: Shape, device: torch.device) -> Race:
 
 
 def embedding_of_a_text(shape: Shape, device: torch.device) -> Race:
-    """Where words are as frequent as in a language, by Zipf's law."""
-    often = 1 / torch.arange(1, shape.vocab + 1, device=device)
-    return _embedding("embedding-text", shape, often)
+    """Tokens with the frequencies of a language, by Zipf's law."""
+    frequency = 1 / torch.arange(1, shape.vocab + 1, device=device)
+    return _embedding("embedding-text", shape, frequency)
 
 
-def _embedding(piece: str, shape: Shape, often: Tensor) -> Race:
-    """With as many tokens as the kernel is for."""
+def _embedding(piece: str, shape: Shape, frequency: Tensor) -> Race:
+    """With at most as many tokens as the kernel supports."""
     tokens = min(shape.tokens, MOST_TOKENS)
-    weight = torch.randn(shape.vocab, shape.d_model, device=often.device)
-    held = torch.multinomial(often, tokens, replacement=True)
+    weight = torch.randn(shape.vocab, shape.d_model, device=frequency.device)
+    drawn = torch.multinomial(frequency, tokens, replacement=True)
 
     def plain(tokens: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(tokens, weight)
 
-    grads = [torch.randn(tokens, shape.d_model, device=often.device)]
-    made = ways(plain, embedded, [held, weight], grads)
-    return Race(piece, f"{shape.name.partition(',')[0]}, {tokens} tokens", made)
+    grads = [torch.randn(tokens, shape.d_model, device=frequency.device)]
+    variants = variants_of(plain, embedded, [drawn, weight], grads)
+    return Race(piece, f"{shape.name.partition(',')[0]}, {tokens} tokens", variants)
 
 
 def sum_and_norm(shape: Shape, device: torch.device) -> Race:
@@ -141,7 +143,7 @@ def sum_and_norm(shape: Shape, device: torch.device) -> Race:
         return add_rms_norm(x, branch, weight, 1e-5, out_dtype=torch.bfloat16)
 
     grads = [torch.randn_like(stream), torch.randn_like(branch)]
-    return Race("add-norm", shape.name, ways(plain, fused, [stream, branch, weight], grads))
+    return Race("add-norm", shape.name, variants_of(plain, fused, [stream, branch, weight], grads))
 
 
 def gated(shape: Shape, device: torch.device) -> Race:
@@ -152,11 +154,11 @@ def gated(shape: Shape, device: torch.device) -> Race:
     def plain(gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate) * up
 
-    return Race("swiglu", shape.name, ways(plain, swiglu, [gate, up], [grad]))
+    return Race("swiglu", shape.name, variants_of(plain, swiglu, [gate, up], [grad]))
 
 
 def rotated(shape: Shape, device: torch.device) -> Race:
-    """With a copy before it in every way, which stands for the projection that made x."""
+    """Rotation of a copy of x, which stands for the output of the projection."""
     x = torch.randn(1, shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     d_head = shape.d_model // shape.heads
     table = RotaryEmbedding(d_head, shape.tokens, device=device)
@@ -170,7 +172,7 @@ def rotated(shape: Shape, device: torch.device) -> Race:
     def fused(x: Tensor) -> Tensor:
         return rotated_heads_(x.clone(), table.cos, table.sin, shape.heads)
 
-    return Race("rotary", shape.name, ways(plain, fused, [x], [torch.randn_like(heads(x))]))
+    return Race("rotary", shape.name, variants_of(plain, fused, [x], [torch.randn_like(heads(x))]))
 
 
 def autocast(function: Function) -> Function:
@@ -182,7 +184,7 @@ def autocast(function: Function) -> Function:
 
 
 def by_cublaslt(run: Call) -> Call:
-    """The same call with torch's other library for matrix products."""
+    """The same call with cuBLASLt as torch's preferred BLAS library."""
 
     def other() -> object:
         before = torch.backends.cuda.preferred_blas_library()
@@ -196,8 +198,8 @@ def by_cublaslt(run: Call) -> Call:
 
 
 def projections(shape: Shape, device: torch.device) -> Race:
-    """Queries, keys and values of one input as attention wants them; the casts of the weights are
-    part of it where they are not kept."""
+    """Queries, keys and values of one input in the layout of attention, including the casts of
+    weights that are not stored."""
     x = torch.randn(1, shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(shape.d_model, shape.d_model, device=device) * 0.02 for _ in range(3)]
     d_head = shape.d_model // shape.heads
@@ -214,16 +216,16 @@ def projections(shape: Shape, device: torch.device) -> Race:
 
     copies = WeightCopies()
 
-    def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def fused(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         parts = fused_linear(x, weights, copies)
         return rotated_parts_(parts, table.cos, table.sin, shape.heads)
 
-    made = ways(autocast(plain), autocast(joined), [x, *weights], grads)
-    made["ours, cublasLt"] = by_cublaslt(made["ours"])
-    return Race("projections", shape.name, made)
+    variants = variants_of(autocast(plain), autocast(fused), [x, *weights], grads)
+    variants["ours, cublasLt"] = by_cublaslt(variants["ours"])
+    return Race("projections", shape.name, variants)
 
 
-def whole_feed_forward(shape: Shape, device: torch.device) -> Race:
+def full_feed_forward(shape: Shape, device: torch.device) -> Race:
     x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     wide = [torch.randn(shape.d_ff, shape.d_model, device=device) * 0.02 for _ in range(2)]
     back = torch.randn(shape.d_model, shape.d_ff, device=device) * 0.02
@@ -237,34 +239,34 @@ def whole_feed_forward(shape: Shape, device: torch.device) -> Race:
         return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, keep))
 
     inputs, grads = [x, *wide, back], [torch.randn_like(x)]
-    made = ways(autocast(plain), ours("all"), inputs, grads)
-    made["ours, cublasLt"] = by_cublaslt(made["ours"])
-    made |= {f"ours, {k}": both_passes(ours(k), inputs, grads) for k in ("gates", "inputs")}
-    return Race("feed-forward", shape.name, made)
+    variants = variants_of(autocast(plain), ours("all"), inputs, grads)
+    variants["ours, cublasLt"] = by_cublaslt(variants["ours"])
+    variants |= {f"ours, {k}": both_passes(ours(k), inputs, grads) for k in ("gates", "inputs")}
+    return Race("feed-forward", shape.name, variants)
 
 
 def optimizers(shape: Shape, device: torch.device) -> Race:
-    """Four blocks' matrices and norms, all states in float32 but in the last way."""
+    """AdamW on matrices and norms of four blocks; state in float32 except in the last variant."""
 
     def step(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Call:
         d, f = shape.d_model, shape.d_ff
         sizes = [(d,), (d, d), (d, d), (d, d), (d, d), (d,), (f, d), (f, d), (d, f)] * 4
-        held = [nn.Parameter(torch.randn(size, device=device)) for size in sizes]
-        for each in held:
+        params = [nn.Parameter(torch.randn(size, device=device)) for size in sizes]
+        for each in params:
             each.grad = torch.randn_like(each)
-        return make(held).step
+        return make(params).step
 
-    def compiled(held: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(held, lr=torch.tensor(1e-3, device=device), capturable=True)
-        made.step = torch.compile(made.step)  # type: ignore[method-assign]
-        return made
+    def compiled(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=torch.tensor(1e-3, device=device), capturable=True)
+        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+        return optimizer
 
-    def copied(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def copied(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         copies = WeightCopies()
-        for each in held:
+        for each in params:
             if each.dim() == 2:
                 copies.narrow((each,), torch.bfloat16)
-        return FusedAdamW(held, copies=copies)
+        return FusedAdamW(params, copies=copies)
 
     return Race(
         "adamw",
@@ -272,11 +274,13 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
         {
             "written out": step(AdamW),
             "eager": step(torch.optim.AdamW),
-            "torch's fused": step(lambda held: torch.optim.AdamW(held, fused=True)),
+            "torch's fused": step(lambda params: torch.optim.AdamW(params, fused=True)),
             "compiled": step(compiled),
             "ours": step(FusedAdamW),
             "ours with copies": step(copied),
-            "ours, bf16 state": step(lambda held: FusedAdamW(held, stochastic_bfloat16_state=True)),
+            "ours, bf16 state": step(
+                lambda params: FusedAdamW(params, stochastic_bfloat16_state=True)
+            ),
         },
     )
 
@@ -290,43 +294,47 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "swiglu": gated,
     "rotary": rotated,
     "projections": projections,
-    "feed-forward": whole_feed_forward,
+    "feed-forward": full_feed_forward,
 }
 
 
 def peak_bytes(run: Call, device: Device) -> int:
-    """Beyond the inputs, in a second call: what the first one keeps is in it."""
+    """Peak above the inputs in a second call, so that what the first call stores is included."""
     before = torch.cuda.memory_allocated()
     run()
     device.synchronize()
     device.reset_peak()
-    made = run()
+    result = run()
     device.synchronize()
-    del made
+    del result
     return (device.peak_bytes() or 0) - before
 
 
 def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
-    """A line for each way: its samples and its peak, or why there are none."""
+    """One line per variant: its samples and its peak, or the reason why there are none."""
     peaks: dict[str, int] = {}
-    for name, run in list(race.ways.items()):
+    for name, run in list(race.variants.items()):
         try:
             peaks[name] = peak_bytes(run, device)
         except Exception as error:
             full = isinstance(error, torch.cuda.OutOfMemoryError)
-            said = "out of memory" if full else f"{type(error).__name__}: {error}".splitlines()[0]
-            del race.ways[name], error
+            reason = "out of memory" if full else f"{type(error).__name__}: {error}".splitlines()[0]
+            del race.variants[name], error
             device.release()
-            yield {"way": name, "lost": said}
-    timing = time_interleaved(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
-    held = {(one.variant, one.clock): one.values for one in timing.series}
-    for name in race.ways:
-        host_ms = summarize(held[name, "host"]).median
-        yield {"way": name, "ms": held[name, "device"], "host_ms": host_ms,
-               "peak_bytes": peaks[name]}  # fmt: skip
+            yield {"way": name, "lost": reason}
+    timing = time_interleaved(race.variants, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    samples = {(one.variant, one.clock): one.values for one in timing.series}
+    for name in race.variants:
+        host_ms = summarize(samples[name, "host"]).median
+        yield {
+            "way": name,
+            "ms": samples[name, "device"],
+            "host_ms": host_ms,
+            "peak_bytes": peaks[name],
+        }
 
 
-def told(lines: list[dict[str, Any]]) -> Iterator[str]:
+def formatted(lines: list[dict[str, Any]]) -> Iterator[str]:
     ours = next((line["ms"] for line in lines if line["way"] == "ours" and "ms" in line), None)
     for line in lines:
         named = f"{line['piece']:<21} {line['shape']:<18} {line['way']:<17}"
@@ -351,49 +359,49 @@ def lines_of(piece: str, shape: Shape, device: Device) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; all if none is named")
-    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each way")
+    parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; all by default")
+    parser.add_argument("--out", type=Path, help="a JSON Lines file, one line per variant")
     options = parser.parse_args()
     unknown = sorted(set(options.pieces) - set(PIECES))
     if unknown:
-        print(f"no such piece: {', '.join(unknown)}; there are {', '.join(PIECES)}")
+        print(f"no such piece: {', '.join(unknown)}; choose from {', '.join(PIECES)}")
         return 2
     if not torch.cuda.is_available():
-        print("needs a GPU: the kernels are timed, and here they would be interpreted")
+        print("needs a GPU: without one the kernels would run in Triton's interpreter")
         return 1
     device = pick_device("cuda")
     about = describe(device)
     here = {"device": device.name, "torch": torch.__version__, "commit": about.commit or "unknown"}
     print(f"{device.name}, torch {torch.__version__}")
     print(
-        f"{'piece':<21} {'shape':<18} {'way':<17} {'median ms':>9} {'host ms':>8}"
+        f"{'piece':<21} {'shape':<18} {'variant':<17} {'median ms':>9} {'host ms':>8}"
         f" {'over ours':>20} {'peak MiB':>10}"
     )
     wanted = options.pieces or list(PIECES)
-    kept = others(options.out, wanted)
-    # The work space of products is nobody's.
-    some = torch.ones(16, 16, device=device.torch_device)
-    some.mm(some)
+    written = others(options.out, wanted)
+    # The cuBLAS workspace is allocated before, so that no variant is charged for it.
+    operand = torch.ones(16, 16, device=device.torch_device)
+    operand.mm(operand)
     for piece in wanted:
         for shape in SHAPES:
             lines = lines_of(piece, shape, device)
-            for row in told(lines):
+            for row in formatted(lines):
                 print(row, flush=True)
             device.release()
             torch.compiler.reset()
-            kept += [line | here for line in lines]
+            written += [line | here for line in lines]
             if options.out is not None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text("".join(json.dumps(line) + "\n" for line in kept))
+                options.out.write_text("".join(json.dumps(line) + "\n" for line in written))
     return 0
 
 
 def others(out: Path | None, wanted: list[str]) -> list[dict[str, Any]]:
-    """What the file has of pieces that are not measured now."""
+    """Lines of the file for pieces that are not measured now."""
     if out is None or not out.exists():
         return []
-    held = [json.loads(line) for line in out.read_text().splitlines()]
-    return [line for line in held if line["piece"] not in wanted]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return [line for line in lines if line["piece"] not in wanted]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Compare the goals of this project with what was measured: reached, missed or inconclusive.
+"""Compare the goals of this project with measurements: reached, missed or inconclusive.
 
     python benchmarks/goals.py                       the committed records, results/*.jsonl
-    python benchmarks/goals.py FILE ...              records of your own
-    python benchmarks/goals.py --strict FILE ...     exit with 1 when a goal is missed
+    python benchmarks/goals.py FILE ...              other records
+    python benchmarks/goals.py --strict FILE ...     exit with 1 if a goal is missed
 
-The goals are in benchmarks/goals.toml. A goal is reached or missed when the 95 % interval of its
-value lies on one side of the threshold, and inconclusive when the threshold lies within; a value
-without an interval (one block of consecutive steps, a peak of memory) decides alone. The margin is
-the distance to the threshold as a share of it: positive where there is room.
+The goals are in benchmarks/goals.toml. A goal is reached or missed if the 95 % interval of its
+value is on one side of the threshold, and inconclusive if the threshold is inside; a value without
+an interval (one block of consecutive steps, a memory peak) decides alone. The margin is the
+distance to the threshold as a fraction of it, positive if the goal is reached.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Value(NamedTuple):
-    """What was measured for one case of a goal; the ends are those of its 95 % interval."""
+    """The measurement for one case of a goal, with its 95 % interval."""
 
     case: str
     value: float | None = None
@@ -95,20 +95,20 @@ class Value(NamedTuple):
 
 class Judged(NamedTuple):
     goal: Goal
-    found: Value
+    measured: Value
 
     @property
     def outcome(self) -> str:
-        value = self.found.value
+        value = self.measured.value
         if value is None:
             return NOT_MEASURED
-        ends = [value if end is None else end for end in (self.found.low, self.found.high)]
+        ends = [value if end is None else end for end in (self.measured.low, self.measured.high)]
         within = [self.goal.margin(end) >= 0 for end in ends]
         return REACHED if all(within) else INCONCLUSIVE if any(within) else MISSED
 
 
 class Evidence(NamedTuple):
-    """Records, and the lines of benchmarks that keep plain JSON."""
+    """Records, and the lines of benchmarks that write plain JSON."""
 
     records: tuple[Record, ...]
     lines: tuple[dict[str, Any], ...]
@@ -123,11 +123,11 @@ class Evidence(NamedTuple):
         return [r for r in self.records if r.study == study and r.status == "ok"]
 
 
-def _value(case: str, found: Ratio | Summary | Interval | float | None) -> Value:
-    if found is None or isinstance(found, float):
-        return Value(case, found)
-    middle = found.median if isinstance(found, Summary) else found.value
-    return Value(case, middle, found.low, found.high)
+def _value(case: str, measured: Ratio | Summary | Interval | float | None) -> Value:
+    if measured is None or isinstance(measured, float):
+        return Value(case, measured)
+    middle = measured.median if isinstance(measured, Summary) else measured.value
+    return Value(case, middle, measured.low, measured.high)
 
 
 def _step_values(
@@ -136,8 +136,8 @@ def _step_values(
     by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step")))}
     for name in goal.case:
         case = name if goal.side == "ours" else f"{name} {goal.side}"
-        found = measured(by_name[name]) if name in by_name else Value(case)
-        yield found._replace(case=case)
+        value = measured(by_name[name]) if name in by_name else Value(case)
+        yield value._replace(case=case)
 
 
 def _step_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
@@ -153,7 +153,7 @@ def _step_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _milliseconds(race: StepRace, side: str) -> Value:
-    """The median of the blocks of consecutive steps; without blocks, what the page shows."""
+    """Median of the blocks of consecutive steps; without blocks, the time shown on the page."""
     blocks = race.blocks(side)
     return _value("", summarize(blocks) if blocks else race.step_ms(side))
 
@@ -182,21 +182,21 @@ def _raced(evidence: Evidence) -> list[AttentionRace]:
 
 def _attention_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     ran = _raced(evidence)
-    found = {
+    ratios = {
         pair.race.case.sizes: pair.ratio
         for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
     }
     for sizes in goal.case:
-        yield _value(f"{goal.peer} {sizes}", found.get(sizes))
+        yield _value(f"{goal.peer} {sizes}", ratios.get(sizes))
 
 
 def _attention_mean_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    """The geometric mean; one over some of the shapes would be another quantity."""
+    """The geometric mean; not over a part of the shapes, which would be another quantity."""
     ran = _raced(evidence)
-    found = compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
-    complete = len(found) == len(goal.case)
+    pairs = compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
+    complete = len(pairs) == len(goal.case)
     yield _value(
-        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(found) if complete else None
+        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(pairs) if complete else None
     )
 
 
@@ -209,17 +209,17 @@ def _attention_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 def _attention_short_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     ran = _raced(evidence)
     for ours in goal.case:
-        found = short_races(ran, ours)
-        least = lowest(found) if found else None
-        where = f" {least.race.case.sizes}" if least else ""
-        yield _value(f"{ours}{where}", least.ratio if least else None)
+        short = short_races(ran, ours)
+        least = lowest(short) if short else None
+        shape = f" {least.race.case.sizes}" if least else ""
+        yield _value(f"{ours}{shape}", least.ratio if least else None)
 
 
 def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for result in DDP.results(evidence.of("ddp")):
-        ways = Ways(*result)
-        if (found := against_torch(ways)) is not None:
-            yield _value(ways.title, found[1])
+        strategies = Ways(*result)
+        if (ratio := against_torch(strategies)) is not None:
+            yield _value(strategies.title, ratio[1])
 
 
 def _wrapper_step_ratio(goal: Goal, evidence: Evidence) -> Iterator[Value]:
@@ -231,7 +231,7 @@ def _wrapper_step_ratio(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    """The slowest trial; one that named another rank, or none, took forever."""
+    """The slowest trial; one that named another rank or none counts as infinite."""
     for fault in goal.case:
         trials = [line for line in evidence.lines if line.get("fault") == fault]
         times = [trial["seconds"] if trial["named"] else math.inf for trial in trials]
@@ -316,25 +316,25 @@ def _plain_lines(path: Path) -> Iterator[dict[str, Any]]:
 def judge(goals: Iterable[Goal], evidence: Evidence) -> list[Judged]:
     judged = []
     for goal in goals:
-        found = list(MEASURES[goal.measure](goal, evidence.on(goal.device)))
-        judged += [Judged(goal, value) for value in found or [Value("any case")]]
+        values = list(MEASURES[goal.measure](goal, evidence.on(goal.device)))
+        judged += [Judged(goal, value) for value in values or [Value("any case")]]
     return judged
 
 
 def print_judged(judged: Sequence[Judged]) -> None:
     rows = [("outcome", "goal", "case", "measured", "95 % interval", "wanted", "margin")]
-    for goal, found in judged:
+    for goal, measured in judged:
         bound = "≥" if goal.at_least is not None else "≤"
-        ends = (found.low, found.high)
+        ends = (measured.low, measured.high)
         rows.append(
             (
-                Judged(goal, found).outcome,
+                Judged(goal, measured).outcome,
                 goal.measure + (" (aim)" if goal.aim else ""),
-                found.case,
-                "" if found.value is None else number(found.value, 4),
+                measured.case,
+                "" if measured.value is None else number(measured.value, 4),
                 "" if None in ends else f"[{number(ends[0], 4)}, {number(ends[1], 4)}]",
                 f"{bound} {goal.threshold:g}",
-                "" if found.value is None else f"{goal.margin(found.value):+.1%}",
+                "" if measured.value is None else f"{goal.margin(measured.value):+.1%}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -349,7 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("records", nargs="*", type=Path, help="JSON Lines (results/*.jsonl)")
     parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 when a goal is missed that is no aim"
+        "--strict", action="store_true", help="exit with 1 if a goal that is not an aim is missed"
     )
     options = parser.parse_args()
     try:

@@ -2,10 +2,10 @@
 
 python benchmarks/independent_hook.py TIMES.json PROGRAM [ARGUMENTS …]
 
-A step lasts from one step of the program's first optimizer to the next. Times are the host's and,
-on a GPU, those of CUDA events as well. With `COUNT_FLOPS=20` the twenty-first step runs
-under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers: the
-formulas of both are given here.
+A step lasts from one step of the program's first optimizer to the next. Times are those of the host
+and, on a GPU, of CUDA events as well. With `COUNT_FLOPS=20` the twenty-first step runs under
+torch.utils.flop_counter, which supports neither causal attention nor recurrent layers: this file
+has the formulas of both.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ RECURRENT = ("_cudnn_rnn", "mkldnn_rnn_layer")
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs by operator. A backward has twice those of its forward: nothing that it recomputes."""
-    found: dict[Any, Callable[..., int]] = {}
+    """FLOPs by operator. A backward counts twice its forward, without any recomputation."""
+    by_operator: dict[Any, Callable[..., int]] = {}
     for passes, suffix in ((1, ""), (2, "_backward")):
         for name in ATTENTION:
             if (operator := getattr(torch.ops.aten, name + suffix, None)) is not None:
-                found[operator] = _attention(operator, passes)
+                by_operator[operator] = _attention(operator, passes)
         for name in RECURRENT:
-            found[getattr(torch.ops.aten, name + suffix)] = partial(_recurrent, passes)
-    return found
+            by_operator[getattr(torch.ops.aten, name + suffix)] = partial(_recurrent, passes)
+    return by_operator
 
 
 def _attention(operator: Any, passes: int) -> Callable[..., int]:
-    """Two matmuls, of which a causal mask leaves half. Arguments are shapes, by position."""
+    """Two matmuls, halved by a causal mask. Arguments are shapes, by position."""
     names = [argument.name for argument in operator.default._schema.arguments]
 
     def count(*arguments: Any, out_shape: Any = None, **named: Any) -> int:  # noqa: ARG001
-        given = dict(zip(names, arguments, strict=False)) | named
-        batch, heads, rows, width = given["query"]
-        full = 2 * batch * heads * rows * given["key"][-2] * (width + given["value"][-1])
-        return passes * (full // 2 if given.get("is_causal") else full)
+        values = dict(zip(names, arguments, strict=False)) | named
+        batch, heads, rows, width = values["query"]
+        full = 2 * batch * heads * rows * values["key"][-2] * (width + values["value"][-1])
+        return passes * (full // 2 if values.get("is_causal") else full)
 
     return count
 
 
 def _recurrent(passes: int, inputs: Any, weights: Any, *rest: Any, **_: Any) -> int:
-    """Every weight matrix is multiplied once for each time step and sample. cuDNN's operator takes
-    a list of weights, oneDNN's takes one layer's four."""
+    """Every weight matrix is multiplied once per time step and sample. cuDNN's operator takes a
+    list of weights, oneDNN's takes the four of one layer."""
     shapes = weights if isinstance(weights, list) else (weights, *rest[:3])
     rows = math.prod(inputs[:-1])
     return passes * sum(2 * rows * math.prod(shape) for shape in shapes if len(shape) == 2)
@@ -99,8 +99,8 @@ class Hook:
             self.outside_of_backward(self.count)
 
     def outside_of_backward(self, act: Callable[[], None]) -> None:
-        """Now, or once the backward that runs has ended: a mode must be left where it was entered,
-        and an optimizer may step in a hook of the backward."""
+        """Call now, or after the running backward: a mode must be left where it was entered, and an
+        optimizer may step in a hook of the backward."""
         if torch._C._current_graph_task_id() == -1:
             act()
         else:
@@ -134,20 +134,21 @@ class Hook:
             pairs = zip(self.events[:-1], self.events[1:], strict=True)
             device = [start.elapsed_time(end) for start, end in pairs]
         pairs_host = zip(self.host[:-1], self.host[1:], strict=True)
-        found = {
+        times = {
             "host_ms": [1e3 * (end - start) for start, end in pairs_host],
-            "device_ms": device, "flops": self.flops,
-        }  # fmt: skip
-        self.path.write_text(json.dumps(found))
+            "device_ms": device,
+            "flops": self.flops,
+        }
+        self.path.write_text(json.dumps(times))
 
 
 def main() -> None:
-    times, program, *words = sys.argv[1:]
+    times, program, *arguments = sys.argv[1:]
     counted = os.environ.get("COUNT_FLOPS")
     hook = Hook(Path(times), int(counted) if counted else None)
     register_optimizer_step_post_hook(hook)
     atexit.register(hook.write)
-    sys.argv = [program, *words]
+    sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).resolve().parent)
     runpy.run_path(program, run_name="__main__")
 

@@ -1,10 +1,10 @@
-"""How long does the command line take where a person waits for it?
+"""Response time of interactive commands.
 
     python benchmarks/latency.py            help, and a report of 1,000 records
-    python benchmarks/latency.py --quick    also the whole quick preset
+    python benchmarks/latency.py --quick    also the full quick preset
 
-With --out, each command becomes a line of that file, which `benchmarks/goals.py` compares with what
-is wanted. Nothing here is a test.
+With --out, each command becomes a line of that file, which `benchmarks/goals.py` compares with the
+goals. This is not a test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPSCOPE = [sys.executable, "-m", "stepscope"]
 
 
 def seconds(command: list[str], times: int) -> float:
-    """Best of several: what the program takes when nothing else runs."""
+    """Best of several runs: the time when nothing else runs."""
     taken = []
     for _ in range(times):
         start = time.perf_counter()
@@ -37,14 +37,14 @@ def seconds(command: list[str], times: int) -> float:
 
 def filled_store(folder: Path, records: int) -> None:
     with Store(folder / "records.db") as store:
-        held = run(cases=records)
-        store.add_run(held)
+        added = run(cases=records)
+        store.add_run(added)
         sizes = ("small", "medium", "large", "xl", "2.7b")
         with store.transaction():
-            for place in range(records):
-                context = 128 + 8 * (place // len(sizes))
+            for number in range(records):
+                context = 128 + 8 * (number // len(sizes))
                 config = record().config | {
-                    "size": sizes[place % len(sizes)],
+                    "size": sizes[number % len(sizes)],
                     "context": context,
                     "mode": "train-step",
                     "table": "2025",
@@ -53,33 +53,35 @@ def filled_store(folder: Path, records: int) -> None:
                     "optimizer": "torch",
                 }
                 key = f"{config['size']}_c{context}"
-                series = step_series(50.0 + place / 10, seed=place)
+                series = step_series(50.0 + number / 10, seed=number)
                 store.add(
-                    record(id=f"{place:012x}", run=held.id, case=key, config=config, series=series)
+                    record(
+                        id=f"{number:012x}", run=added.id, case=key, config=config, series=series
+                    )
                 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run the quick preset too")
+    parser.add_argument("--quick", action="store_true", help="also run the quick preset")
     parser.add_argument("--records", type=int, default=1000)
-    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each command")
-    asked = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="a JSON Lines file, one line per command")
+    args = parser.parse_args()
 
-    took = {"help": seconds([*STEPSCOPE, "--help"], 7)}
-    print(f"stepscope --help: {took['help']:.2f} s")
+    times = {"help": seconds([*STEPSCOPE, "--help"], 7)}
+    print(f"stepscope --help: {times['help']:.2f} s")
     with tempfile.TemporaryDirectory() as name:
-        filled_store(Path(name), asked.records)
-        took["report"] = seconds([*STEPSCOPE, "report", "--out", name], 3)
+        filled_store(Path(name), args.records)
+        times["report"] = seconds([*STEPSCOPE, "report", "--out", name], 3)
         size = (Path(name) / "report.html").stat().st_size
-        print(f"report of {asked.records} records: {took['report']:.2f} s, {size / 1e6:.1f} MB")
-    if asked.quick:
+        print(f"report of {args.records} records: {times['report']:.2f} s, {size / 1e6:.1f} MB")
+    if args.quick:
         with tempfile.TemporaryDirectory() as name:
-            took["quick"] = seconds([*STEPSCOPE, "run", "--new-ceilings", "--out", name], 1)
-            print(f"quick preset with ceilings: {took['quick']:.0f} s")
-    if asked.out is not None:
-        lines = [{"command": command, "seconds": best} for command, best in took.items()]
-        asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            times["quick"] = seconds([*STEPSCOPE, "run", "--new-ceilings", "--out", name], 1)
+            print(f"quick preset with ceilings: {times['quick']:.0f} s")
+    if args.out is not None:
+        lines = [{"command": command, "seconds": best} for command, best in times.items()]
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

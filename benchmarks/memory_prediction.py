@@ -1,9 +1,9 @@
-"""Predicted against measured peak memory of every eager step in a file of records.
+"""Predicted and measured peak memory of every eager step in a file of records.
 
     python benchmarks/memory_prediction.py [results/h200.jsonl]
 
-Cases of one run share a process, so all but the first find the work space that cuBLAS took for the
-backward's thread already there. What is left is where blocks lie in the allocator's cache.
+Cases of one run share a process, so the cuBLAS workspace of the backward's thread already exists
+for all but the first. The remaining error is the placement of blocks in the allocator's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200.jsonl"
 
 
 def main(path: Path) -> None:
-    off: list[float] = []
+    errors: list[float] = []
     for record in read_records(path):
         work, peak = record.config, record.quantity("peak_bytes")
         if record.study != "benchmark" or peak is None or work["compile"] != "no":
@@ -29,7 +29,7 @@ def main(path: Path) -> None:
         model = with_overrides(
             find_size(work["size"], work["table"]), context=work["context"], **work["overrides"]
         )
-        told = predict(
+        predicted = predict(
             StepPlan(
                 model=model,
                 batch=work["batch"],
@@ -38,17 +38,17 @@ def main(path: Path) -> None:
                 attention=work["attention"],
                 mode=work["mode"],
                 optimizer=work["optimizer"],
-                used_before=bool(off),
+                used_before=bool(errors),
             )
         ).peak
-        off.append(told.allocated / peak - 1)
+        errors.append(predicted.allocated / peak - 1)
         print(
-            f"{record.case:<58} {peak / 2**30:8.3f} GiB measured, {told.allocated / 2**30:8.3f}"
-            f" predicted, {off[-1]:+.2%} ({told.phase})"
+            f"{record.case:<58} {peak / 2**30:8.3f} GiB measured,"
+            f" {predicted.allocated / 2**30:8.3f} predicted, {errors[-1]:+.2%} ({predicted.phase})"
         )
-    sizes = sorted(map(abs, off))
+    sizes = sorted(map(abs, errors))
     print(
-        f"{len(off)} peaks: off by {statistics.median(sizes):.3%} in the median,"
+        f"{len(errors)} peaks: median error {statistics.median(sizes):.3%},"
         f" {sizes[int(0.9 * len(sizes))]:.3%} in nine of ten, {sizes[-1]:.3%} at most"
     )
 

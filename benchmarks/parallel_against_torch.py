@@ -1,4 +1,4 @@
-"""Our wrappers against torch's, on ranks of this machine: steps in turns, ratios with intervals.
+"""Our wrappers against torch's on ranks of this machine: interleaved steps, ratios with intervals.
 
     python benchmarks/parallel_against_torch.py --context 16 128 \\
         --out results/parallel-against-torch_cpu.jsonl
@@ -8,10 +8,11 @@
   same with the fused kernel on both sides.
 - FSDP against fully_shard.
 
-A round has one step of each, right after the other, in an order that changes; its ratio is of the
-slowest rank's times. The interval holds the median ratio with 95 % confidence. CPU time is that of
-all threads of all ranks. With --out, every sample is kept as a record: `scripts/make_docs.py` makes
-a table of them, and `benchmarks/goals.py` compares them with what is wanted.
+A round has one step of each, one directly after the other, in alternating order; its ratio is that
+of the slowest rank's times. Ratios are medians with their 95 % confidence interval. CPU time is
+that of all threads of all ranks. With --out, every sample is stored in a record:
+`scripts/make_docs.py` generates a table from them, and `benchmarks/goals.py` compares them with the
+goals.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ WARMUP = 3
 LIMITS = Limits(start=180.0, step=180.0, beat=60.0, total=3600.0)
 
 
-def contestants(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
-    """Ours, then torch's; each a call that makes one step and returns its marks."""
+def candidates(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
+    """Ours, then torch's: each a call that runs one step and returns its marks."""
     fed = tokens_fed(torch.randint(100, (2, origin.config.context + 1)).to(world.device))
     if pair == "ddp":
         ours, theirs = copy.deepcopy(origin), copy.deepcopy(origin)
-        ways = [
+        strategies = [
             GradientStrategy("ours", DDP(ours, "bucketed"), ours),
             GradientStrategy(
                 "theirs", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs
             ),
         ]
-        return [lambda way=way: one_step(world, way, fed) for way in ways]
+        return [lambda strategy=strategy: one_step(world, strategy, fed) for strategy in strategies]
     if pair == "sharding":
         kinds = (ShardedOptimizer, partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True))
-        made = [with_defaults(origin, kind) for kind in kinds]
+        trained = [with_defaults(origin, kind) for kind in kinds]
     else:
         names = (FULLY, TORCH_FULLY) if pair == "fsdp" else (BROADCAST, TORCH)
-        made = [make(world, name, origin) for name in names]
-    return [lambda way=way: timed_step(world, way, fed) for way in made]
+        trained = [make(world, name, origin) for name in names]
+    return [lambda strategy=strategy: timed_step(world, strategy, fed) for strategy in trained]
 
 
 def with_defaults(origin: torch.nn.Module, kind: Any) -> Trained:
@@ -80,62 +81,76 @@ def with_defaults(origin: torch.nn.Module, kind: Any) -> Trained:
 
 
 def race(world: World, pair: str, size: str, context: int, rounds: int) -> list[list[tuple]]:
-    """By contestant: wall and CPU time of every step, in ms."""
+    """Wall and CPU time in ms of every step, per candidate."""
     torch.manual_seed(0)
     table = "tiny" if size in ("tiny", "mini", "midi") else "2025"
-    both = contestants(
+    both = candidates(
         world, pair, TransformerLM(with_overrides(find_size(size, table), context=context))
     )
     taken: list[list[tuple]] = [[], []]
     for number in range(-WARMUP, rounds):
         world.step(number + WARMUP)
-        for who in (0, 1) if number % 2 else (1, 0):
+        for side in (0, 1) if number % 2 else (1, 0):
             spent = time.process_time()
-            wall = both[who]()["step"]
+            wall = both[side]()["step"]
             if number >= 0:
-                taken[who].append((wall, (time.process_time() - spent) * 1e3))
+                taken[side].append((wall, (time.process_time() - spent) * 1e3))
     return taken
 
 
 def record_of(
-    pair: str, context: int, asked: argparse.Namespace, here: Environment, run: str
+    pair: str, context: int, args: argparse.Namespace, here: Environment, run: str
 ) -> Record:
     began, clock = datetime.now(UTC), time.monotonic()
     ranks = launch(
-        race, (pair, asked.size, context, asked.rounds), ranks=asked.ranks, backend="gloo",
-        device=asked.device, limits=LIMITS,
-    )  # fmt: skip
+        race,
+        (pair, args.size, context, args.rounds),
+        ranks=args.ranks,
+        backend="gloo",
+        device=args.device,
+        limits=LIMITS,
+    )
     series = [
-        Series(name=kind, variant=who, unit="ms", rank=rank,
-               values=tuple(step[place] for step in held[number]))
-        for rank, held in enumerate(ranks)
-        for number, who in enumerate((OURS, THEIRS))
-        for place, kind in enumerate(("step", "cpu"))
-    ]  # fmt: skip
+        Series(
+            name=kind,
+            variant=side,
+            unit="ms",
+            rank=rank,
+            values=tuple(step[index] for step in times[number]),
+        )
+        for rank, times in enumerate(ranks)
+        for number, side in enumerate((OURS, THEIRS))
+        for index, kind in enumerate(("step", "cpu"))
+    ]
     ours, theirs = NAMES[pair]
     return Record(
         id=secrets.token_hex(6),
         run=run,
         study=STUDY,
-        case=f"{pair}_{asked.size}_c{context}_r{asked.ranks}",
+        case=f"{pair}_{args.size}_c{context}_r{args.ranks}",
         config={
-            "ours": ours, "theirs": theirs, "size": asked.size,
-            "context": context, "ranks": asked.ranks, "rounds": asked.rounds, "backend": "gloo",
+            "ours": ours,
+            "theirs": theirs,
+            "size": args.size,
+            "context": context,
+            "ranks": args.ranks,
+            "rounds": args.rounds,
+            "backend": "gloo",
         },
         status="ok",
         environment=here,
         started=began.isoformat(timespec="milliseconds"),
         elapsed_s=time.monotonic() - clock,
         series=tuple(series),
-    )  # fmt: skip
+    )
 
 
-def say(record: Record, held: Paired) -> None:
-    config, wall, cpu = record.config, held.wall, held.cpu
+def print_ratio(record: Record, ratio: Paired) -> None:
+    config, wall, cpu = record.config, ratio.wall, ratio.cpu
     print(
         f"context {config['context']}, {config['ours']} / {config['theirs']}: step"
-        f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {held.theirs_ms:.1f} ms, CPU time"
-        f" {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]",
+        f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {ratio.theirs_ms:.1f} ms,"
+        f" CPU time {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]",
         flush=True,
     )
 
@@ -149,16 +164,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, help="a .jsonl file for the records")
-    asked = parser.parse_args()
-    here = describe(pick_device(asked.device))
+    args = parser.parse_args()
+    here = describe(pick_device(args.device))
     run = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     records = []
-    for context in asked.context:
-        for pair in asked.pairs:
-            records.append(record_of(pair, context, asked, here, run))
-            say(records[-1], paired(records[-1]))
-    if asked.out is not None:
-        write_records(records, asked.out)
+    for context in args.context:
+        for pair in args.pairs:
+            records.append(record_of(pair, context, args, here, run))
+            print_ratio(records[-1], paired(records[-1]))
+    if args.out is not None:
+        write_records(records, args.out)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The parts of the fast step as calls of their own, for `benchmarks/energy_by_part.py`.
+"""The parts of the fast step as separate calls, for `benchmarks/energy_by_part.py`.
 
-Each does what the step does of that kind, forward of all blocks and then backward, on random data
-of the step's shapes and scale, since power depends on the bits. What the step keeps for its
-backward is kept here as well, for each block apart: nothing is found in a cache that would not be.
-What the step has just made when it reads it is one tensor for all blocks.
+Each part does what the step does of that kind, the forward of all blocks and then the backward, on
+random data of the step's shapes and scale, because power depends on the bits. Tensors that the step
+saves for its backward are saved here per block as well, so that there are no additional cache hits.
+Tensors that the step has just written when it reads them are shared by all blocks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from stepscope.model.layers import RotaryEmbedding
 Call = Callable[[], object]
 NARROW = torch.bfloat16
 GRADIENT = 1e-5
-"""About what a gradient of a mean over some thousand tokens comes to."""
+"""Typical magnitude of a gradient of a mean over some thousand tokens."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The step whose parts these are."""
+    """The step that the parts belong to."""
 
     config: ModelConfig
     batch: int
     device: torch.device
     attention: str = "auto"
     keep: str = ALL
-    """What each block keeps for the backward."""
+    """Activation policy: what each block saves for the backward."""
     gradients: torch.dtype = torch.float32
-    """In what format the products of a block leave those of weights."""
+    """Dtype of the weight gradients that the GEMMs of a block write."""
     narrow: torch.dtype = NARROW
-    """What the products read."""
+    """Dtype of the GEMM inputs."""
 
     @property
     def tokens(self) -> int:
@@ -59,15 +59,15 @@ class Setting:
         return torch.randn(shape, device=self.device, dtype=dtype or self.narrow).mul_(scale)
 
     def weight(self, out: int, into: int, dtype: torch.dtype) -> Tensor:
-        """As the model draws them."""
+        """Initialize a weight as the model does."""
         return self.random(out, into, scale=(2 / (out + into)) ** 0.5, dtype=dtype)
 
     def stream(self) -> tuple[int, int, int]:
         return self.batch, self.config.context, self.config.d_model
 
 
-class Products:
-    """Weights and inputs of every block, and gradients of outputs that all blocks share."""
+class Operands:
+    """Weights and inputs of every block, and output gradients shared by all blocks."""
 
     def __init__(self, setting: Setting, *, joined: bool, weights: torch.dtype) -> None:
         config, tokens = setting.config, setting.tokens
@@ -94,34 +94,36 @@ class Products:
         return reversed(list(self.forward()))
 
 
-def products(setting: Setting) -> Call:
-    """As the joined layers and the loss by chunks make them, from kept copies of the weights."""
-    held = Products(setting, joined=True, weights=setting.narrow)
+def gemms(setting: Setting) -> Call:
+    """GEMMs of the fused layers and the chunked loss, from stored 16-bit copies of the weights."""
+    operands = Operands(setting, joined=True, weights=setting.narrow)
     chunks = head_chunks(setting.config, setting.tokens, joined=True)
 
     def run() -> object:
-        kept = [linear_concat(held.inputs[n][g.reads], (held.weights[n][g.name],))
-                for n, g in held.forward()]  # fmt: skip
-        kept.append(_head(held, chunks))
-        for n, g in held.backward():
-            grad = held.grads[g.name]
-            linear_grad_input(grad, (held.weights[n][g.name],))
-            kept.append(matmul_to_dtype(grad.T, held.inputs[n][g.reads], setting.gradients))
-        return kept
+        outputs = [
+            linear_concat(operands.inputs[n][g.reads], (operands.weights[n][g.name],))
+            for n, g in operands.forward()
+        ]
+        outputs.append(_head(operands, chunks))
+        for n, g in operands.backward():
+            grad = operands.grads[g.name]
+            linear_grad_input(grad, (operands.weights[n][g.name],))
+            outputs.append(matmul_to_dtype(grad.T, operands.inputs[n][g.reads], setting.gradients))
+        return outputs
 
     return run
 
 
-def _head(held: Products, chunks: tuple[int, ...]) -> Tensor:
-    """As the loss makes them, but for what it does to the logits; gives the weight's gradient."""
-    vocab = held.head.shape[0]
-    rows = held.last.new_empty(max(chunks), padded_columns(vocab))
-    grad_last = torch.empty_like(held.last)
+def _head(operands: Operands, chunks: tuple[int, ...]) -> Tensor:
+    """GEMMs of the head and loss, without the work on the logits; returns the weight gradient."""
+    vocab = operands.head.shape[0]
+    rows = operands.last.new_empty(max(chunks), padded_columns(vocab))
+    grad_last = torch.empty_like(operands.last)
     total: Tensor | None = None
-    for read, grad_read in zip(held.last.split(chunks), grad_last.split(chunks), strict=True):
+    for read, grad_read in zip(operands.last.split(chunks), grad_last.split(chunks), strict=True):
         logits = rows[: read.shape[0], :vocab]
-        torch.mm(read, held.head.T, out=logits)
-        torch.mm(logits, held.head, out=grad_read)
+        torch.mm(read, operands.head.T, out=logits)
+        torch.mm(logits, operands.head, out=grad_read)
         if total is None:
             total = matmul_to_dtype(logits.T, read, torch.float32)
         else:
@@ -130,58 +132,58 @@ def _head(held: Products, chunks: tuple[int, ...]) -> Tensor:
     return total
 
 
-def peers_products(setting: Setting) -> Call:
-    """As autocast makes them: each weight apart, cast before and its gradient cast after. The sums
-    of gradients towards an input that several read are passes, and not here."""
-    held = Products(setting, joined=False, weights=torch.float32)
+def peers_gemms(setting: Setting) -> Call:
+    """GEMMs under autocast: a separate one per weight, which is cast before; its gradient is cast
+    after. Sums of gradients of a shared input are passes and not included."""
+    operands = Operands(setting, joined=False, weights=torch.float32)
 
     def run() -> object:
         narrow: list[dict[str, Tensor]] = [{} for _ in setting.layers]
-        kept = []
-        for n, g in held.forward():
-            narrow[n][g.name] = held.weights[n][g.name].to(setting.narrow)
-            kept.append(held.inputs[n][g.reads] @ narrow[n][g.name].T)
-        head = held.head.to(setting.narrow)
-        logits = held.last @ head.T
-        kept.append((logits.T @ held.last).float())
+        outputs = []
+        for n, g in operands.forward():
+            narrow[n][g.name] = operands.weights[n][g.name].to(setting.narrow)
+            outputs.append(operands.inputs[n][g.reads] @ narrow[n][g.name].T)
+        head = operands.head.to(setting.narrow)
+        logits = operands.last @ head.T
+        outputs.append((logits.T @ operands.last).float())
         torch.mm(logits, head)
-        for n, g in held.backward():
-            grad = held.grads[g.name]
+        for n, g in operands.backward():
+            grad = operands.grads[g.name]
             torch.mm(grad, narrow[n][g.name])
-            kept.append((grad.T @ held.inputs[n][g.reads]).float())
-        return kept
+            outputs.append((grad.T @ operands.inputs[n][g.reads]).float())
+        return outputs
 
     return run
 
 
 def attention(setting: Setting) -> Call:
-    """From views of joined projections to the tensor that the output projection reads."""
+    """Attention from views of the fused QKV projection to the input of the output projection."""
     attend = attention_with(setting.attention)
     heads, (batch, seq, d) = setting.config.n_heads, setting.stream()
     parts = [setting.random(batch, seq, 3 * d) for _ in setting.layers]
     grad = setting.random(batch, seq, d, scale=GRADIENT)
 
     def run() -> object:
-        kept = []
+        saved = []
         for each in parts:
             leaves = [part.requires_grad_() for part in _heads(each.detach(), heads)]
-            made = attend(*leaves, is_causal=True)
-            kept.append((made.transpose(1, 2).reshape(batch, seq, d), leaves))
-        while kept:
-            made, leaves = kept.pop()
-            torch.autograd.grad(made, leaves, grad)
+            output = attend(*leaves, is_causal=True)
+            saved.append((output.transpose(1, 2).reshape(batch, seq, d), leaves))
+        while saved:
+            output, leaves = saved.pop()
+            torch.autograd.grad(output, leaves, grad)
         return None
 
     return run
 
 
 def _heads(parts: Tensor, heads: int) -> list[Tensor]:
-    """Queries, keys and values of (batch, seq, 3 · d), as attention reads them."""
+    """Views of queries, keys and values in (batch, seq, 3 · d), as attention reads them."""
     return [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in parts.chunk(3, dim=-1)]
 
 
 class _Passes:
-    """What a run of the passes gathers for its backward."""
+    """Tensors that the passes save for their backward."""
 
     def __init__(self, narrow: torch.dtype) -> None:
         self.narrow = narrow
@@ -190,7 +192,7 @@ class _Passes:
         self.normed: list[Normed] = []
 
     def leaf(self, x: Tensor) -> Tensor:
-        """A gradient of its own, so that none are added up."""
+        """Create a separate leaf, so that gradients are not accumulated."""
         self.leaves.append(x.detach().requires_grad_())
         return self.leaves[-1]
 
@@ -204,7 +206,7 @@ class _Passes:
         return stream
 
     def norms_again(self) -> None:
-        """What a product of the backward reads where the norm itself was not kept."""
+        """Recompute the norms that the GEMMs of the backward read if they were not saved."""
         for normed in reversed(self.normed):
             if normed.unit is not None and normed.weight is not None:
                 from stepscope.kernels.triton.norm import scaled
@@ -213,8 +215,8 @@ class _Passes:
 
 
 def passes(setting: Setting) -> Call:
-    """Norms with the sums before them, rotations and SwiGLU; what the backward makes again too. The
-    embedding and the losses of rows are not here."""
+    """Norms with the preceding residual additions, rotary embeddings and SwiGLU, including what the
+    backward recomputes. The embedding and the per-row losses are not included."""
     config, stream, d = setting.config, setting.stream(), setting.config.d_model
     table = RotaryEmbedding(config.d_head, config.context, config.rope_theta, setting.device)
     weight = torch.ones(d, device=setting.device)
@@ -227,23 +229,23 @@ def passes(setting: Setting) -> Call:
     again = setting.keep != ALL
 
     def run() -> object:
-        made, turned, gated = _Passes(setting.narrow), list[Tensor](), list[Tensor]()
-        x = made.leaf(first)
+        state, turned, gated = _Passes(setting.narrow), list[Tensor](), list[Tensor]()
+        x = state.leaf(first)
         for n in setting.layers:
-            x = made.norm(x, branch if n else None, weight, units=again)
-            leaf = made.leaf(parts[n])
+            x = state.norm(x, branch if n else None, weight, units=again)
+            leaf = state.leaf(parts[n])
             turned += rotated_parts_(leaf, table.cos, table.sin, config.n_heads)
-            x = made.norm(x, branch, weight, units=again)
+            x = state.norm(x, branch, weight, units=again)
             value = gated_by(gates[n])
             gated += [] if again else [value]
-        made.norm(x, branch, weight)
-        grads = [grad_read] * len(made.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
-        torch.autograd.grad(made.outputs + turned, made.leaves, grads)
+        state.norm(x, branch, weight)
+        grads = [grad_read] * len(state.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
+        torch.autograd.grad(state.outputs + turned, state.leaves, grads)
         if setting.keep != NORMS:
-            made.norms_again()
+            state.norms_again()
         for gate in reversed(gates):
-            remade = torch.empty_like(grad_gated) if again else None
-            gated_back(grad_gated, gate, torch.empty_like(gate), remade)
+            recomputed = torch.empty_like(grad_gated) if again else None
+            gated_back(grad_gated, gate, torch.empty_like(gate), recomputed)
         return gated
 
     return run
@@ -252,7 +254,7 @@ def passes(setting: Setting) -> Call:
 class Weight(NamedTuple):
     shape: tuple[int, ...]
     copied: bool = False
-    """A product reads a copy of it."""
+    """True if a GEMM reads a 16-bit copy of it."""
     in_block: bool = False
 
 
@@ -268,7 +270,8 @@ def weights(config: ModelConfig) -> Iterator[Weight]:
 
 
 def updates(setting: Setting) -> Call:
-    """AdamW over all parameters as within a backward: a launch for each, copies written along."""
+    """AdamW over all parameters as optimizer-in-backward: one launch each, which also writes the
+    16-bit copies."""
     from stepscope.optim.device_settings import DeviceSettings, Rule
     from stepscope.optim.triton_adamw import update_one
 
@@ -276,8 +279,8 @@ def updates(setting: Setting) -> Call:
     for shape, copied, in_block in weights(setting.config):
         wide = torch.float32
         parameter = setting.random(*shape, scale=0.02, dtype=wide)
-        made = setting.gradients if in_block else wide
-        grad = setting.random(*shape, scale=GRADIENT, dtype=made)
+        dtype = setting.gradients if in_block else wide
+        grad = setting.random(*shape, scale=GRADIENT, dtype=dtype)
         mean, square = setting.random(*shape, scale=GRADIENT, dtype=wide), grad.float().square_()
         rows.append(
             (parameter, grad, mean, square, parameter.to(setting.narrow) if copied else None)

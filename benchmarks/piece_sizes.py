@@ -1,12 +1,12 @@
-"""How large a program of our small kernels should be: SwiGLU and the embedding's gradient.
+"""Block sizes of our small kernels: SwiGLU and the gradient of the embedding.
 
     python benchmarks/piece_sizes.py
     python benchmarks/piece_sizes.py embedding
 
-Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
-compiled form's. The constants in `model/kernels` were chosen by this. The embedding is timed with
-words that are all as frequent and with words that are as frequent as in a language. Needs a GPU:
-about two minutes on an H200.
+Forward and backward interleaved with those of torch.compile, device time only; the ratio is over
+the compiled variant. The constants in `stepscope/kernels/triton` were chosen with this. The
+embedding is timed with uniformly distributed words and with the word frequencies of a language.
+Needs a GPU: about two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
-from fused_pieces import SHAPES, Call, gated, ways
+from fused_pieces import SHAPES, Call, gated, variants_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,23 +31,33 @@ from stepscope.records.stats import paired_ratio, summarize
 
 ROUNDS = 15
 TABLES = (
-    (10_000, 768, 2048), (10_000, 2560, 2048), (10_000, 2560, 8192), (10_000, 1600, 8192),
-    (50_257, 768, 16_384), (151_936, 4096, 32_768),
-)  # fmt: skip
+    (10_000, 768, 2048),
+    (10_000, 2560, 2048),
+    (10_000, 2560, 8192),
+    (10_000, 1600, 8192),
+    (50_257, 768, 16_384),
+    (151_936, 4096, 32_768),
+)
 """Rows, width, tokens."""
 SIZES = {
     ("_AT_ONCE", "_WIDEST", "_WARPS", "_OFTEN_AT_ONCE", "_OFTEN_WIDEST"): (
-        (4, 1024, 4, 64, 64), (2, 1024, 2, 32, 64), (1, 1024, 1, 16, 64), (1, 1024, 2, 32, 64),
-        (1, 1024, 4, 64, 64), (2, 512, 2, 32, 64), (8, 1024, 8, 64, 128), (4, 1024, 4, 32, 128),
+        (4, 1024, 4, 64, 64),
+        (2, 1024, 2, 32, 64),
+        (1, 1024, 1, 16, 64),
+        (1, 1024, 2, 32, 64),
+        (1, 1024, 4, 64, 64),
+        (2, 512, 2, 32, 64),
+        (8, 1024, 8, 64, 128),
+        (4, 1024, 4, 32, 128),
     ),
     ("_OFTEN",): ((8,), (16,), (64,)),
     ("_PLACED", "_COMPARED"): ((8, 512), (32, 128)),
-}  # fmt: skip
-"""Of the embedding's gradient: values of its constants that are tried together."""
+}
+"""Values of the constants of the embedding gradient that are tried together."""
 
 
 def with_values(module: ModuleType, run: Call, **values: int) -> Call:
-    """The same call with other constants."""
+    """The same call with other values of the module's constants."""
 
     def changed() -> object:
         before = {name: getattr(module, name) for name in values}
@@ -62,13 +72,15 @@ def with_values(module: ModuleType, run: Call, **values: int) -> Call:
 
 def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     for shape in SHAPES:
-        made = gated(shape, device).ways
-        found = {"compiled": made["compiled"]}
+        variants = gated(shape, device).variants
+        calls = {"compiled": variants["compiled"]}
         for block, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8)):
             if 4 <= block // (32 * warps) <= 32:
                 values = {"_BLOCK": block, "_WARPS": warps}
-                found[f"{block} by {warps}"] = with_values(triton_swiglu, made["ours"], **values)
-        yield f"swiglu {shape.name}", found
+                calls[f"{block} by {warps}"] = with_values(
+                    triton_swiglu, variants["ours"], **values
+                )
+        yield f"swiglu {shape.name}", calls
 
 
 def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
@@ -76,18 +88,18 @@ def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
         return functional.embedding(tokens, weight)
 
     for (rows, width, tokens), zipf in itertools.product(TABLES, (False, True)):
-        often = torch.arange(1, rows + 1, device=device).float().pow(-1.0 if zipf else 0.0)
-        held = torch.multinomial(often, tokens, replacement=True)
+        frequency = torch.arange(1, rows + 1, device=device).float().pow(-1.0 if zipf else 0.0)
+        drawn = torch.multinomial(frequency, tokens, replacement=True)
         weight = torch.randn(rows, width, device=device)
         grads = [torch.randn(tokens, width, device=device)]
-        made = ways(plain, embedding.embedded, [held, weight], grads)
-        found = {name: made[name] for name in ("compiled", "eager")}
-        for names, tried in SIZES.items():
-            for sizes in tried:
+        variants = variants_of(plain, embedding.embedded, [drawn, weight], grads)
+        calls = {name: variants[name] for name in ("compiled", "eager")}
+        for names, candidates in SIZES.items():
+            for sizes in candidates:
                 values = dict(zip(names, sizes, strict=True))
                 name = " ".join(f"{key.lower()[1:]}={size}" for key, size in values.items())
-                found[name] = with_values(triton_embedding, made["ours"], **values)
-        yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", found
+                calls[name] = with_values(triton_embedding, variants["ours"], **values)
+        yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", calls
 
 
 PIECES: dict[str, Callable[[torch.device], Iterator[tuple[str, dict[str, Call]]]]] = {
@@ -96,11 +108,11 @@ PIECES: dict[str, Callable[[torch.device], Iterator[tuple[str, dict[str, Call]]]
 }
 
 
-def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
-    timing = time_interleaved(found, device, warmup=4, rounds=ROUNDS, host_ahead=True)
-    held = {one.variant: one.values for one in timing.series if one.clock == "device"}
-    for name, values in held.items():
-        ratio = paired_ratio(held["compiled"], values)
+def timed(title: str, calls: dict[str, Call], device: Device) -> Iterator[str]:
+    timing = time_interleaved(calls, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    samples = {one.variant: one.values for one in timing.series if one.clock == "device"}
+    for name, values in samples.items():
+        ratio = paired_ratio(samples["compiled"], values)
         yield (
             f"{title:<38} {name:<72} {1e3 * summarize(values).median:>9.1f} µs"
             f" {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -109,15 +121,15 @@ def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pieces", nargs="*", choices=[*PIECES, []], help="all if none is named")
+    parser.add_argument("pieces", nargs="*", choices=[*PIECES, []], help="all by default")
     wanted = parser.parse_args().pieces or list(PIECES)
     if not torch.cuda.is_available():
-        print("needs a GPU: the kernels are timed, and here they would be interpreted")
+        print("needs a GPU: without one the kernels would run in Triton's interpreter")
         return 1
     device = pick_device("cuda")
     for piece in wanted:
-        for title, found in PIECES[piece](device.torch_device):
-            for line in told(title, found, device):
+        for title, calls in PIECES[piece](device.torch_device):
+            for line in timed(title, calls, device):
                 print(line, flush=True)
             device.release()
             torch.compiler.reset()

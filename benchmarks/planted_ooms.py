@@ -1,12 +1,12 @@
-"""Ten planted out-of-memory cases: is the first change that the post-mortem names enough?
+"""Ten planted out-of-memory cases: is the first change suggested by the post-mortem sufficient?
 
     python benchmarks/planted_ooms.py --out results/planted-ooms_h200.jsonl
     python benchmarks/planted_ooms.py --device cpu --small
 
-Each step is predicted and then allowed a share of its peak only: on CUDA by the allocator's own
+Each step is predicted and then allowed only a fraction of its peak: on CUDA by the allocator's
 limit (`torch.cuda.set_per_process_memory_fraction`), on a CPU, which has none, by counting every
-tensor. It must run out; then the first remedy runs under the same limit. On a GPU it takes about a
-minute and a half.
+tensor. It must run out of memory; then the first remedy runs under the same limit. On a GPU it
+takes about a minute and a half.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Ten planted out-of-memory cases.")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="narrow models, short contexts")
-    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each case")
+    parser.add_argument("--out", type=Path, help="a JSON Lines file, one line per case")
     options = parser.parse_args()
     device = pick_device(options.device)
     here = {"device": device.name, "torch": torch.__version__}
@@ -60,7 +60,7 @@ def main() -> int:
     for number, planted in enumerate(PLANTED, start=1):
         outcome = tried(planted, device, small=options.small)
         outcomes.append(outcome)
-        print(f"{number:2} {words(outcome)}", flush=True)
+        print(f"{number:2} {summary(outcome)}", flush=True)
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("w" if number == 1 else "a") as file:
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def tried(planted: Planted, device: Device, *, small: bool) -> dict[str, Any]:
-    """What came of one case; an error in it is an outcome, and the next one is tried."""
+    """Outcome of one case; an error is an outcome as well, and the next case is tried."""
     work = workload(planted, small=small)
     limit = int(planted[-1] * predict(plan_of(work, device.kind)).peak.allocated)
     outcome: dict[str, Any] = {"case": work.key, "share": planted[-1], "limit": limit}
@@ -80,11 +80,15 @@ def tried(planted: Planted, device: Device, *, small: bool) -> dict[str, Any]:
         refusal = refused(work, device, limit)
         if refusal is None:
             return outcome
-        found = examined(work, device.kind, limit, refusal)
-        outcome |= {"needed": found.needed, "asked": found.asked, "phase": found.phase}
-        if not found.remedies:
+        post_mortem = examined(work, device.kind, limit, refusal)
+        outcome |= {
+            "needed": post_mortem.needed,
+            "asked": post_mortem.asked,
+            "phase": post_mortem.phase,
+        }
+        if not post_mortem.remedies:
             return outcome
-        first = found.remedies[0]
+        first = post_mortem.remedies[0]
         outcome |= {"remedy": first.words, "remedy_peak": first.peak}
         outcome["fits"] = refused(changed(work, first), device, limit) is None
     except Exception as error:
@@ -93,16 +97,16 @@ def tried(planted: Planted, device: Device, *, small: bool) -> dict[str, Any]:
     return outcome
 
 
-def words(outcome: dict[str, Any]) -> str:
-    case, room = outcome["case"], f"{outcome['limit'] / 2**20:.0f} MiB"
+def summary(outcome: dict[str, Any]) -> str:
+    case, limit = outcome["case"], f"{outcome['limit'] / 2**20:.0f} MiB"
     if "error" in outcome:
         return f"{case}: {outcome['error']}"
     if "needed" not in outcome:
-        return f"{case}: did not run out of {room}"
+        return f"{case}: did not run out of {limit}"
     if "remedy" not in outcome:
-        return f"{case}: no remedy for {room}"
+        return f"{case}: no remedy for {limit}"
     return (
-        f"{case}: needs {outcome['needed'] / 2**20:.0f} of {room}; {outcome['remedy']}"
+        f"{case}: needs {outcome['needed'] / 2**20:.0f} of {limit}; {outcome['remedy']}"
         f" ({outcome['remedy_peak'] / 2**20:.0f} MiB)"
         f" {'fits' if outcome['fits'] else 'DOES NOT FIT'}"
     )
@@ -112,10 +116,17 @@ def workload(planted: Planted, *, small: bool = False) -> Workload:
     size, context, batch, dtype, attention, mode, _ = planted
     overrides = {"d_model": 32, "d_ff": 64, "n_heads": 2, "n_layers": 6, "vocab": 32}
     return Workload(
-        size=size, table="2025", context=context // 16 if small else context, batch=batch,
-        dtype="float32" if small else dtype, attention=attention, compile="no",
-        optimizer="torch", mode=mode, overrides=overrides if small else {},
-    )  # fmt: skip
+        size=size,
+        table="2025",
+        context=context // 16 if small else context,
+        batch=batch,
+        dtype="float32" if small else dtype,
+        attention=attention,
+        compile="no",
+        optimizer="torch",
+        mode=mode,
+        overrides=overrides if small else {},
+    )
 
 
 def changed(work: Workload, remedy: Remedy) -> Workload:
@@ -123,35 +134,35 @@ def changed(work: Workload, remedy: Remedy) -> Workload:
 
 
 def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
-    """Run it under the limit; what the allocator said, or None if it went through."""
+    """Run under the limit; return the allocator's refusal, or None if it succeeded."""
     if device.kind != "cuda":
         device.release()
         return counted(work, device, limit)
-    # As in a new process: work space that cuBLAS took before would hold on to a larger segment.
+    # As in a new process: an existing cuBLAS workspace would occupy a larger segment.
     CudaAllocator(device.torch_device).library_bytes()
     device.release()
     torch.cuda.set_per_process_memory_fraction(limit / device.memory_bytes)
-    said = ""
+    message = ""
     try:
         step = TransformerStep(work, device)
         for _ in range(STEPS):
             step.run()
         device.synchronize()
     except torch.OutOfMemoryError as error:
-        said = str(error)
+        message = str(error)
     finally:
         step = None  # type: ignore[assignment]
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
-    return read_refusal(said) if said else None
+    return read_refusal(message) if message else None
 
 
 def counted(work: Workload, device: Device, limit: int) -> Refusal | None:
     step = TransformerStep(work, device)
     step.run_phases()
-    held = max(counted_peaks(step, device).values())
-    return Refusal(asked=0, held=held, allowed=limit) if held > limit else None
+    peak = max(counted_peaks(step, device).values())
+    return Refusal(asked=0, held=peak, allowed=limit) if peak > limit else None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What do products gain by the kernels of cuBLAS that last longest on a joule?
+"""Gain of GEMMs from the cuBLAS kernels that are the most energy-efficient.
 
     python benchmarks/products_at_the_cap.py
     python benchmarks/products_at_the_cap.py xl-512 2.7b-2048 --seconds 0.4
 
-torch takes the first kernel that cuBLAS's rules name for a product; `model.kernels.search` tries
-all of them. The joined products of one block, forward and backward, in the formats of our step,
-each way without a pause for so long that the power cap acts. Then the block as a whole, both ways
-in turns, for time and joules. About half a minute for a race on an H200.
+torch uses the first kernel of cuBLAS's heuristic for a GEMM; `stepscope.kernels.autotune` tries all
+of them. The fused GEMMs of one block, forward and backward, in the dtypes of our step, run without
+a pause long enough for the power cap to act, with either kernel. Then the full block runs both
+ways, interleaved, for time and energy. About half a minute per race on an H200.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import racers
 
 SETS = 3
-"""Of operands, so that none lies in the cache because of the launch before."""
-LEAD_S, WHOLE_S, TURNS = 0.1, 3.0, 2
+"""Sets of operands, so that none is in the cache because of the previous launch."""
+LEAD_S, BLOCK_S, ROUNDS = 0.1, 3.0, 2
 RACES = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 
 
 class Case(NamedTuple):
-    """A product of one block."""
+    """One GEMM of a block."""
 
     name: str
     pairs: list[tuple[Tensor, Tensor]]
     dtype: torch.dtype
 
-    def by_rule(self) -> None:
+    def by_heuristic(self) -> None:
         for a, b in self.pairs:
             matmul_to_dtype(a, b, self.dtype)
 
-    def searched(self) -> None:
+    def autotuned(self) -> None:
         with autotuned_matmuls():
-            self.by_rule()
+            self.by_heuristic()
 
     @property
     def flops(self) -> int:
@@ -63,20 +63,20 @@ def cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
         shape = (rows, columns)
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
 
-    def made(name: str, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Case:
+    def case_of(name: str, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Case:
         return Case(name, list(zip(left, right, strict=True)), dtype)
 
     for group in block_groups(config, joined=True):
         x, weight = drawn(tokens, group.into), drawn(group.out, group.into)
         grad = drawn(tokens, group.out)
         narrow, wide = torch.bfloat16, torch.float32
-        yield made(f"{group.name}, forward", x, [w.T for w in weight], narrow)
-        yield made(f"{group.name}, towards the input", grad, weight, narrow)
-        yield made(f"{group.name}, towards the weight", [g.T for g in grad], x, wide)
+        yield case_of(f"{group.name}, forward", x, [w.T for w in weight], narrow)
+        yield case_of(f"{group.name}, towards the input", grad, weight, narrow)
+        yield case_of(f"{group.name}, towards the weight", [g.T for g in grad], x, wide)
 
 
 def sustained_ms(replay: Call, seconds: float) -> float:
-    """Of one replay among others like it, after a lead."""
+    """Milliseconds of one replay among others, after a warm-up."""
     for _ in range(3):
         replay()
     torch.cuda.synchronize()
@@ -97,15 +97,15 @@ def sustained_ms(replay: Call, seconds: float) -> float:
 
 
 def compared_line(case: Case, device: Device, seconds: float) -> str:
-    case.searched()
-    usual, best = (
+    case.autotuned()
+    default, best = (
         sustained_ms(repeated(call, device), seconds) / SETS
-        for call in (case.by_rule, case.searched)
+        for call in (case.by_heuristic, case.autotuned)
     )
-    rates = [case.flops / ms * 1e-9 for ms in (usual, best)]
+    rates = [case.flops / ms * 1e-9 for ms in (default, best)]
     return (
-        f"{case.name:<30} {usual * 1e3:>8.1f} {rates[0]:>8.0f} {best * 1e3:>8.1f}"
-        f" {rates[1]:>8.0f} {usual / best:>7.3f}"
+        f"{case.name:<30} {default * 1e3:>8.1f} {rates[0]:>8.0f} {best * 1e3:>8.1f}"
+        f" {rates[1]:>8.0f} {default / best:>7.3f}"
     )
 
 
@@ -119,40 +119,40 @@ def in_a_row(calls: list[Call]) -> Call:
 
 def compared(name: str, device: Device, seconds: float) -> None:
     work = racers(name)[0].workload
-    held = list(cases(work.model(), work.batch * work.context))
+    gemms = list(cases(work.model(), work.batch * work.context))
     print(f"\n{name}, a block{'':<17} {'rule µs':>8} {'TFLOP/s':>8} {'best µs':>8} {'TFLOP/s':>8}")
-    for case in held:
+    for case in gemms:
         print(compared_line(case, device, seconds), flush=True)
     graphs = {
-        "by rule": repeated(in_a_row([case.by_rule for case in held]), device),
-        "searched": repeated(in_a_row([case.searched for case in held]), device),
+        "heuristic": repeated(in_a_row([case.by_heuristic for case in gemms]), device),
+        "autotuned": repeated(in_a_row([case.autotuned for case in gemms]), device),
     }
-    found: dict[str, list[Energy]] = {side: [] for side in graphs}
-    for _ in range(TURNS):
+    energies: dict[str, list[Energy]] = {side: [] for side in graphs}
+    for _ in range(ROUNDS):
         for side, replay in graphs.items():
-            taken = measure_energy(replay, device, WHOLE_S)
-            if isinstance(taken, str):
-                print(taken)
+            energy = measure_energy(replay, device, BLOCK_S)
+            if isinstance(energy, str):
+                print(energy)
                 return
-            found[side].append(taken)
-    for side, taken_by in found.items():
+            energies[side].append(energy)
+    for side, taken_by in energies.items():
         ms, joules, watts = (
             statistics.mean(getattr(each, field) for each in taken_by)
             for field in ("step_ms", "joules", "watts")
         )
         print(f"{side:<30} {ms / SETS:.3f} ms {joules / SETS:.3f} J {watts:.0f} W")
-    times = [statistics.mean(each.step_ms for each in found[side]) for side in graphs]
-    print(f"searched they are {times[0] / times[1]:.3f} times as fast")
+    times = [statistics.mean(each.step_ms for each in energies[side]) for side in graphs]
+    print(f"autotuned they are {times[0] / times[1]:.3f} times as fast")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("races", nargs="*", default=list(RACES), help=f"of {', '.join(RACES)}")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each kernel (0.2)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="seconds per kernel (0.2)")
     options = parser.parse_args()
     unknown = [name for name in options.races if name not in ALL_RACES]
     if unknown:
-        print(f"no race: {', '.join(unknown)}; there are {', '.join(RACES)}")
+        print(f"no such race: {', '.join(unknown)}; choose from {', '.join(RACES)}")
         return 2
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")

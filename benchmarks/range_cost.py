@@ -1,10 +1,10 @@
-"""What named ranges cost a training step while no profiler runs.
+"""Cost of named ranges in a training step while no profiler runs.
 
     python benchmarks/range_cost.py [--device cuda]
 
-Times the same step in turns with ranges and with `named` replaced by a context that does nothing
-at all, the one first and then the other first, and counts the ranges of a step; prints the median
-of the rounds' ratios with its 95 % interval, and what one range costs by itself.
+Times the same step with ranges and with `named` replaced by an empty context, interleaved in
+alternating order, and counts the ranges of a step. Prints the median of the per-round ratios with
+its 95 % interval, and the cost of one range.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ def main() -> None:
     options = parser.parse_args()
     device = pick_device(options.device)
     workload = Workload(
-        size=options.size, table="2025", context=32, batch=1, dtype="float32",
-        attention="reference", compile="no", optimizer="torch", mode="forward-backward",
-    )  # fmt: skip
+        size=options.size,
+        table="2025",
+        context=32,
+        batch=1,
+        dtype="float32",
+        attention="reference",
+        compile="no",
+        optimizer="torch",
+        mode="forward-backward",
+    )
     step = TransformerStep(workload, device)
 
     def run() -> float:
@@ -57,14 +64,14 @@ def main() -> None:
     for _ in range(5):
         run()
     ranges = counted // 5
-    ways = {"with": named, "without": lambda name: nothing}  # noqa: ARG005
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    markers = {"with": named, "without": lambda name: nothing}  # noqa: ARG005
+    times: dict[str, list[float]] = {variant: [] for variant in markers}
     for number in range(options.rounds):
-        for way in ways if number % 2 else reversed(ways):
-            use(ways[way])
-            times[way].append(run())
+        for variant in markers if number % 2 else reversed(markers):
+            use(markers[variant])
+            times[variant].append(run())
     use(named)
-    alone = timeit.timeit(lambda: enter("block"), number=100_000) / 100_000 * 1e6
+    range_us = timeit.timeit(lambda: enter("block"), number=100_000) / 100_000 * 1e6
     ratios = [ours / bare for ours, bare in zip(times["with"], times["without"], strict=True)]
     ratio, bare = summarize(ratios), summarize(times["without"]).median
     print(f"{options.size} on {device.name}, forward and backward: {ranges} ranges in a step")
@@ -72,8 +79,8 @@ def main() -> None:
         f"with ranges over without: {ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}],"
         f" {options.rounds} rounds of a step of {bare:.3f} ms"
     )
-    share = ranges * alone / 1e3 / bare
-    print(f"one range {alone:.2f} µs; {ranges} of them are {share * 100:.2f} % of the step")
+    share = ranges * range_us / 1e3 / bare
+    print(f"one range {range_us:.2f} µs; {ranges} of them are {share * 100:.2f} % of the step")
 
 
 def use(marker: object) -> None:

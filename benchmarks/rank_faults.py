@@ -1,9 +1,9 @@
-"""How long until a failed rank is named: four faults, repeated, on two ranks of this machine.
+"""Time until a failed rank is reported: four faults, repeated, on two ranks of this machine.
 
     python benchmarks/rank_faults.py [REPEATS] [--out results/rank-faults_cpu.jsonl]
 
-A stopped or stuck rank is noticed after its limit of 1 s. With --out, every trial becomes a line of
-that file, which `scripts/make_docs.py` and `benchmarks/goals.py` read.
+A stopped or stuck rank is detected after its limit of 1 s. With --out, every trial becomes a line
+of that file, which `scripts/make_docs.py` and `benchmarks/goals.py` read.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def fail(fault: str) -> None:
         time.sleep(60)
 
 
-def noticed_after(fault: str, mark: Path) -> tuple[float, bool]:
-    """Seconds from the fault to the error, and whether it names rank and step."""
+def reported_after(fault: str, mark: Path) -> tuple[float, bool]:
+    """Seconds from the fault to the error, and whether the error names the rank and step."""
     try:
         launch(train, (fault, str(mark)), ranks=2, limits=Limits(step=LIMIT_S, beat=LIMIT_S))
     except RankFailed as error:
@@ -62,24 +62,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("repeats", nargs="?", type=int, default=10)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     trials = []
     with tempfile.TemporaryDirectory() as folder:
         for fault in FAULTS:
-            found = [noticed_after(fault, Path(folder) / "mark") for _ in range(asked.repeats)]
-            times = sorted(seconds for seconds, _ in found)
+            results = [reported_after(fault, Path(folder) / "mark") for _ in range(args.repeats)]
+            times = sorted(seconds for seconds, _ in results)
             print(
                 f"{fault:12} median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s,"
-                f" named {sum(right for _, right in found)}"
-                f" of {asked.repeats}"
+                f" named {sum(right for _, right in results)}"
+                f" of {args.repeats}"
             )
             trials += [
-                {"fault": fault, "seconds": seconds, "named": right,
-                 "torch": torch.__version__, "cores": os.cpu_count()}
-                for seconds, right in found
-            ]  # fmt: skip
-    if asked.out is not None:
-        asked.out.write_text("".join(json.dumps(trial) + "\n" for trial in trials))
+                {
+                    "fault": fault,
+                    "seconds": seconds,
+                    "named": right,
+                    "torch": torch.__version__,
+                    "cores": os.cpu_count(),
+                }
+                for seconds, right in results
+            ]
+    if args.out is not None:
+        args.out.write_text("".join(json.dumps(trial) + "\n" for trial in trials))
     return 0 if all(trial["named"] for trial in trials) else 1
 
 

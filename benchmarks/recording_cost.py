@@ -1,14 +1,14 @@
-"""What it costs a training step to be recorded: the same step with and without, in turns.
+"""Cost of recording a training step: the same step with and without, interleaved.
 
     python benchmarks/recording_cost.py --out results/recording-cost_h200.jsonl
     python benchmarks/recording_cost.py --device cpu
 
-`history` is the allocator's own record of every allocation, with its Python stack, and every free,
-which a snapshot is made of (CUDA only). `account` puts every storage on a line, at the
-dispatcher: it runs once for each case of the memory study and never while a step is timed, so it
-has few rounds. A round has one step of each, in an order
-that changes; the interval holds the median of the rounds' ratios with 95 % confidence. It takes
-about a minute on a GPU. `benchmarks/goals.py` compares the file with what is wanted.
+`history` is the allocator's history of every allocation, with its Python stack, and every free,
+from which a snapshot is made (CUDA only). `account` assigns every storage to a line of the ledger,
+at the dispatcher: it runs once per case of the memory study and never while a step is timed, so it
+has few rounds. A round has one step of each, in alternating order; ratios are medians of the rounds
+with their 95 % confidence interval. It takes about a minute on a GPU. `benchmarks/goals.py`
+compares the file with the goals.
 """
 
 from __future__ import annotations
@@ -45,27 +45,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each case")
+    parser.add_argument("--out", type=Path, help="a JSON Lines file, one line per case")
     options = parser.parse_args()
     device = pick_device(options.device)
     here = {"device": device.name, "torch": torch.__version__}
     for number, (size, context, dtype) in enumerate(ON_CUDA if device.kind == "cuda" else ON_CPU):
         work = Workload(
-            size=size, table="2025", context=context, batch=4, dtype=dtype, attention="reference",
-            compile="no", optimizer="torch", mode="train-step",
-        )  # fmt: skip
+            size=size,
+            table="2025",
+            context=context,
+            batch=4,
+            dtype=dtype,
+            attention="reference",
+            compile="no",
+            optimizer="torch",
+            mode="train-step",
+        )
         device.release()
-        took = measured(work, device, options.rounds)
-        for name, ratio in ratios(took).items():
+        times = measured(work, device, options.rounds)
+        for name, ratio in ratios(times).items():
             print(
-                f"{work.key}: {summarize(took['plain']).median:.2f} ms; with {name}"
+                f"{work.key}: {summarize(times['plain']).median:.2f} ms; with {name}"
                 f" {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
                 flush=True,
             )
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a" if number else "w") as file:
-                file.write(json.dumps({"case": work.key, "ms": took} | here) + "\n")
+                file.write(json.dumps({"case": work.key, "ms": times} | here) + "\n")
     return 0
 
 
@@ -82,20 +89,20 @@ def measured(work: Workload, device: Device, rounds: int) -> dict[str, list[floa
             ledger.begin("step")
             yield
 
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
+    variants: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
     if allocator is not None:
-        ways["history"] = history
-    took = interleaved_steps(step, device, ways | {"account": account}, ACCOUNT_ROUNDS)
-    for name, more in interleaved_steps(step, device, ways, rounds - ACCOUNT_ROUNDS).items():
-        took[name] += more
-    return took
+        variants["history"] = history
+    times = interleaved_steps(step, device, variants | {"account": account}, ACCOUNT_ROUNDS)
+    for name, more in interleaved_steps(step, device, variants, rounds - ACCOUNT_ROUNDS).items():
+        times[name] += more
+    return times
 
 
-def ratios(took: dict[str, list[float]]) -> dict[str, Summary]:
-    """Of each way over the plain step of its round; not every round has an account."""
+def ratios(times: dict[str, list[float]]) -> dict[str, Summary]:
+    """Ratios of each variant to the plain step of its round; only some rounds have an account."""
     return {
-        name: summarize([ms / plain for ms, plain in zip(held, took["plain"], strict=False)])
-        for name, held in took.items()
+        name: summarize([ms / plain for ms, plain in zip(own, times["plain"], strict=False)])
+        for name, own in times.items()
         if name != "plain"
     }
 

@@ -1,11 +1,11 @@
-"""A rehearsal against real ranks on a slow link: each rank in a network namespace of its own.
+"""A rehearsal compared with real ranks on a slow link: each rank in a network namespace.
 
     python benchmarks/rehearsal_link.py --ranks 2 4 --mbit 400
 
-Every rank gets a namespace with one interface, joined to a bridge by a pair of virtual ones whose
-both ends let that many Mbit/s through (a token bucket). The step is recorded in this process, the
-link is measured between the ranks, each way is predicted and run, in turns. Needs the rights of
-root over networks (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; ends with 77 where it has none.
+Every rank gets a namespace with one interface, connected to a bridge by a veth pair whose ends are
+both limited to the given Mbit/s (a token bucket). The step is recorded in this process, the link is
+measured between the ranks, and each strategy is predicted and run, interleaved. Needs
+CAP_NET_ADMIN, CAP_SYS_ADMIN, `ip` and `tc`; exits with 77 if they are missing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,42 @@ from stepscope.studies.rehearsal.measure import Samples, record_step, run_ways, 
 
 NOT_PERMITTED = 77
 BURST_BYTES = 32 * 1024
-"""What the bucket lets through at once: a few packets, or small messages would be free."""
+"""Burst of the token bucket: a few packets, since otherwise small messages would be free."""
 SUBNET = "10.213.77"
 SECONDS = 300.0
 
 
 class NotPermittedError(Exception):
-    """Namespaces cannot be made here."""
+    """Namespaces cannot be created here."""
 
 
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
     if done.returncode:
-        raise NotPermittedError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise NotPermittedError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def shape(namespace: str, interface: str, mbit: float) -> None:
-    words = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{mbit}mbit",
-             "burst", str(BURST_BYTES), "latency", "200ms"]  # fmt: skip
+    arguments = [
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        interface,
+        "root",
+        "tbf",
+        "rate",
+        f"{mbit}mbit",
+        "burst",
+        str(BURST_BYTES),
+        "latency",
+        "200ms",
+    ]
     done = subprocess.run(
-        ["ip", "netns", "exec", namespace, *words], capture_output=True, text=True, timeout=20
+        ["ip", "netns", "exec", namespace, *arguments], capture_output=True, text=True, timeout=20
     )
     if done.returncode:
-        raise NotPermittedError(f"{' '.join(words)}: {done.stderr.strip()}")
+        raise NotPermittedError(f"{' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @contextmanager
@@ -65,7 +78,7 @@ def namespace(name: str) -> Iterator[str]:
 
 @contextmanager
 def slow_network(ranks: int, mbit: float) -> Iterator[list[str]]:
-    """The ranks' namespaces; they and their interfaces are gone afterwards."""
+    """Create the namespaces of the ranks; they and their interfaces are removed afterwards."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NotPermittedError(f"{tool} is not installed")
@@ -74,24 +87,36 @@ def slow_network(ranks: int, mbit: float) -> Iterator[list[str]]:
         switch = stack.enter_context(namespace(f"{prefix}-switch"))
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
-        made = []
+        namespaces = []
         for rank in range(ranks):
             own = stack.enter_context(namespace(f"{prefix}-{rank}"))
             port = f"port{rank}"
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "wire",
-               "netns", own)  # fmt: skip
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "wire",
+                "netns",
+                own,
+            )
             ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             ip("-n", own, "address", "add", f"{SUBNET}.{rank + 1}/24", "dev", "wire")
             ip("-n", own, "link", "set", "wire", "up")
             ip("-n", own, "link", "set", "lo", "up")
             shape(own, "wire", mbit)
             shape(switch, port, mbit)
-            made.append(own)
-        yield made
+            namespaces.append(own)
+        yield namespaces
 
 
 def as_rank(folder: Path) -> None:
-    """What a rank's process does."""
+    """Entry point of a rank's process."""
     import torch
 
     from stepscope.parallel import World
@@ -112,12 +137,15 @@ def run_on_link(case: CheckCase, mbit: float, recording: Recording) -> list[Samp
         started = []
         for rank, own in enumerate(namespaces):
             variables = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "wire",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GLOO_SOCKET_IFNAME": "wire",
                 "STEPSCOPE_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
-            }  # fmt: skip
-            words = ["ip", "netns", "exec", own, sys.executable, __file__, "--as-rank", name]
-            started.append(subprocess.Popen(words, env=os.environ | variables))
+            }
+            command = ["ip", "netns", "exec", own, sys.executable, __file__, "--as-rank", name]
+            started.append(subprocess.Popen(command, env=os.environ | variables))
         try:
             codes = [process.wait(timeout=SECONDS) for process in started]
         finally:
@@ -131,11 +159,22 @@ def run_on_link(case: CheckCase, mbit: float, recording: Recording) -> list[Samp
 
 def case_of(options: argparse.Namespace, ranks: int) -> CheckCase:
     return CheckCase(
-        size=options.size, table="2025", context=options.context, batch=options.batch,
-        dtype="float32", attention="reference", compile="no", optimizer="torch",
-        mode="train-step", overrides={"vocab": options.vocab}, steps=options.steps, ranks=ranks,
-        bucket_mb=tuple(options.bucket_mb), rounds=options.rounds, compute="waits",
-    )  # fmt: skip
+        size=options.size,
+        table="2025",
+        context=options.context,
+        batch=options.batch,
+        dtype="float32",
+        attention="reference",
+        compile="no",
+        optimizer="torch",
+        mode="train-step",
+        overrides={"vocab": options.vocab},
+        steps=options.steps,
+        ranks=ranks,
+        bucket_mb=tuple(options.bucket_mb),
+        rounds=options.rounds,
+        compute="waits",
+    )
 
 
 def record(case: CheckCase) -> Recording:
@@ -164,14 +203,17 @@ def facts(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> di
         "latency_ms": verdict.channel.line.latency_ms,
         "all_alone_ms": verdict.channel.alone(recording.gradient_bytes),
         "ways": {
-            row.way: {"predicted_ms": row.predicted_ms, "measured_ms": row.measured.median,
-                      "error": row.error}
+            row.way: {
+                "predicted_ms": row.predicted_ms,
+                "measured_ms": row.measured.median,
+                "error": row.error,
+            }
             for row in verdict.rows
         },
-    }  # fmt: skip
+    }
 
 
-def say(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None:
+def print_verdict(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None:
     link = verdict.channel.line
     print(
         f"{ranks} ranks at {mbit:g} Mbit/s: {recording.compute_ms:.1f} ms of compute,"
@@ -188,19 +230,19 @@ def say(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None
 
 
 def main() -> int:
-    reader = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    reader.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    reader.add_argument("--mbit", type=float, default=400.0)
-    reader.add_argument("--size", default="tiny")
-    reader.add_argument("--context", type=int, default=32)
-    reader.add_argument("--batch", type=int, default=4)
-    reader.add_argument("--vocab", type=int, default=10_000)
-    reader.add_argument("--steps", type=int, default=5)
-    reader.add_argument("--rounds", type=int, default=5)
-    reader.add_argument("--bucket-mb", type=float, nargs="+", default=[1.0, 4.0])
-    reader.add_argument("--json", action="store_true")
-    reader.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    options = reader.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=float, default=400.0)
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[1.0, 4.0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     if options.as_rank is not None:
         as_rank(options.as_rank)
         return 0
@@ -210,13 +252,13 @@ def main() -> int:
         try:
             results = run_on_link(case, options.mbit, recording)
         except NotPermittedError as error:
-            print(f"no namespaces here: {error}", file=sys.stderr)
+            print(f"network namespaces are not available: {error}", file=sys.stderr)
             return NOT_PERMITTED
         verdict = verdict_of(case, results, recording)
         if options.json:
             print(json.dumps(facts(ranks, options.mbit, recording, verdict)))
         else:
-            say(ranks, options.mbit, recording, verdict)
+            print_verdict(ranks, options.mbit, recording, verdict)
     return 0
 
 

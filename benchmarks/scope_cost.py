@@ -1,10 +1,10 @@
-"""What watching costs a training step that is not recorded: in a `with scope.step()`, and by hooks.
+"""Cost of watching a training step that is not recorded: in `with scope.step()`, and by hooks.
 
     python benchmarks/scope_cost.py
 
-The same step runs bare, inside a scope that is done, inside one that still waits, and with the
-hooks of `stepscope inspect`, in turns. The cost is the difference of the medians, and beside it the
-cost of an empty step, which no noise of the machine covers up.
+The same step runs bare, inside a finished scope, inside one that still waits, and with the hooks of
+`stepscope inspect`, interleaved. The cost is the difference of the medians; the cost of an empty
+step, which is not hidden by the machine's noise, is printed as well.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ def main() -> None:
 
         return one
 
-    ways = {"bare": step, "scope waits": inside(waiting, step), "scope is done": inside(done, step)}
+    variants = {
+        "bare": step,
+        "scope waits": inside(waiting, step),
+        "scope is done": inside(done, step),
+    }
     with tempfile.TemporaryDirectory() as folder:
         watcher = Watcher(Path(folder), Effort(warmup=FOREVER), "benchmark", [], stop=False)
         watched = _watched(watcher, step)
-        timing = time_interleaved(ways, pick_device("cpu"), rounds=200)
+        timing = time_interleaved(variants, pick_device("cpu"), rounds=200)
         medians = {s.variant: statistics.median(s.values) for s in timing.series}
         bare = medians["bare"]
         print(f"a step takes {bare:.3f} ms")
@@ -71,7 +75,7 @@ def main() -> None:
 
 def _watched(watcher: Watcher, step: Callable[[], None]) -> Callable[[], float]:
     def measure() -> float:
-        """Seconds that an optimizer step costs the watcher while it waits."""
+        """Seconds per optimizer step of a watcher that waits."""
         watcher.start()
         for _ in range(5):
             step()

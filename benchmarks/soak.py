@@ -1,9 +1,9 @@
-"""How safe are records from kill -9? Kills a real run at random moments, many times.
+"""Check that records survive kill -9: kills a real run at random moments, many times.
 
     python benchmarks/soak.py --kills 200
 
-Stops with an error at the first record that is lost or repeated, the first store that does not
-open, the first worker that survives.
+Stops with an error at the first lost or repeated record, the first store that does not open, or the
+first worker that survives.
 """
 
 from __future__ import annotations

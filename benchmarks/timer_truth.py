@@ -1,10 +1,10 @@
-"""Does the timer tell the truth?
+"""Check the timer against known waits and unmarked steps.
 
     python benchmarks/timer_truth.py
 
-Two questions. A step made of waits whose length is known: what does the timer say? And a real
-training step: do the phases add up to separate steps that have no marks between the phases?
-Prints the differences; nothing here is a test.
+Two checks: the timed length of a step that consists of waits of known length, and, for a real
+training step, whether the phases add up to separate steps without marks between the phases. Prints
+the differences; this is not a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITS_MS = {"first": 5.0, "second": 20.0, "third": 10.0}
 
 
 class Waits:
-    """Waits that know how long they really took: a busy machine may end them late."""
+    """Waits that record their actual length: a busy machine may end them late."""
 
     def __init__(self) -> None:
         self.taken_ms: list[float] = []
@@ -35,7 +35,7 @@ class Waits:
         self.taken_ms.append((time.perf_counter() - start) * 1e3)
 
     def step_ms(self) -> float:
-        """Median of whole steps."""
+        """Median of full steps."""
         each = len(WAITS_MS)
         steps = [self.taken_ms[i : i + each] for i in range(0, len(self.taken_ms), each)]
         return statistics.median(map(sum, steps))
@@ -46,7 +46,7 @@ def medians(timing: Timing, clock: str) -> dict[str, float]:
 
 
 def sum_of_phases(timing: Timing, clock: str) -> float:
-    """Phases of each marked step added up, then the median: spreads do not add like times."""
+    """Sum the phases of each marked step, then take the median: spreads do not add like times."""
     marked = [
         s.values for s in timing.series if s.clock == clock and s.name not in ("step", "issue")
     ]
@@ -57,22 +57,25 @@ def known_waits(device: Device) -> None:
     waits = Waits()
     phases = [Phase(name, lambda ms=ms: waits.wait(ms)) for name, ms in WAITS_MS.items()]
     timing = time_step(phases, device, warmup=1, steps=20)
-    held = medians(timing, "host")
-    truth = waits.step_ms()
+    measured = medians(timing, "host")
+    expected = waits.step_ms()
     parts = sum_of_phases(timing, "host")
-    print(f"known waits of {truth:.3f} ms on the host:")
-    print(f"  whole {held['step']:.3f} ms ({held['step'] / truth - 1:+.2%})")
-    print(f"  phases {parts:.3f} ms ({parts / truth - 1:+.2%})")
+    print(f"known waits of {expected:.3f} ms on the host:")
+    print(f"  step {measured['step']:.3f} ms ({measured['step'] / expected - 1:+.2%})")
+    print(f"  phases {parts:.3f} ms ({parts / expected - 1:+.2%})")
     if device.kind != "cuda":
         return
     cycles = 20_000_000
     shares = {"first": 1, "second": 4, "third": 2}
     kernels = [Phase(n, lambda k=k: torch.cuda._sleep(k * cycles)) for n, k in shares.items()]
     timing = time_step(kernels, device, warmup=2, steps=20)
-    held = medians(timing, "device")
+    measured = medians(timing, "device")
     parts = sum_of_phases(timing, "device")
-    apart = parts / held["step"] - 1
-    print(f"waiting kernels: whole {held['step']:.3f} ms, phases {parts:.3f} ms ({apart:+.2%})")
+    difference = parts / measured["step"] - 1
+    print(
+        f"waiting kernels: step {measured['step']:.3f} ms, phases {parts:.3f} ms"
+        f" ({difference:+.2%})"
+    )
 
 
 def real_steps(device: Device) -> None:
@@ -83,19 +86,26 @@ def real_steps(device: Device) -> None:
     )
     for size, context, dtype in cases:
         workload = Workload(
-            size=size, table="2025", context=context, batch=4, dtype=dtype, attention="reference",
-            compile="no", optimizer="torch", mode="train-step",
-        )  # fmt: skip
+            size=size,
+            table="2025",
+            context=context,
+            batch=4,
+            dtype=dtype,
+            attention="reference",
+            compile="no",
+            optimizer="torch",
+            mode="train-step",
+        )
         device.release()
         step = TransformerStep(workload, device)
         timing = time_step(step.phases(), device, warmup=5, steps=40, before=step.reset)
-        # Phases by the host's clock are issue times on a GPU; they need not add up to the step.
+        # Phases by the host clock are issue times on a GPU; they need not add up to the step.
         for clock in ("device",) if device.kind == "cuda" else ("host",):
-            held = medians(timing, clock)
+            measured = medians(timing, clock)
             parts = sum_of_phases(timing, clock)
-            apart = parts / held["step"] - 1
-            told = f"whole {held['step']:.2f} ms, phases {parts:.2f} ms ({apart:+.2%})"
-            print(f"{workload.key}, {clock} clock: {told}")
+            difference = parts / measured["step"] - 1
+            text = f"step {measured['step']:.2f} ms, phases {parts:.2f} ms ({difference:+.2%})"
+            print(f"{workload.key}, {clock} clock: {text}")
 
 
 def main() -> None:

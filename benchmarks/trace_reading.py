@@ -1,11 +1,11 @@
-"""How long a large trace takes to read and account for, and how much memory; beside `json.loads`.
+"""Time and memory to read a large trace and compute its ledgers, compared with `json.loads`.
 
     python benchmarks/trace_reading.py [--megabytes 130]
 
-Writes a synthetic trace of training steps in the form that torch.profiler gives it, then reads it
-in processes of their own: by `json.loads` alone, and by Stepscope up to the ledger of every step.
-Prints the best of three times, by the clock and by the processor (what other work on the machine
-takes is not in it), and the peak resident memory of each.
+Writes a synthetic trace of training steps in the format of torch.profiler, then reads it in
+separate processes: with `json.loads` alone, and with Stepscope up to the ledger of every step.
+Prints the best of three times, wall time and CPU time (which excludes other work on the machine),
+and the peak resident memory of each.
 """
 
 from __future__ import annotations
@@ -22,17 +22,24 @@ from pathlib import Path
 KERNELS = (
     ("aten::mm", "ampere_sgemm_128x64_tn"),
     ("aten::bmm", "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)"),
-    ("aten::mul", "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast"
-     "<at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor"
-     "<float> > >(at::TensorIteratorBase&, at::native::BinaryFunctor<float, float, float> const&)"),
-    ("aten::_softmax", "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9,"
-     " false, false>(float*, float const*, int, int, int, bool const*, int, bool)"),
-)  # fmt: skip
+    (
+        "aten::mul",
+        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast"
+        "<at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor"
+        "<float> > >(at::TensorIteratorBase&, at::native::BinaryFunctor<float, float, float>"
+        " const&)",
+    ),
+    (
+        "aten::_softmax",
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9,"
+        " false, false>(float*, float const*, int, int, int, bool const*, int, bool)",
+    ),
+)
 MAIN, ENGINE = 4711, 4712
 
 
 def events() -> Iterator[str]:
-    """Steps without end: forward with a range per block, then the backward on its own thread."""
+    """Infinite steps: a forward with a range per block, then the backward on its own thread."""
     clock, number, sequence, step = 1_000_000.0, 0, 0, 0
     while True:
         began = clock
@@ -98,7 +105,7 @@ def launched(
 
 
 def write_trace(path: Path, megabytes: float) -> int:
-    """Write a trace of about that size; gives its number of events."""
+    """Write a trace of about that size; return its number of events."""
     written = count = 0
     with path.open("w") as file:
         file.write('{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],')
@@ -126,19 +133,19 @@ def by_stepscope(path: Path) -> str:
 
     trace = read_trace(path)
     work = device_work(trace)
-    accounts = ledgers(work)
-    return f"{len(trace.kernels):,} kernels, {len(accounts)} steps"
+    steps = ledgers(work)
+    return f"{len(trace.kernels):,} kernels, {len(steps)} steps"
 
 
 READERS = {"json.loads alone": by_json, "stepscope, to the ledger": by_stepscope}
 
 
 def measured(reader: str, path: Path) -> tuple[float, float, float, str]:
-    """Seconds, processor's seconds and peak MB of a process of its own, and what it found."""
+    """Seconds, CPU seconds and peak MB of a separate process, and its result."""
     command = [sys.executable, __file__, "--reader", reader, "--trace", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds, processor, peak, found = done.stdout.split(";")
-    return float(seconds), float(processor), float(peak), found.strip()
+    seconds, processor, peak, result = done.stdout.split(";")
+    return float(seconds), float(processor), float(peak), result.strip()
 
 
 def read_once(reader: str, path: Path) -> None:
@@ -146,10 +153,10 @@ def read_once(reader: str, path: Path) -> None:
         import stepscope.analysis.trace.files
         import stepscope.analysis.trace.ledger  # noqa: F401
     began, used = time.perf_counter(), time.process_time()
-    found = READERS[reader](path)
+    result = READERS[reader](path)
     seconds, processor = time.perf_counter() - began, time.process_time() - used
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(f"{seconds};{processor};{peak};{found}")
+    print(f"{seconds};{processor};{peak};{result}")
 
 
 def main() -> None:
@@ -168,9 +175,9 @@ def main() -> None:
             print(f"{path.stat().st_size / 1e6:.0f} MB, {count:,} events")
         for reader in READERS:
             runs = [measured(reader, path) for _ in range(3)]
-            seconds, processor, peak = (min(run[place] for run in runs) for place in range(3))
+            seconds, processor, peak = (min(run[index] for run in runs) for index in range(3))
             print(
-                f"{reader:<26} {seconds:5.2f} s ({processor:.2f} s of processor) "
+                f"{reader:<26} {seconds:5.2f} s ({processor:.2f} s of CPU) "
                 f" {peak:6.0f} MB peak  {runs[0][3]}"
             )
 

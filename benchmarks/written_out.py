@@ -1,11 +1,11 @@
-"""How much does an eager step depend on how finely its operations are written out?
+"""Dependence of an eager step on how finely its operations are split.
 
     python benchmarks/written_out.py --size xl --context 512 --dtype bfloat16
 
 The model under study uses one operation where torch has one (softmax, silu). The write-ups' models
-spell them out: a softmax of five operations, silu as x·sigmoid(x), a mask made of index
-comparisons, rotary pairs taken by stride and stacked, products by einsum. Both compute the same.
-This times both, so that rows of the two kinds of model can be held side by side.
+split them: a softmax of five operations, silu as x·sigmoid(x), a mask built by index comparisons,
+rotary pairs sliced by stride and stacked, matmuls by einsum. Both compute the same. This times
+both, so that results of the two kinds of model can be compared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stepscope.studies.training.workload import MODES, Workload
 
 
 def softmax(x: Tensor) -> Tensor:
-    raised = torch.exp(x - x.max(dim=-1, keepdim=True).values)
-    return raised / raised.sum(dim=-1, keepdim=True)
+    exponentials = torch.exp(x - x.max(dim=-1, keepdim=True).values)
+    return exponentials / exponentials.sum(dim=-1, keepdim=True)
 
 
 def attention(
@@ -34,8 +34,8 @@ def attention(
     scores = torch.einsum("...qd,...kd->...qk", q, k) * (scale or q.shape[-1] ** -0.5)
     if is_causal:
         position = torch.arange(q.shape[-2], device=q.device)
-        seen = position[:, None] >= position[None, :]
-        scores = torch.where(seen, scores, float("-inf"))
+        visible = position[:, None] >= position[None, :]
+        scores = torch.where(visible, scores, float("-inf"))
     return torch.einsum("...qk,...kd->...qd", softmax(scores), v)
 
 
@@ -52,18 +52,20 @@ def rotary(self: layers.RotaryEmbedding, x: Tensor) -> Tensor:
     position = torch.arange(x.shape[-2], device=x.device)
     cos, sin = self.cos[position], self.sin[position]
     first, second = x[..., 0::2], x[..., 1::2]
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
-def write_out(step: TransformerStep) -> None:
-    """Replace the operations of a built model."""
+def split_operations(step: TransformerStep) -> None:
+    """Replace the operations of a built model by their split variants."""
     for module in step.model.modules():
         if isinstance(module, layers.CausalSelfAttention):
             module.attend = attention
         for kind, forward in (
-            (layers.SwiGLU, swiglu), (layers.Linear, linear), (layers.RotaryEmbedding, rotary),
-        ):  # fmt: skip
+            (layers.SwiGLU, swiglu),
+            (layers.Linear, linear),
+            (layers.RotaryEmbedding, rotary),
+        ):
             if isinstance(module, kind):
                 module.forward = forward.__get__(module)  # type: ignore[method-assign]
 
@@ -73,28 +75,34 @@ def main() -> None:
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     device = pick_device()
     for mode in MODES:
-        told = []
-        for fine in (False, True):
+        times = []
+        for split in (False, True):
             device.release()
             step = TransformerStep(
                 Workload(
-                    size=asked.size, table="2025", context=asked.context, batch=4,
-                    dtype=asked.dtype, attention="reference", compile="no", optimizer="torch",
+                    size=args.size,
+                    table="2025",
+                    context=args.context,
+                    batch=4,
+                    dtype=args.dtype,
+                    attention="reference",
+                    compile="no",
+                    optimizer="torch",
                     mode=mode,
                 ),
                 device,
-            )  # fmt: skip
-            if fine:
-                write_out(step)
+            )
+            if split:
+                split_operations(step)
             timing = time_step(step.phases(), device, warmup=5, steps=10, before=step.reset)
-            told.append(statistics.median(timing.series[0].values))
+            times.append(statistics.median(timing.series[0].values))
             del step
         print(
-            f"{asked.size} c{asked.context} {asked.dtype} {mode}: {told[0]:.1f} ms,"
-            f" written out {told[1]:.1f} ms, ratio {told[1] / told[0]:.2f}"
+            f"{args.size} c{args.context} {args.dtype} {mode}: {times[0]:.1f} ms,"
+            f" split {times[1]:.1f} ms, ratio {times[1] / times[0]:.2f}"
         )
 
 

@@ -1,9 +1,9 @@
-"""A training loop in the manner of nanoGPT: accumulated gradients, clipping, a schedule, autocast.
+"""A training loop in the style of nanoGPT: gradient accumulation, clipping, a schedule, autocast.
 
     stepscope inspect --stop examples/nano_gpt.py
     stepscope inspect --stop examples/nano_gpt.py --device cuda --layers 12 --width 768
 
-Autocast and the fused optimizer are for a GPU; on a CPU the step is plain.
+Autocast and the fused optimizer are used on a GPU; on a CPU the step is plain.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Block(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = CausalSelfAttention(width, heads)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width, bias=False), nn.GELU(),
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
             nn.Linear(4 * width, width, bias=False),
-        )  # fmt: skip
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -76,7 +77,7 @@ class GPT(nn.Module):
 def build(
     layers: int = 2, width: int = 64, heads: int = 2, context: int = 64
 ) -> tuple[nn.Module, Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]]:
-    """For `stepscope run own --model examples.nano_gpt:build`."""
+    """Entry point for `stepscope run own --model examples.nano_gpt:build`."""
     text = torch.randint(VOCAB, (100_000,))
 
     def make_batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,40 +101,42 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--device", default="cpu")
-    words.add_argument("--steps", type=int, default=30)
-    words.add_argument("--batch", type=int, default=4)
-    words.add_argument("--accumulate", type=int, default=2)
-    words.add_argument("--layers", type=int, default=2)
-    words.add_argument("--width", type=int, default=64)
-    words.add_argument("--heads", type=int, default=2)
-    words.add_argument("--context", type=int, default=64)
-    words.add_argument("--compile", action="store_true")
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    device = torch.device(given.device)
+    device = torch.device(args.device)
     on_gpu = device.type == "cuda"
-    model, make_batch = build(given.layers, given.width, given.heads, given.context)
+    model, make_batch = build(args.layers, args.width, args.heads, args.context)
     model.to(device)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=6e-4, betas=(0.9, 0.95), fused=on_gpu,
-    )  # fmt: skip
-    if given.compile:
+        lr=6e-4,
+        betas=(0.9, 0.95),
+        fused=on_gpu,
+    )
+    if args.compile:
         model = torch.compile(model)
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
-    tokens, targets = make_batch(given.batch, device)
-    for step in range(given.steps):
+    tokens, targets = make_batch(args.batch, device)
+    for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, given.steps)
-        for _ in range(given.accumulate):
+            group["lr"] = learning_rate(step, args.steps)
+        for _ in range(args.accumulate):
             with autocast:
                 loss, _ = model(tokens, targets)
-            tokens, targets = make_batch(given.batch, device)
-            (loss / given.accumulate).backward()
+            tokens, targets = make_batch(args.batch, device)
+            (loss / args.accumulate).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,10 +1,10 @@
-"""A training loop with everything that makes one slow, for a first page and what to do about it.
+"""A training loop with everything that makes one slow, as a first subject for `inspect`.
 
     stepscope inspect --stop examples/slow.py
     stepscope inspect --stop examples/slow.py --device cuda --layers 12 --width 768 --context 512
 
-Eager, float32, attention written out, an optimizer that loops over tensors in Python, a loss that
-is read back in every step, and data that is made on the host and copied from pageable memory.
+Eager, float32, naive attention, an optimizer that loops over tensors in Python, a loss that is read
+back in every step, and data that is created on the host and copied from pageable memory.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Model(nn.Module):
         self.head = nn.Linear(width, VOCAB)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 class LoopingAdam(torch.optim.Optimizer):
-    """Tensor by tensor, operator by operator, with new tensors for everything."""
+    """Adam that loops over tensors and operators and allocates new tensors for everything."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 3e-4) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
@@ -101,7 +101,7 @@ class LoopingAdam(torch.optim.Optimizer):
 def build(
     layers: int = 2, width: int = 128, heads: int = 4, context: int = 64
 ) -> tuple[nn.Module, Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]]:
-    """For `stepscope run own --model examples.slow:build`."""
+    """Entry point for `stepscope run own --model examples.slow:build`."""
 
     def make_batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         text = torch.randint(VOCAB, (size, context + 1))
@@ -111,21 +111,21 @@ def build(
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--device", default="cpu")
-    words.add_argument("--steps", type=int, default=30)
-    words.add_argument("--batch", type=int, default=4)
-    words.add_argument("--layers", type=int, default=2)
-    words.add_argument("--width", type=int, default=128)
-    words.add_argument("--heads", type=int, default=4)
-    words.add_argument("--context", type=int, default=64)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=64)
+    args = parser.parse_args()
     torch.manual_seed(0)
-    model, make_batch = build(given.layers, given.width, given.heads, given.context)
-    model.to(given.device)
+    model, make_batch = build(args.layers, args.width, args.heads, args.context)
+    model.to(args.device)
     optimizer = LoopingAdam(model.parameters())
-    for step in range(given.steps):
-        tokens, targets = make_batch(given.batch, torch.device(given.device))
+    for step in range(args.steps):
+        tokens, targets = make_batch(args.batch, torch.device(args.device))
         loss = model(tokens, targets)
         optimizer.zero_grad(set_to_none=False)
         loss.backward()

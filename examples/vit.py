@@ -1,9 +1,9 @@
-"""A vision transformer of torch.nn alone, trained from a DataLoader.
+"""A vision transformer built from torch.nn, trained from a DataLoader.
 
     stepscope inspect --stop examples/vit.py
     stepscope inspect --stop examples/vit.py --device cuda --width 768 --image 224 --patch 16
 
-The pictures are noise, made one by one as a data set would read them.
+The images are noise, created one by one as a data set would read them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSES = 10
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures of noise, made when they are asked for."""
+    """Images of noise, created on access."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count = count
@@ -28,9 +28,9 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
-        seeded = torch.Generator().manual_seed(place)
-        return torch.randn(3, self.size, self.size, generator=seeded), place % CLASSES
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(3, self.size, self.size, generator=generator), index % CLASSES
 
 
 class VisionTransformer(nn.Module):
@@ -39,9 +39,14 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2, width))
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True,
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
             norm_first=True,
-        )  # fmt: skip
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, CLASSES)
 
@@ -53,10 +58,11 @@ class VisionTransformer(nn.Module):
 def build(
     layers: int = 2, width: int = 64, heads: int = 2, image: int = 32, patch: int = 8
 ) -> tuple[
-    nn.Module, Callable[[int, torch.device], torch.Tensor],
+    nn.Module,
+    Callable[[int, torch.device], torch.Tensor],
     Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-]:  # fmt: skip
-    """For `stepscope run own --model examples.vit:build`."""
+]:
+    """Entry point for `stepscope run own --model examples.vit:build`."""
 
     def make_batch(size: int, device: torch.device) -> torch.Tensor:
         return torch.randn(size, 3, image, image, device=device)
@@ -69,28 +75,30 @@ def build(
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--device", default="cpu")
-    words.add_argument("--steps", type=int, default=30)
-    words.add_argument("--batch", type=int, default=8)
-    words.add_argument("--workers", type=int, default=0)
-    words.add_argument("--layers", type=int, default=2)
-    words.add_argument("--width", type=int, default=64)
-    words.add_argument("--heads", type=int, default=2)
-    words.add_argument("--image", type=int, default=32)
-    words.add_argument("--patch", type=int, default=8)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--image", type=int, default=32)
+    parser.add_argument("--patch", type=int, default=8)
+    args = parser.parse_args()
     torch.manual_seed(0)
-    model, _, _ = build(given.layers, given.width, given.heads, given.image, given.patch)
-    model.to(given.device)
+    model, _, _ = build(args.layers, args.width, args.heads, args.image, args.patch)
+    model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     criterion = nn.CrossEntropyLoss()
     loader = DataLoader(
-        Images(given.steps * given.batch, given.image), given.batch, shuffle=True,
-        num_workers=given.workers,
-    )  # fmt: skip
+        Images(args.steps * args.batch, args.image),
+        args.batch,
+        shuffle=True,
+        num_workers=args.workers,
+    )
     for step, (images, labels) in enumerate(loader):
-        loss = criterion(model(images.to(given.device)), labels.to(given.device))
+        loss = criterion(model(images.to(args.device)), labels.to(args.device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,10 @@
-"""Cut one step out of a trace that torch.profiler wrote, as a small file that tests can hold.
+"""Cut one step out of a trace written by torch.profiler, as a small file for tests.
 
 python scripts/cut_trace.py TRACE.json.gz tests/fixtures/NAME.json.gz [--step 0]
 
-Events are left out, not changed: what stays has the times, names and numbers that were recorded,
-without the arguments that nothing here reads. Beside it NAME.expected.json says what Stepscope
-makes of it; `tests/unit/test_recorded_traces.py` holds both against a slow account of its own.
+Events are dropped but not changed: the remaining ones keep their recorded times, names and numbers,
+without arguments that are not read here. NAME.expected.json next to it has the result of Stepscope;
+`tests/unit/test_recorded_traces.py` compares both with an independent, slow implementation.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from stepscope.analysis.trace.work import DeviceWork, device_work
 
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-ARROW = "fwdbwd"
+FLOW = "fwdbwd"
 ARGUMENTS = ("correlation", "device", "stream", "Sequence number", "Fwd thread id")
 Event = dict[str, Any]
 
 
 def cut(trace: dict[str, Any], step: int) -> dict[str, Any]:
-    """The events of one marked step, and what the device did for it."""
+    """The events of one marked step, and the device work it launched."""
     events: list[Event] = trace["traceEvents"]
     mark = next(e for e in events if e.get("name") == f"ProfilerStep#{step}" and e["ph"] == "X")
     first, last = mark["ts"], mark["ts"] + mark["dur"]
@@ -38,31 +38,31 @@ def cut(trace: dict[str, Any], step: int) -> dict[str, Any]:
     device = [
         e for e in events if e.get("cat") in DEVICE and e["args"].get("correlation") in launched
     ]
-    ends = [e for e in events if e.get("cat") == ARROW and first <= e["ts"] <= last]
-    whole = {e["id"] for e in ends if e["ph"] == "s"} & {e["id"] for e in ends if e["ph"] == "f"}
-    arrows = [e for e in ends if e["id"] in whole]
-    kept = [key for key in ("schemaVersion", "deviceProperties") if key in trace]
-    return {key: trace[key] for key in kept} | {
-        "traceEvents": [_slim(event) for event in (*host, *device, *arrows)]
+    ends = [e for e in events if e.get("cat") == FLOW and first <= e["ts"] <= last]
+    complete = {e["id"] for e in ends if e["ph"] == "s"} & {e["id"] for e in ends if e["ph"] == "f"}
+    flows = [e for e in ends if e["id"] in complete]
+    present = [key for key in ("schemaVersion", "deviceProperties") if key in trace]
+    return {key: trace[key] for key in present} | {
+        "traceEvents": [_slim(event) for event in (*host, *device, *flows)]
     }
 
 
 def _slim(event: Event) -> Event:
-    given = {key: event["args"][key] for key in ARGUMENTS if key in event.get("args", {})}
+    arguments = {key: event["args"][key] for key in ARGUMENTS if key in event.get("args", {})}
     plain = {key: value for key, value in event.items() if key != "args"}
-    return plain | ({"args": given} if given else {})
+    return plain | ({"args": arguments} if arguments else {})
 
 
 def expected(work: DeviceWork) -> dict[str, Any]:
-    """What is to come out of it, in whole nanoseconds."""
+    """The expected result, in integer nanoseconds."""
     steps = find_steps(work)
-    (account,) = ledgers(work, steps)
+    (ledger,) = ledgers(work, steps)
     shares = work.attribution()
     ranked = sorted(uses(instances(work, steps)), key=lambda use: -use.ms)
     return {
-        "wall_ns": account.wall,
-        "lines": [list(line) for line in account.lines()],
-        "waited_ns": [account.waited, account.waited_busy],
+        "wall_ns": ledger.wall,
+        "lines": [list(line) for line in ledger.lines()],
+        "waited_ns": [ledger.waited, ledger.waited_busy],
         "shares": {name: round(value, 6) for name, value in vars(shares).items()},
         "most": [
             [use.kernel, use.kind, use.phase, use.module, use.count, round(use.ms * 1e6)]
@@ -71,14 +71,14 @@ def expected(work: DeviceWork) -> dict[str, Any]:
     }
 
 
-def write(whole: dict[str, Any], path: Path) -> None:
+def write(trace: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(whole, separators=(",", ":")).replace('{"ph"', '\n{"ph"')
+    text = json.dumps(trace, separators=(",", ":")).replace('{"ph"', '\n{"ph"')
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    told = expected(device_work(read_trace(path)))
-    answer = path.with_name(path.name.replace(".json.gz", ".expected.json"))
-    answer.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
-    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB, step of {told['wall_ns'] / 1e6:.3f} ms")
+    result = expected(device_work(read_trace(path)))
+    target = path.with_name(path.name.replace(".json.gz", ".expected.json"))
+    target.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB, step of {result['wall_ns'] / 1e6:.3f} ms")
 
 
 def main() -> None:

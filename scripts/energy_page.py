@@ -1,4 +1,4 @@
-"""Where a step's joules go, for docs/step.md, from what `benchmarks/energy_by_part.py` wrote."""
+"""Energy of a step by part, for docs/step.md, from the output of `benchmarks/energy_by_part.py`."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ def energy_section(results: Path) -> Iterator[str]:
     if not path.exists():
         return
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found, here = accounts(lines), lines[0]
+    ledgers, first = accounts(lines), lines[0]
     yield "## Where the joules go"
     yield (
-        f"`python benchmarks/energy_by_part.py --out results/{RECORDS}` on {here['device']}, torch"
-        f" {here['torch']}, {commits_of(line['commit'] for line in lines)}: each part of our step"
-        " on its own, as a graph that is replayed without a pause, and the whole step."
+        f"`python benchmarks/energy_by_part.py --out results/{RECORDS}` on {first['device']}, torch"
+        f" {first['torch']}, {commits_of(line['commit'] for line in lines)}: each part of our step"
+        " separately, as a CUDA graph that is replayed without pauses, and the full step."
     )
-    said = [text for account in found for text in _findings(account)]
-    if said:
-        yield "\n".join(f"- {text}" for text in said)
-    yield markdown(_table(found, lines)).strip()
+    findings = [text for ledger in ledgers for text in _findings(ledger)]
+    if findings:
+        yield "\n".join(f"- {text}" for text in findings)
+    yield markdown(_table(ledgers, lines)).strip()
 
 
-def _findings(account: Account) -> Iterator[str]:
-    whole, total, needed = account.taken.get(WHOLE), account.all_parts, account.needed
-    if whole is None or total is None or needed is None:
+def _findings(ledger: Account) -> Iterator[str]:
+    step, total, needed = ledger.taken.get(WHOLE), ledger.all_parts, ledger.needed
+    if step is None or total is None or needed is None:
         return
     shares = ", ".join(
-        f"{part} {percent(account.taken[part].joules / whole.joules)}" for part in PARTS
+        f"{part} {percent(ledger.taken[part].joules / step.joules)}" for part in PARTS
     )
-    text = f"{account.race}: of the {number(whole.joules, 3)} J of a step: {shares}."
-    text += f" Together they take {number(total.joules, 3)} J."
-    at_limit = account.lasts_ms(needed.joules)
+    text = f"{ledger.race}: of the {number(step.joules, 3)} J of a step: {shares}."
+    text += f" The parts add up to {number(total.joules, 3)} J."
+    at_limit = ledger.lasts_ms(needed.joules)
     if at_limit is not None:
         text += (
-            f" With {needed.part} left it would be {number(needed.joules, 3)} J, and not less than"
-            f" {duration(at_limit)} at {number(account.limit_w or 0.0, 3)} W, where the step took"
-            f" {duration(whole.ms)}."
+            f" With {needed.part} the step would take {number(needed.joules, 3)} J, at least"
+            f" {duration(at_limit)} at {number(ledger.limit_w or 0.0, 3)} W; the step took"
+            f" {duration(step.ms)}."
         )
-    peers = account.taken.get(PEERS_PRODUCTS)
+    peers = ledger.taken.get(PEERS_PRODUCTS)
     if peers is not None:
-        ratio = peers.joules / account.taken[PRODUCTS].joules
-        text += f" The peer's form of the products takes {number(ratio, 3)} times the energy."
+        ratio = peers.joules / ledger.taken[PRODUCTS].joules
+        text += f" The peer's variant of the GEMMs takes {number(ratio, 3)} times the energy."
     yield text
 
 
-def _table(found: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
-    forms: dict[str, dict[str, None]] = {}
+def _table(ledgers: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
+    variants: dict[str, dict[str, None]] = {}
     for line in lines:
-        forms.setdefault(line["form"], {})[line["race"]] = None
-    told = "; ".join(f"{form} ({', '.join(races)})" for form, races in forms.items())
+        variants.setdefault(line["form"], {})[line["race"]] = None
+    listed = "; ".join(f"{variant} ({', '.join(races)})" for variant, races in variants.items())
     scaled = dict.fromkeys(
         f"{line['race']} is scaled up from {line['layers']} of {line['of_layers']} blocks."
         for line in lines
@@ -78,7 +78,7 @@ def _table(found: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
     )
     return Table(
         name="energy-by-part",
-        title="The parts of a step, each on its own",
+        title="The parts of a step, measured separately",
         columns=(
             Column(title="case"),
             Column(title="part"),
@@ -86,31 +86,40 @@ def _table(found: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
             Column(title="energy", kind="number", unit="J"),
             Column(title="power", kind="number", unit="W"),
             Column(title="SM clock", kind="number", unit="MHz"),
-            Column(title="of the step", kind="percent", hint="of its joules"),
+            Column(title="of the step", kind="percent", hint="share of its energy"),
             Column(title="rate", kind="rate", unit="FLOP/s"),
         ),
-        rows=tuple(row for account in found for row in _rows(account)),
-        caption=" ".join((
-            "By the device's own counter, ± one move of it. Other passes: norms with their sums,"
-            " rotations, SwiGLU. The loss of each row and the embedding are in no part. The peer's"
-            " form: every weight a product of its own, casts of weights and of their gradients with"
-            " them. Parts run one after the other here; in the step AdamW runs beside products, and"
-            " a pass may find its input in the cache. A part below the power cap keeps a higher"
-            " clock than the step has, which costs it energy.",
-            f"The step: {told}.",
-            *scaled,
-        )),
-    )  # fmt: skip
+        rows=tuple(row for ledger in ledgers for row in _rows(ledger)),
+        caption=" ".join(
+            (
+                "Energy by the device's counter, ± one increment. Other passes: norms with residual"
+                " additions, rotary embeddings, SwiGLU. The per-row loss and the embedding are not"
+                " in any part. The peer's variant: a separate GEMM for each weight, including the"
+                " casts of weights and their gradients. The parts run one after the other here; in"
+                " the step AdamW overlaps with GEMMs, and a pass may find its input in the cache."
+                " A part below the power cap runs at a higher clock than the step, which costs"
+                " energy.",
+                f"The step: {listed}.",
+                *scaled,
+            )
+        ),
+    )
 
 
-def _rows(account: Account) -> Iterator[tuple[Cell, ...]]:
-    for row in account.rows():
+def _rows(ledger: Account) -> Iterator[tuple[Cell, ...]]:
+    for row in ledger.rows():
         yield (
-            account.race, row.part, row.ms, _energy(row), row.watts, row.clock_mhz,
-            account.of_the_step(row.joules), row.rate,
-        )  # fmt: skip
-    for part, why in account.lost.items():
-        yield (account.race, part, why, *[None] * 5)
+            ledger.race,
+            row.part,
+            row.ms,
+            _energy(row),
+            row.watts,
+            row.clock_mhz,
+            ledger.of_the_step(row.joules),
+            row.rate,
+        )
+    for part, reason in ledger.lost.items():
+        yield (ledger.race, part, reason, *[None] * 5)
 
 
 def _energy(row: Taken) -> Cell:

@@ -1,4 +1,4 @@
-"""docs/foreign.md: programs of other libraries, from what `benchmarks/foreign.py` wrote."""
+"""docs/foreign.md: programs of other libraries, from the output of `benchmarks/foreign.py`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stepscope.report.text import markdown
 Line = dict[str, Any]
 MACHINES = {"h200": "One H200", "cpu": "A CPU"}
 WITHIN = 1 / 3
-"""A prediction is right if the verified gain is within this share of it."""
+"""A prediction is right if the verified gain differs from it by at most this fraction."""
 
 _INTRODUCTION = (
     "The programs of `benchmarks/programs` use transformers, Accelerate, PEFT, Lightning, timm,"
-    " torchvision or torch alone, each in the manner of that library, and know nothing of"
-    " Stepscope. `python benchmarks/foreign.py` runs each of them plainly, under `stepscope"
-    " inspect` and under `stepscope advise --verify`, and measures the same quantities with a hook"
-    " of its own (`benchmarks/independent_hook.py`). This page is generated from its results by"
+    " torchvision or plain torch, each in the style of that library, and do not import Stepscope."
+    " `python benchmarks/foreign.py` runs each of them plainly, under `stepscope inspect` and under"
+    " `stepscope advise --verify`, and measures the same quantities with an independent hook"
+    " (`benchmarks/independent_hook.py`). This page is generated from its results by"
     " `python scripts/make_docs.py`."
 )
 
@@ -33,13 +33,13 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def foreign_pages(results: Path) -> dict[str, str]:
-    """Path under docs/ and text; empty where nothing was measured."""
-    found = {name: read_lines(results / f"foreign_{name}.jsonl") for name in MACHINES}
-    if not any(found.values()):
+    """Return path under docs/ and text; empty if there are no results."""
+    results_of = {name: read_lines(results / f"foreign_{name}.jsonl") for name in MACHINES}
+    if not any(results_of.values()):
         return {}
     parts = ["# Programs of other libraries", _INTRODUCTION]
     for machine, title in MACHINES.items():
-        if lines := found[machine]:
+        if lines := results_of[machine]:
             parts += [f"## {title}", *_section(machine, lines)]
     return {"foreign.md": "\n\n".join(parts) + "\n"}
 
@@ -79,13 +79,13 @@ def first_trial(line: Line) -> Line | None:
 
 
 def is_right(trial: Line) -> bool:
-    """The verified gain is within a third of the predicted one."""
-    predicted, found = trial["predicted_ms"], trial["verified_ms"]
-    return bool(found > 0 and abs(found - predicted) <= WITHIN * predicted)
+    """True if the verified gain is within a third of the predicted one."""
+    predicted, gained = trial["predicted_ms"], trial["verified_ms"]
+    return bool(gained > 0 and abs(gained - predicted) <= WITHIN * predicted)
 
 
 def in_range(trial: Line) -> bool:
-    """The verified gain lies within the predicted range."""
+    """True if the verified gain is inside the predicted range."""
     low, high = trial["range_ms"]
     return bool(low <= trial["verified_ms"] <= high)
 
@@ -95,33 +95,34 @@ def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
     if first:
         yield (
             f"Of {len(first)} first pieces of advice that were tried, {sum(map(is_right, first))}"
-            " gained within a third of what was predicted."
+            " gained within a third of the prediction."
         )
         trials = [one for line in lines for one in verified(line)]
         ranged = [one for one in trials if one["range_ms"] is not None]
         yield (
             f"{len(ranged)} of all {len(trials)} predictions that were tried have a range, and"
-            f" {sum(map(in_range, ranged))} of the verified gains lie inside theirs."
+            f" {sum(map(in_range, ranged))} of the verified gains are inside it."
         )
     by_hand = [line for line in lines if "hand_ms" in line]
     if by_hand:
-        apart = [abs(_share(_first(line)) - _hand_share(line)) for line in by_hand]
+        differences = [abs(_share(_first(line)) - _hand_share(line)) for line in by_hand]
         yield (
-            f"Made by the program's own flag, {len(by_hand)} of these changes gain a share of the"
-            f" step that is at most {percent(max(apart))} of the step away from the verified one."
+            f"Applied with the program's own flag, {len(by_hand)} of these changes gain a fraction"
+            f" of the step that differs by at most {percent(max(differences))} of the step from the"
+            " verified one."
         )
     timed = [line for line in lines if "inspect_ms" in line]
     if timed:
         worst = max(abs(line["inspect_ms"] / line["hook_ms"] - 1) for line in timed)
         yield (
-            f"The step time of `inspect` is at most {percent(worst)} away from the hook's time of"
-            f" the same steps, in {counted(len(timed), 'program')}."
+            f"The step time of `inspect` differs by at most {percent(worst)} from the hook's time"
+            f" of the same steps, in {counted(len(timed), 'program')}."
         )
     both = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
     if both:
         worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in both)
         yield (
-            f"FLOPs are at most {percent(worst)} away from the independent count, in"
+            f"FLOPs differ by at most {percent(worst)} from the independent count, in"
             f" {counted(len(both), 'program')}."
         )
 
@@ -133,7 +134,7 @@ def _first(line: Line) -> Line:
 
 
 def _share(trial: Line) -> float:
-    """The verified gain as a share of the plain step of its trial."""
+    """The verified gain as a fraction of the plain step of its trial."""
     return float(trial["verified_ms"] / trial["base_ms"])
 
 
@@ -149,11 +150,11 @@ def foreign_table(lines: Sequence[Line]) -> Table:
             Column(title="program"),
             Column(title="step, hook", kind="number", unit="ms"),
             Column(title="inspect", kind="number", unit="ms"),
-            Column(title="apart", kind="percent"),
-            Column(title="FLOPs, counted apart", kind="rate", unit="FLOP"),
+            Column(title="difference", kind="percent"),
+            Column(title="FLOPs, independent", kind="rate", unit="FLOP"),
             Column(title="inspect", kind="rate", unit="FLOP"),
             Column(title="later steps against plain", kind="percent"),
-            Column(title="whole run", kind="number", unit="s more"),
+            Column(title="full run", kind="number", unit="s more"),
             Column(title="first advice"),
             Column(title="predicted", kind="number", unit="ms"),
             Column(title="verified", kind="number", unit="ms"),
@@ -162,18 +163,18 @@ def foreign_table(lines: Sequence[Line]) -> Table:
             Column(title="by hand", kind="percent"),
         ),
         rows=tuple(_row(line) for line in lines),
-        caption="`apart`: the step time of `inspect` against the hook's for the same steps."
+        caption="`difference`: the step time of `inspect` against the hook's for the same steps."
         " `later steps against plain`: steps after the recording, while the page is written,"
-        " against those of a plain run; `whole run`: how much longer the program takes under"
-        " `inspect`, recording and page included. Predicted gains have their range, verified ones"
+        " against those of a plain run; `full run`: additional time of the program under"
+        " `inspect`, including recording and page. Predicted gains have their range, verified ones"
         " the interval of their trial; `right`: within a third of the prediction, or inside its"
-        " range. The last two columns are the verified gain and that of the same change made by"
-        " the program's own flag, as shares of the step.",
+        " range. The last two columns are the verified gain and that of the same change applied"
+        " with the program's own flag, as fractions of the step.",
     )
 
 
 def trials_table(lines: Sequence[Line]) -> Table:
-    """Every change that was tried, not the first of a program alone."""
+    """Every change that was tried, not only the first of each program."""
     return Table(
         name="foreign-trials",
         title="All changes that were tried",
@@ -214,10 +215,10 @@ def _row(line: Line) -> tuple[Cell, ...]:
 
 
 def _advice_cells(line: Line) -> tuple[Cell, ...]:
-    """Nothing was tried."""
+    """Cells of a program for which no change was tried."""
     advised = line.get("advised")
-    told = None if advised is None else f"{advised[0]}, not tried" if advised else "none"
-    return (told, None, None, None, None)
+    text = None if advised is None else f"{advised[0]}, not tried" if advised else "none"
+    return (text, None, None, None, None)
 
 
 def _trial_cells(trial: Line) -> tuple[Cell, ...]:
@@ -239,7 +240,7 @@ def _interval(trial: Line, name: str, ends: str) -> Cell:
 
 
 def _verdict(trial: Line) -> str:
-    told = ["within a third"] if is_right(trial) else []
+    words = ["within a third"] if is_right(trial) else []
     if trial["range_ms"] is not None and in_range(trial):
-        told.append("in range")
-    return ", ".join(told) or "no"
+        words.append("in range")
+    return ", ".join(words) or "no"

@@ -1,5 +1,5 @@
-"""The goals that docs/limits.md says are not reached, from the records: the lines between two
-comments in it."""
+"""The missed goals in docs/limits.md, generated from the records: the lines between two comments
+in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- goals: made by scripts/make_docs.py -->", "<!-- until here --
 
 
 def with_goals(page: str, results: Path) -> str:
-    """The page with the lines between the comments generated."""
+    """Return the page with the lines between the comments regenerated."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_goals(results)}\n{END}{after}"
@@ -30,25 +30,25 @@ def _goals(results: Path) -> str:
     short = [one for one in judged if one.outcome not in (REACHED, NOT_MEASURED)]
     reached = sum(one.outcome == REACHED for one in judged)
     measured = sum(one.outcome != NOT_MEASURED for one in judged)
-    made = table(
+    missed = table(
         "goals",
         "",
         short,
         [
             col("outcome", lambda one: f"{one.outcome}{' (aim)' if one.goal.aim else ''}"),
             col("measure", lambda one: one.goal.measure),
-            col("case", lambda one: one.found.case),
+            col("case", lambda one: one.measured.case),
             col("measured", _measured, "number"),
             col("goal", lambda one: one.goal.threshold, "number"),
-            col("margin", lambda one: one.goal.margin(one.found.value), "percent"),
+            col("margin", lambda one: one.goal.margin(one.measured.value), "percent"),
         ],
     )
     counted = f"{reached} of {measured} measured goals are reached. The others:"
-    return f"{counted}\n\n{markdown(made).strip()}"
+    return f"{counted}\n\n{markdown(missed).strip()}"
 
 
 def _measured(one: Judged) -> Cell:
-    value, low, high = one.found.value, one.found.low, one.found.high
+    value, low, high = one.measured.value, one.measured.low, one.measured.high
     if value is None or low is None or high is None:
         return value
     return Interval(value=value, low=low, high=high)

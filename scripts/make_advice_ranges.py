@@ -1,13 +1,13 @@
-"""Writes what predictions of `advise` came to when they were verified, from records in results/.
+"""Write the ratios of realised to predicted gains of `advise`, from the records in results/.
 
-    python scripts/make_advice_ranges.py            writes the file of observations
-    python scripts/make_advice_ranges.py --check    exits with 1 where that is not up to date
+    python scripts/make_advice_ranges.py            write the file of observations
+    python scripts/make_advice_ranges.py --check    exit with 1 if it is out of date
 
-The ranges that `advise` prints come from this file. It has the realised gain over the gain that the
-rules predict today, by kind of device and by rule: of every change that was tried alone by `advise
---verify` (`results/advise-*.jsonl`), with the noise of its trial, and of every pair of records of
-an H200 that differ by one setting (`benchmarks/advice_backtest.py`). Run it after a change of a
-rule, or with new records of `advise --verify`.
+The ranges that `advise` prints come from this file. It contains the realised gain over the gain
+that the current rules predict, by kind of device and by rule: of every change that was tried alone
+by `advise --verify` (`results/advise-*.jsonl`), with the noise of its trial, and of every pair of
+records of an H200 that differ by one setting (`benchmarks/advice_backtest.py`). Run it after
+changing a rule, or with new records of `advise --verify`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from stepscope.records.jsonl import read_records  # noqa: E402
 
 OUT = ROOT / "src" / "stepscope" / "analysis" / "advice" / "backtest.json"
 CODES = {"graph": "cuda-graph"}
-"""What a pair of records is called there, and the rule that predicts it."""
+"""Names of changes in pairs of records, and the rules that predict them."""
 SEVERAL = "together"
 DIGITS = 3
 
 
 def observations(results: Path) -> Iterator[tuple[str, str, float]]:
-    """Kind of device, rule, realised over predicted."""
+    """Yield kind of device, rule, and realised over predicted gain."""
     for path in sorted(results.glob("advise-*.jsonl")):
         records = read_records(path)
         kind = "gpu" if own_step_backtest.facts_in(records).on_gpu else "cpu"
-        for one in own_step_backtest.again(records):
+        for one in own_step_backtest.repredicted(records):
             if not one.together and one.now_ms and one.now_ms > 0:
                 yield kind, one.code, one.realised_ms / one.now_ms
     files = [
@@ -52,12 +52,12 @@ def observations(results: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def table(results: Path) -> str:
-    found: dict[str, dict[str, list[float]]] = {"cpu": {}, "gpu": {}}
+    ratios_of: dict[str, dict[str, list[float]]] = {"cpu": {}, "gpu": {}}
     for kind, code, ratio in observations(results):
-        found[kind].setdefault(code, []).append(round(ratio, DIGITS))
+        ratios_of[kind].setdefault(code, []).append(round(ratio, DIGITS))
     ordered = {
         kind: {code: sorted(ratios) for code, ratios in sorted(rules.items())}
-        for kind, rules in found.items()
+        for kind, rules in ratios_of.items()
     }
     lines = [
         f" {json.dumps(kind)}: {{\n"
@@ -69,14 +69,14 @@ def table(results: Path) -> str:
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--results", type=Path, default=ROOT / "results")
-    words.add_argument("--check", action="store_true")
-    given = words.parse_args()
-    made = table(given.results)
-    if given.check:
-        return 0 if OUT.read_text() == made else 1
-    OUT.write_text(made)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = table(args.results)
+    if args.check:
+        return 0 if OUT.read_text() == text else 1
+    OUT.write_text(text)
     print(f"wrote {OUT}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What the generated pages have in common: where records come from, tables and figures as text."""
+"""Helpers of the generated pages: origin of records, tables and figures as text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ FIGURES = "figures"
 def origin(name: str, records: Sequence[Record]) -> str:
     here = records[0].environment
     versions = {
-        "driver": here.driver, "torch": here.torch, "Triton": here.triton, "cuDNN": here.cudnn,
-    }  # fmt: skip
-    known = ", ".join(f"{what} {version}" for what, version in versions.items() if version)
+        "driver": here.driver,
+        "torch": here.torch,
+        "Triton": here.triton,
+        "cuDNN": here.cudnn,
+    }
+    known = ", ".join(f"{tool} {version}" for tool, version in versions.items() if version)
     return (
         f"`results/{name}`, {len(records)} record{'s' * (len(records) != 1)}, {here.device_name},"
         f" {known}, {commits_of(str(record.environment.commit) for record in records)}."
@@ -29,13 +32,13 @@ def origin(name: str, records: Sequence[Record]) -> str:
 
 
 def commits_of(commits: Iterable[str]) -> str:
-    """Parts of a file may have been recorded at different times."""
-    found = dict.fromkeys(commit[:12] for commit in commits)
-    return f"commit{'s' * (len(found) != 1)} " + ", ".join(f"`{commit}`" for commit in found)
+    """List the distinct commits; parts of a file may have been recorded at different times."""
+    distinct = dict.fromkeys(commit[:12] for commit in commits)
+    return f"commit{'s' * (len(distinct) != 1)} " + ", ".join(f"`{commit}`" for commit in distinct)
 
 
 def figure_files(blocks: Iterable[Block]) -> dict[str, str]:
-    """Path under docs/ and text of every figure."""
+    """Return path under docs/ and text of every figure."""
     return {
         f"{FIGURES}/{block.name}.svg": standalone_svg(_drawn(block))
         for block in blocks
@@ -54,14 +57,14 @@ def bullets(blocks: Iterable[Block]) -> str:
 
 
 def shown(blocks: Iterable[Block]) -> Iterator[str]:
-    """Tables and figures; what several of them say below is said once."""
-    said: set[str] = set()
+    """Yield tables and figures; a caption that repeats is printed once."""
+    printed: set[str] = set()
     for block in blocks:
         if isinstance(block, Finding):
             continue
-        if block.caption in said:
+        if block.caption in printed:
             block = msgspec.structs.replace(block, caption="")
-        said.add(block.caption)
+        printed.add(block.caption)
         if isinstance(block, Table):
             yield markdown(block).strip()
         else:

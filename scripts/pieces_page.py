@@ -1,4 +1,4 @@
-"""Our kernels alone, for docs/step.md, from what `benchmarks/fused_pieces.py` wrote."""
+"""Benchmark of our kernels, for docs/step.md, from the output of `benchmarks/fused_pieces.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OURS, _COMPILED = "ours", "compiled"
 Line = dict[str, Any]
 
 _KEPT_FOR = {
-    "embedding": "its gradient is added up in a fixed order, so its bits repeat, where the compiled"
-    " one adds atomically; without a compiler it takes the place of torch's own.",
-    "swiglu": "the joined feed-forward runs it.",
+    "embedding": "its gradient is summed in a fixed order, so results are bitwise reproducible,"
+    " while the compiled one uses atomic additions; without a compiler it replaces torch's own.",
+    "swiglu": "the fused feed-forward uses it.",
 }
-"""Why a kernel stays that is not everywhere faster than what the compiler makes."""
+"""Reasons to keep a kernel that is not faster than the compiler's for every shape."""
 
 
 def pieces_section(results: Path) -> Iterator[str]:
@@ -39,32 +39,32 @@ def pieces_section(results: Path) -> Iterator[str]:
     yield (
         f"`python benchmarks/fused_pieces.py --out results/{RECORDS}` on {here['device']}, torch"
         f" {here['torch']}, {commits_of(line['commit'] for line in lines)}: forward and backward"
-        " together, all ways in turns, the device's time alone."
+        " together, all variants interleaved, device time only."
     )
-    yield "\n".join(f"- {said}" for said in _findings(list(races.values())))
+    yield "\n".join(f"- {text}" for text in _findings(list(races.values())))
     yield markdown(_table(list(races.values()))).strip()
 
 
-def _over_ours(race: Sequence[Line], way: str) -> Ratio | None:
+def _over_ours(race: Sequence[Line], variant: str) -> Ratio | None:
     samples = {line["way"]: line["ms"] for line in race if "ms" in line}
-    if _OURS not in samples or way not in samples:
+    if _OURS not in samples or variant not in samples:
         return None
-    return paired_ratio(samples[_OURS], samples[way])
+    return paired_ratio(samples[_OURS], samples[variant])
 
 
 def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
-    """What is kept by hand has to be faster than what the compiler makes."""
+    """Compare with the compiler: a handwritten kernel should be faster than what it generates."""
     for piece in dict.fromkeys(race[0]["piece"] for race in races):
-        found = {
+        ratios = {
             race[0]["shape"]: ratio
             for race in races
             if race[0]["piece"] == piece and (ratio := _over_ours(race, _COMPILED)) is not None
         }
-        if found:
-            told = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in found.items())
-            slower = any(ratio.low <= 1 for ratio in found.values())
-            why = f" It stays: {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
-            yield f"{piece}: compiled, it takes {told} times as long as ours.{why}"
+        if ratios:
+            listed = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in ratios.items())
+            slower = any(ratio.low <= 1 for ratio in ratios.values())
+            reason = f" It stays: {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
+            yield f"{piece}: compiled, it takes {listed} times as long as ours.{reason}"
 
 
 def _table(races: Sequence[Sequence[Line]]) -> Table:
@@ -74,16 +74,16 @@ def _table(races: Sequence[Sequence[Line]]) -> Table:
         columns=(
             Column(title="piece"),
             Column(title="shape"),
-            Column(title="way"),
+            Column(title="variant"),
             Column(title="time", kind="number", unit="ms"),
-            Column(title="host", kind="number", unit="ms", hint="until it had issued it"),
+            Column(title="host", kind="number", unit="ms", hint="time to issue the work"),
             Column(title="over ours", kind="number", unit="×"),
             Column(title="peak memory", kind="bytes"),
         ),
         rows=tuple(_row(race, line) for race in races for line in race),
-        caption="Over ours: the median of the rounds' ratios with its 99 % interval; above 1, ours"
-        " is faster. Where the host takes more than 20 ms, the time may be the host's. Peak memory:"
-        " beyond the inputs; ours has 16-bit copies of weights in it, which the optimizer writes"
+        caption="Over ours: the median of the per-round ratios with its 99 % interval; above 1 ours"
+        " is faster. If the host takes more than 20 ms, the time may be host-bound. Peak memory:"
+        " beyond the inputs; ours includes 16-bit copies of weights, which the optimizer writes"
         " (adamw, ours with copies).",
     )
 

@@ -1,4 +1,4 @@
-"""Our own records as published figures: the text of src/stepscope/published/h200.toml.
+"""Our own records as published figures: generates src/stepscope/published/h200.toml.
 
 `python scripts/make_docs.py` writes it together with the pages.
 """
@@ -19,11 +19,13 @@ PHASES = ("forward", "backward", "both", "step")
 
 
 def published_h200(records: Sequence[Record], peers: dict[str, Any]) -> str:
-    """Medians and peaks of every step that ran, and of the peer that was timed beside them."""
+    """Medians and peaks of every step that ran, and of the peer measured alongside."""
     steps = [record for record in records if record.study == "benchmark"]
     rows = rows_of(BENCHMARK.results(steps))
     first = steps[0]
-    rates = {held.name: held.value for held in first.ceilings if held.source == "measured"}
+    rates = {
+        ceiling.name: ceiling.value for ceiling in first.ceilings if ceiling.source == "measured"
+    }
     lines = [
         "# Written by scripts/make_docs.py from results/; not edited by hand.",
         f"writeup = {_text('Stepscope on an H200 (results/h200.jsonl)')}",
@@ -34,25 +36,46 @@ def published_h200(records: Sequence[Record], peers: dict[str, Any]) -> str:
         *(f"{_text(name)} = {value!r}" for name, value in rates.items()),
         *_table("benchmark", "benchmark", "ms", "median", (*KEYS,), PHASES, _times(rows)),
         *_table(
-            "benchmark, peak memory", "memory", "B", "max_memory_allocated",
-            (*KEYS, "mode"), ("peak",), _peaks(rows),
+            "benchmark, peak memory",
+            "memory",
+            "B",
+            "max_memory_allocated",
+            (*KEYS, "mode"),
+            ("peak",),
+            _peaks(rows),
         ),
         *_table(
-            "the course's reference model", "benchmark", "ms", "median", (*KEYS,), PHASES,
-            _of_peers(peers), note=peers["source"],
+            "the course's reference model",
+            "benchmark",
+            "ms",
+            "median",
+            (*KEYS,),
+            PHASES,
+            _of_peers(peers),
+            note=peers["source"],
         ),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _table(
-    name: str, study: str, unit: str, statistic: str, keys: Sequence[str], columns: Sequence[str],
-    rows: Iterator[Sequence[Any]], note: str = "",
-) -> Iterator[str]:  # fmt: skip
+    name: str,
+    study: str,
+    unit: str,
+    statistic: str,
+    keys: Sequence[str],
+    columns: Sequence[str],
+    rows: Iterator[Sequence[Any]],
+    note: str = "",
+) -> Iterator[str]:
     yield from ("", "[[table]]")
     for field, value in (
-        ("name", name), ("study", study), ("unit", unit), ("statistic", statistic), ("note", note),
-    ):  # fmt: skip
+        ("name", name),
+        ("study", study),
+        ("unit", unit),
+        ("statistic", statistic),
+        ("note", note),
+    ):
         if value:
             yield f"{field} = {_text(value)}"
     yield f"keys = {_list(keys)}"
@@ -69,9 +92,9 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 def _times(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
-        held = (row.forward, row.backward, row.both, row.step)
-        if any(held):
-            yield *_identity(row), *(s.median if s else math.nan for s in held)
+        phases = (row.forward, row.backward, row.both, row.step)
+        if any(phases):
+            yield *_identity(row), *(s.median if s else math.nan for s in phases)
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
@@ -83,12 +106,19 @@ def _peaks(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_peers(peers: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    how = {"eager": ("reference", "no", "torch"), "compiled": ("sdpa", "block", "torch-fused")}
+    variants = {"eager": ("reference", "no", "torch"), "compiled": ("sdpa", "block", "torch-fused")}
     for row in peers["rows"]:
         yield (
-            row["size"], row["context"], 4, row["dtype"], *how[row["variant"]],
-            float(row["forward"]), math.nan, float(row["both"]), float(row["step"]),
-        )  # fmt: skip
+            row["size"],
+            row["context"],
+            4,
+            row["dtype"],
+            *variants[row["variant"]],
+            float(row["forward"]),
+            math.nan,
+            float(row["both"]),
+            float(row["step"]),
+        )
 
 
 def _text(value: str) -> str:

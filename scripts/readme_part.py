@@ -1,4 +1,4 @@
-"""What README.md says of one H200, from the records: the lines between two comments in it."""
+"""The H200 table of README.md, from the records: the lines between two comments in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = tuple[Cell, ...]
 
 
 def with_figures(readme: str, results: Path) -> str:
-    """The page with the lines between the comments made anew."""
+    """Return the page with the lines between the comments regenerated."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_figures(results)}\n{END}{after}"
@@ -39,7 +39,7 @@ def _figures(results: Path) -> str:
             Column(title="on one H200"),
             Column(title="ours"),
             Column(title="the other"),
-            Column(title="times as fast", kind="number"),
+            Column(title="speedup", kind="number"),
             Column(title="interleaved", kind="number"),
         ),
         rows=(*_steps(results), *_attention(results), *_advised(results)),
@@ -47,13 +47,13 @@ def _figures(results: Path) -> str:
     right, counted = first_advice_right(results, "h200")
     return (
         f"{markdown(table).strip()}\n\n"
-        "Training steps follow each other, as in training; a step's peer is the fastest form of"
-        " torch.compile that was tried, with torch's fused AdamW and the same dtypes, in the same"
-        " process ([all of them](docs/step.md)). Interleaved: single samples in alternation, each"
-        " from an idle device, so that a power-limited clock recovers between them and the host's"
-        " time shows. In brackets: the 95 % interval of the ratio, 99 % in the last row. Of the"
-        " first pieces of advice for the"
-        f" examples {right} of {counted} gained within a third of what was predicted"
+        "Training steps run back to back, as in training; the peer of a step is the fastest"
+        " variant of torch.compile that was tried, with torch's fused AdamW and the same dtypes, in"
+        " the same process ([all of them](docs/step.md)). Interleaved: single samples in"
+        " alternation, each from an idle device, so that a power-limited clock recovers between"
+        " them and the host time shows. In brackets: the 95 % interval of the ratio, 99 % in the"
+        " last row. Of the first pieces of advice for the"
+        f" examples {right} of {counted} gained within a third of the prediction"
         " ([the walk-through](docs/walkthrough.md))."
     )
 
@@ -64,9 +64,12 @@ def _steps(results: Path) -> Iterator[Row]:
         if lead is not None and ratio is not None:
             mfu = f", {percent(share)} MFU" if share is not None else ""
             yield (
-                _named(race), f"{duration(lead.ms)}{mfu}",
-                f"torch.compile, {duration(lead.peer_ms)}", lead_cell(lead), interval_cell(ratio),
-            )  # fmt: skip
+                _named(race),
+                f"{duration(lead.ms)}{mfu}",
+                f"torch.compile, {duration(lead.peer_ms)}",
+                lead_cell(lead),
+                interval_cell(ratio),
+            )
 
 
 def _named(race: StepRace) -> str:
@@ -75,7 +78,7 @@ def _named(race: StepRace) -> str:
 
 
 def _attention(results: Path) -> Iterator[Row]:
-    """The means over shapes with several heads."""
+    """Means over shapes with several heads."""
     blocks = FLASH.view(read_records(results / "flash-race_h200.jsonl"))
     (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "flash-speed")
     for against, shape, measured, *_ in table.rows:
@@ -94,9 +97,9 @@ def _advised(results: Path) -> Iterator[Row]:
     if best is not None and best.ratio is not None and best.base_ms is not None:
         ratio, base = best.ratio, best.base_ms
         yield (
-            "examples/slow.py with what advise --verify kept",
+            "examples/slow.py with the changes that advise --verify kept",
             duration(base * ratio.value),
-            f"as it is, {duration(base)}",
+            f"unchanged, {duration(base)}",
             None,
             Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low),
         )

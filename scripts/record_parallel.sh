@@ -1,6 +1,6 @@
 #!/bin/sh
 # Run the studies on several ranks and write results/parallel_MACHINE.jsonl, for the page in docs/.
-#   scripts/record_parallel.sh cpu     about three minutes on 2 cores; nothing else should run there
+#   scripts/record_parallel.sh cpu     about three minutes on 2 cores; nothing else should run
 #   scripts/record_parallel.sh h200    NCCL at one rank, gloo between two ranks that share the GPU
 set -eu
 cd "$(dirname "$0")/.."
@@ -9,7 +9,7 @@ out=$(mktemp -d)
 trap 'rm -r "$out"' EXIT
 
 record() {
-    # 1: a case failed, which its record says.
+    # Status 1: a case failed, which its record reports.
     stepscope run "$@" --out "$out" || [ $? -eq 1 ]
     stepscope export latest --out "$out" --digits 6 --to "$out/part.jsonl"
     cat "$out/part.jsonl" >> "$out/all.jsonl"

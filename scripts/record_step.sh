@@ -1,44 +1,44 @@
 #!/usr/bin/env bash
-# Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
+# Records the data of docs/step.md and docs/compile.md on one H200, part by part.
 #
 #   scripts/record_step.sh race-512 pieces      two parts
-#   scripts/record_step.sh                      all of them: about an hour
+#   scripts/record_step.sh                      all parts: about an hour
 #
-#   race-512    xl, 2.7b and small at context 512 (11 min, most of it the compiler's)
+#   race-512    xl, 2.7b and small at context 512 (11 min, most of it compilation)
 #   race-2048   2.7b and xl at context 2048 (12 min)
 #   race-long   8b at 32,768 tokens (5 min)
-#   loss        300 steps of every rung, three seeds side by side (4 min)
+#   loss        300 steps of every rung, three seeds in parallel (4 min)
 #   ladder      small: each change alone and on top of the others, waterfalls (2 min)
 #   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
-#   compile     torch.compile against eager: small, by block and whole (2 min)
+#   compile     torch.compile against eager: small, by block and full model (2 min)
 #   compile-by  the same by size in bf16 and in fp32, attention alone, small by mode (4 + 4 + 3 + 3 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
-#   energy      the joules of our step by part (4 min)
+#   energy      the energy of our step by part (4 min)
 #   tuned       2.7b at context 512 against max-autotune by block (4 min)
 #
-# Races, energy, compile-by and loss take names after a colon, to record some of it:
+# Races, energy, compile-by and loss accept names after a colon, to record only these:
 # race-512:xl-512,small-512; compile-by:fp32;
-# loss:as-made,narrow-stream trains these rungs alone, each with all below it.
+# loss:as-made,narrow-stream only trains these rungs, each with all rungs below it.
 #
-#   RESULTS     where the records go (results); each part has a file until all are joined there
-#   WORK        where they are kept meanwhile (stepscope-out/step)
+#   RESULTS     folder of the records (results); each part has a file until all are concatenated
+#   WORK        folder of intermediate files (stepscope-out/step)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 results=${RESULTS:-results}
 work=${WORK:-stepscope-out/step}
 mkdir -p "$results" "$work"
-# Compiled whole, a model takes minutes: with one attention, the one that is faster in blocks, and
-# replayed where launches leave gaps, which is at context 512.
+# Compiling a full model takes minutes: it is done with one attention, the one that is faster by
+# block, and with CUDA graphs where launches leave gaps, which is at context 512.
 forms=('peer: block' 'backward graph' 'spare')
 
-run() { # FOLDER SECONDS WORDS...
+run() { # FOLDER SECONDS ARGUMENTS...
     rm -rf "${work:?}/$1"
     timeout --signal=INT --kill-after=20 "$2" \
         "$python" -m stepscope run "${@:3}" --no-report --out "$work/$1"
 }
 
-keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
+keep() { # FILE FOLDER...: concatenate the newest runs of these folders
     : > "$work/$1.part"
     for folder in "${@:2}"; do
         "$python" -m stepscope export latest --out "$work/$folder" --digits 6 --to "$work/part.jsonl" \
@@ -52,13 +52,13 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
     fi
 }
 
-race() { # RACE MODE: of the model that is compiled whole, which is tried last
+race() { # RACE MODE: mode of the fully compiled model, which is tried last
     run "$1" 480 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
         --forms "${forms[@]}" "peer: model $2 sdpa_cudnn"
     keep "step-$1" "$1"
 }
 
-part() { # NAME, or NAME:SOME,OF,IT
+part() { # NAME, or NAME:SOME,NAMES
     local only=""
     [[ $1 != *:* ]] || only=${1#*:}
     only=${only//,/ }
@@ -106,7 +106,7 @@ part() { # NAME, or NAME:SOME,OF,IT
             modes) words='--part model --compile block --compile-mode reduce-overhead max-autotune --dtype bfloat16 --attention auto' ;;
             attention) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
             *)
-                echo "$name is no part of compile-by" >&2
+                echo "$name is not a part of compile-by" >&2
                 exit 2
                 ;;
             esac
@@ -130,7 +130,7 @@ part() { # NAME, or NAME:SOME,OF,IT
         keep step-tuned tuned
         ;;
     *)
-        echo "$1 is no part of it" >&2
+        echo "$1 is not a part" >&2
         exit 2
         ;;
     esac
@@ -144,7 +144,7 @@ for one in "${parts[@]}"; do
     part "$one"
 done
 if [ $# -eq 0 ] && [ -n "$missing" ]; then
-    echo "== not joined: a part is missing; record it, then join the files of $results" >&2
+    echo "== not concatenated: a part is missing; record it, then concatenate the files of $results" >&2
     exit 1
 elif [ $# -eq 0 ]; then
     for study in step compile; do

@@ -1,10 +1,10 @@
-"""Compile the attention kernels for a GPU that is not here, and say what each tile would take.
+"""Compile the attention kernels for a GPU that is not present, and print what each tile uses.
 
     python scripts/screen_tiles.py --head 64 128 --dtype bf16
     python scripts/screen_tiles.py --head 128 --m 64 128 --n 64 128 --warps 4 8 --stages 2 3
 
-Registers, spills and shared memory come from the compiled program itself, so tiles that spill or do
-not fit are dropped before they cost time on a GPU. wgmma counts the matrix instructions.
+Registers, spills and shared memory come from the compiled program, so tiles that spill or do not
+fit are dropped before they cost GPU time. wgmma counts the matrix instructions.
 """
 
 from __future__ import annotations
@@ -46,27 +46,35 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
     planes = dtype == "fp32" and tile.precision == IN_PLANES
     first, second = columns(head, in_one_part=planes)
     constants: dict[str, Any] = {
-        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": first, "BLOCK_E": second,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_D": first,
+        "BLOCK_E": second,
         "PLANES": 3 if planes else 1,
         "CAUSAL": causal,
-        "GROUP": tile.group, "TMA": tma, "PRECISION": "tf32" if planes else tile.precision,
-        "EXACT": dtype == "fp32", "G": 1, "HOLD": tile.hold, "WHOLE": False,
-    }  # fmt: skip
+        "GROUP": tile.group,
+        "TMA": tma,
+        "PRECISION": "tf32" if planes else tile.precision,
+        "EXACT": dtype == "fp32",
+        "G": 1,
+        "HOLD": tile.hold,
+        "WHOLE": False,
+    }
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         elif name.removesuffix("_e") in TENSORS:
-            whole = name.removesuffix("_e")
-            format_ = "i16" if tile.hold and whole in HELD[kind] else "bf16" if planes else dtype
-            wide = first if name == whole else second
-            if not wide:
+            base = name.removesuffix("_e")
+            dtype_name = "i16" if tile.hold and base in HELD[kind] else "bf16" if planes else dtype
+            width = first if name == base else second
+            if not width:
                 constants[name], signature[name] = None, "constexpr"
             elif tma:
-                rows = getattr(tile, TENSORS[whole])
-                signature[name] = f"tensordesc<{format_}[1, 1, {rows}, {wide}]>"
+                rows = getattr(tile, TENSORS[base])
+                signature[name] = f"tensordesc<{dtype_name}[1, 1, {rows}, {width}]>"
             else:
-                signature[name] = f"*{format_}"
+                signature[name] = f"*{dtype_name}"
         elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
         elif name in ("lse", "delta", "factor", "lean"):
@@ -75,8 +83,8 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
             signature[name] = "fp32" if name == "scale" else "i32"
     # Tensors and strides of a training step are multiples of 16.
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or "stride" in name or (name == "D" and head % 16 == 0)
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -84,9 +92,11 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:
         options["maxnreg"] = tile.registers
-    made = triton.compile(source, target=HOPPER, options=options)
+    compiled = triton.compile(source, target=HOPPER, options=options)
     return Card(
-        *resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"].count("wgmma.mma")
+        *resources(compiled.asm["cubin"]),
+        compiled.metadata.shared,
+        compiled.asm["ptx"].count("wgmma.mma"),
     )
 
 
@@ -95,18 +105,20 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
+        text = subprocess.run(
             [str(tool), "--dump-resource-usage", file.name],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    held = dict(re.findall(r"(\w+):(\d+)", said))
-    return int(held.get("REG", 0)), int(held.get("LOCAL", 0)) + int(held.get("STACK", 0))
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    usage = dict(re.findall(r"(\w+):(\d+)", text))
+    return int(usage.get("REG", 0)), int(usage.get("LOCAL", 0)) + int(usage.get("STACK", 0))
 
 
-def choices(asked: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
-    width = 4 if asked.dtype == "fp32" else 2
+def choices(args: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
+    width = 4 if args.dtype == "fp32" else 2
     best = tiles(kind, head, width, (9, 0))[0]
-    given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
+    given = [getattr(args, field) or [getattr(best, field)] for field in FIELDS]
     for values in itertools.product(*given):
         yield best._replace(**dict(zip(FIELDS, values, strict=True)))
 
@@ -121,24 +133,28 @@ def main() -> None:
     for field in FIELDS:
         kind = str if field == "precision" else int
         parser.add_argument(f"--{field}", type=kind, nargs="+", default=[])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     print("kernel     head  tile      warps stages hold  registers spills shared KiB  wgmma")
-    for head in asked.head:
-        for kind in asked.kernel:
-            for tile in choices(asked, kind, head):
+    for head in args.head:
+        for kind in args.kernel:
+            for tile in choices(args, kind, head):
                 layout = f"{tile.m:>3}×{tile.n:<5} {tile.warps:>4} {tile.stages:>6} {tile.hold:>4}"
-                how = f"{kind:<10} {head:>4}  {layout}"
+                label = f"{kind:<10} {head:>4}  {layout}"
                 try:
                     card = compile_tile(
-                        kind, tile, head, asked.dtype, causal=not asked.full,
-                        tma=not asked.no_tma,
-                    )  # fmt: skip
+                        kind,
+                        tile,
+                        head,
+                        args.dtype,
+                        causal=not args.full,
+                        tma=not args.no_tma,
+                    )
                 except Exception as error:
-                    print(f"{how}  does not compile: {str(error).splitlines()[0][:90]}")
+                    print(f"{label}  does not compile: {str(error).splitlines()[0][:90]}")
                     continue
                 fits = "" if card.shared <= SHARED_LIMIT else "  too large"
                 print(
-                    f"{how} {card.registers:>10} {card.spills:>6} {card.shared / 1024:>10.1f}"
+                    f"{label} {card.registers:>10} {card.spills:>6} {card.shared / 1024:>10.1f}"
                     f" {card.wgmma:>6}{fits}"
                 )
 

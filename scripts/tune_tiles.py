@@ -1,12 +1,12 @@
-"""Time tiles of the attention kernels on the GPU that is here, side by side with torch's own.
+"""Time tiles of the attention kernels on this machine's GPU, compared with torch's kernels.
 
     python scripts/tune_tiles.py --shape 1,16,16384,64 --out tiles.json
     python scripts/tune_tiles.py --shape 4,16,4096,128 --pass key_value --m 32 64 --warps 4 8
 
-Every combination of the values is a candidate. They are compiled in several processes at once;
-those that spill too much or do not fit are dropped. The others run in turns, so that all see the
-same clocks, and every result is held against a peer's: a tile that is fast and wrong is not listed.
-The winners go into `src/stepscope/attention/tiles.py` by hand.
+Every combination of the values is a candidate. Candidates are compiled in several processes; those
+that spill too much or do not fit are dropped. The others run interleaved, so that all see the same
+clocks, and every result is compared with that of a peer: a fast but wrong tile is not listed. The
+winners are entered into `src/stepscope/attention/tiles.py` by hand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
 
 
 class Bench:
-    """Tensors of one shape, what a peer makes of them, and each pass of ours by itself."""
+    """Tensors of one shape, the results of a peer, and each of our passes separately."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, causal: bool) -> None:
         torch.manual_seed(0)
@@ -60,16 +60,16 @@ class Bench:
         )
         self.grad = torch.randn_like(self.q)
         self.inputs = (self.q.detach(), self.k.detach(), self.v.detach(), self.grad)
-        how: dict[str, Any] = {"scale": self.scale, "causal": causal, "shift": 0}
-        self.out, self.lse = triton_launch.forward(*self.inputs[:3], **how)
+        options: dict[str, Any] = {"scale": self.scale, "causal": causal, "shift": 0}
+        self.out, self.lse = triton_launch.forward(*self.inputs[:3], **options)
         self.delta = (self.out.float() * self.grad.float()).sum(-1)
         self.factor = torch.ones_like(self.delta)
         self.lean = torch.zeros_like(self.delta)
-        self.made = [torch.empty_like(self.q) for _ in range(4)]
+        self.outputs = [torch.empty_like(self.q) for _ in range(4)]
 
     def run(self, candidate: Candidate) -> tuple[Tensor, ...]:
-        """That pass alone."""
-        out, dq, dk, dv = self.made
+        """Run one pass."""
+        out, dq, dk, dv = self.outputs
         with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
             launch = triton_launch.run_pass
             inputs = self.inputs[:3] if candidate.kind == "forward" else self.inputs
@@ -95,19 +95,19 @@ class Bench:
         return {"forward": (out.detach(),), "query": (dq,), "key_value": (dk, dv)}
 
 
-def candidates(asked: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> Iterator[Candidate]:
-    for kind in asked.passes:
+def candidates(args: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> Iterator[Candidate]:
+    for kind in args.passes:
         best = tiles(kind, shape.head, dtype.itemsize, torch.cuda.get_device_capability())[0]
-        given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
+        values_of = [getattr(args, field) or [getattr(best, field)] for field in FIELDS]
         combined = (
             best._replace(**dict(zip(FIELDS, values, strict=True)))
-            for values in itertools.product(*given)
+            for values in itertools.product(*values_of)
         )
         yield from (Candidate(kind, tile) for tile in dict.fromkeys((best, *combined)))
 
 
 def _warm(work: tuple[Shape, str, bool, list[Candidate]]) -> list[Candidate]:
-    """In a process of its own: leave the compiled kernels in Triton's cache. Those that ran."""
+    """Compile in a separate process, filling Triton's cache; return the candidates that ran."""
     shape, dtype, causal, share = work
     bench = Bench(shape, getattr(torch, dtype), causal)
     ran = []
@@ -116,7 +116,7 @@ def _warm(work: tuple[Shape, str, bool, list[Candidate]]) -> list[Candidate]:
             bench.run(candidate)
             torch.cuda.synchronize()
         except torch.AcceleratorError as error:
-            # The GPU's context is lost, and with it the rest of this share.
+            # The CUDA context is lost, and with it the rest of this share.
             print(f"{candidate.kind} {tuple(candidate.tile)}: {str(error).splitlines()[0]}")
             break
         except Exception as error:
@@ -135,10 +135,10 @@ def compile_all(
     return sorted(itertools.chain(*ran), key=wanted.index)
 
 
-def error_of(made: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+def error_of(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     return max(
         float((a.double() - b.double()).norm() / b.double().norm())
-        for a, b in zip(made, expected, strict=True)
+        for a, b in zip(outputs, expected, strict=True)
     )
 
 
@@ -147,11 +147,11 @@ def usable(
 ) -> Iterator[tuple[Candidate, dict[str, Any]]]:
     for candidate in wanted:
         row: dict[str, Any] = {"pass": candidate.kind, **candidate.tile._asdict()}
-        for tensor in bench.made:
+        for tensor in bench.outputs:
             tensor.fill_(float("nan"))
         try:
             with triton_launch.recorded_launches() as launches:
-                made = bench.run(candidate)
+                outputs = bench.run(candidate)
         except OutOfResources as error:
             print(f"{candidate.kind} {tuple(candidate.tile)}: does not fit ({error})")
             continue
@@ -163,7 +163,7 @@ def usable(
             "registers_used": kernel.n_regs,
             "spills": kernel.n_spills,
             "shared": kernel.metadata.shared,
-            "error": error_of(made, expected[candidate.kind]),
+            "error": error_of(outputs, expected[candidate.kind]),
         }
         if not row["error"] < CLOSE[bench.q.dtype]:
             print(f"{candidate.kind} {tuple(candidate.tile)}: WRONG by {row['error']:.2e}")
@@ -171,57 +171,60 @@ def usable(
             yield candidate, row
 
 
-def timed_in_turns(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each, one after the other in every round."""
+def timed_interleaved(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Median milliseconds of each call, run one after the other in every round."""
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(rounds):
-        # The queue stays full, so that no kernel waits for the host within its span.
+        # The queue stays full, so that no kernel waits for the host within its interval.
         torch.cuda._sleep(WAIT_CYCLES)
-        for call, held in zip(calls, spans, strict=True):
+        for call, events in zip(calls, spans, strict=True):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             call()
             last.record()
-            held.append((first, last))
+            events.append((first, last))
     torch.cuda.synchronize()
-    return [statistics.median(a.elapsed_time(b) for a, b in held[1:]) for held in spans]
+    return [statistics.median(a.elapsed_time(b) for a, b in events[1:]) for events in spans]
 
 
-def tune(asked: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
-    dtype = getattr(torch, asked.dtype)
-    wanted = list(candidates(asked, shape, dtype))
-    wanted = compile_all(shape, asked.dtype, asked.causal, wanted, asked.jobs)
-    bench = Bench(shape, dtype, asked.causal)
-    expected = bench.expected(asked.peer, dtype)
+def tune(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
+    dtype = getattr(torch, args.dtype)
+    wanted = list(candidates(args, shape, dtype))
+    wanted = compile_all(shape, args.dtype, args.causal, wanted, args.jobs)
+    bench = Bench(shape, dtype, args.causal)
+    expected = bench.expected(args.peer, dtype)
     if dtype == torch.float32:
-        # Accurate to the last place or not is the question here, so the truth has more of them.
+        # Errors of float32 are measured against float64, which has more digits.
         theirs, expected = expected, bench.expected("reference", torch.float64)
-        for name, made in ((asked.peer, theirs), ("reference", bench.expected("reference", dtype))):
+        for name, outputs in (
+            (args.peer, theirs),
+            ("reference", bench.expected("reference", dtype)),
+        ):
             errors = ", ".join(
-                f"{kind} {error_of(made[kind], expected[kind]):.2e}" for kind in made
+                f"{kind} {error_of(outputs[kind], expected[kind]):.2e}" for kind in outputs
             )
             print(f"error of {name}: {errors}")
-    kept = list(usable(bench, wanted, expected, asked.spills))
+    timed = list(usable(bench, wanted, expected, args.spills))
     calls: list[Callable[[], object]] = []
-    for candidate, _ in kept:
+    for candidate, _ in timed:
         calls.append(lambda candidate=candidate: bench.run(candidate))  # type: ignore[misc]
-    peer_out = attention(bench.q, bench.k, bench.v, is_causal=asked.causal, impl=asked.peer)
+    peer_out = attention(bench.q, bench.k, bench.v, is_causal=args.causal, impl=args.peer)
     inputs = (bench.q, bench.k, bench.v)
-    calls.append(lambda: attention(*inputs, is_causal=asked.causal, impl=asked.peer))
+    calls.append(lambda: attention(*inputs, is_causal=args.causal, impl=args.peer))
     calls.append(lambda: torch.autograd.grad(peer_out, inputs, bench.grad, retain_graph=True))
-    times = timed_in_turns(calls, asked.rounds)
-    rows = [row | {"ms": ms} for (_, row), ms in zip(kept, times, strict=False)]
+    times = timed_interleaved(calls, args.rounds)
+    rows = [row | {"ms": ms} for (_, row), ms in zip(timed, times, strict=False)]
     rows.sort(key=lambda row: (PASSES.index(row["pass"]), row["ms"]))
-    print(f"\n{tuple(shape)} {asked.dtype} {asked.peer}: {times[-2]:.3f} + {times[-1]:.3f} ms")
-    for kind in asked.passes:
-        for row in [row for row in rows if row["pass"] == kind][: asked.top]:
+    print(f"\n{tuple(shape)} {args.dtype} {args.peer}: {times[-2]:.3f} + {times[-1]:.3f} ms")
+    for kind in args.passes:
+        for row in [row for row in rows if row["pass"] == kind][: args.top]:
             layout = " ".join(f"{field} {row[field]}" for field in FIELDS)
             print(
                 f"  {kind:<10} {row['ms']:.3f} ms  {layout} | {row['registers_used']} registers,"
                 f" {row['spills']} spilled, {row['shared'] >> 10} KiB, error {row['error']:.1e}"
             )
-    peer_row = {"pass": asked.peer, "forward_ms": times[-2], "backward_ms": times[-1]}
-    return [{"shape": list(shape), "dtype": asked.dtype, **row} for row in (*rows, peer_row)]
+    peer_row = {"pass": args.peer, "forward_ms": times[-2], "backward_ms": times[-1]}
+    return [{"shape": list(shape), "dtype": args.dtype, **row} for row in (*rows, peer_row)]
 
 
 def main() -> None:
@@ -233,18 +236,18 @@ def main() -> None:
     parser.add_argument("--pass", dest="passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--peer", default="sdpa_cudnn", help="the implementation to compare with")
     parser.add_argument("--full", dest="causal", action="store_false", help="without a causal mask")
-    parser.add_argument("--spills", type=int, default=64, help="most spilled registers")
+    parser.add_argument("--spills", type=int, default=64, help="maximum of spilled registers")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--top", type=int, default=8, help="rows to print for each pass")
+    parser.add_argument("--top", type=int, default=8, help="rows to print per pass")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--out", type=Path, help="write every row there as JSON")
+    parser.add_argument("--out", type=Path, help="write every row to this JSON file")
     for field in FIELDS:
         kind = str if field == "precision" else int
         parser.add_argument(f"--{field}", type=kind, nargs="+", default=[])
-    asked = parser.parse_args()
-    rows = [row for text in asked.shape for row in tune(asked, Shape(*map(int, text.split(","))))]
-    if asked.out:
-        asked.out.write_text(json.dumps(rows, indent=1))
+    args = parser.parse_args()
+    rows = [row for text in args.shape for row in tune(args, Shape(*map(int, text.split(","))))]
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

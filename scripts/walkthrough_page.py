@@ -1,6 +1,6 @@
-"""The walk-through of a slow training loop: docs/walkthrough.md, from what `advise --verify` wrote.
+"""Walk-through of a slow training loop: docs/walkthrough.md, from the output of `advise --verify`.
 
-A file of records has the steps as they were watched, then every change that was tried.
+A file of records has the inspected steps, then every change that was tried.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from stepscope.report.html import html_page
 
 EXAMPLES = {
     "slow": "The slow example",
-    "nano_gpt": "A loop in the manner of nanoGPT",
+    "nano_gpt": "A loop in the style of nanoGPT",
     "vit": "A vision transformer of torch.nn",
-    "tuned": "A step that is tuned already",
+    "tuned": "A step that is already tuned",
 }
 HTML_PAGES = ("advise-slow_h200", "advise-nano_gpt_h200", "advise-vit_h200")
-MACHINES = {"h200": "On one H200", "cpu": "On a CPU, in small"}
+MACHINES = {"h200": "On one H200", "cpu": "On a CPU, at small sizes"}
 _LEDGER = ("inspect-ledger",)
 _INTRODUCTION = (
     "`examples/slow.py` is a training loop with everything that makes one slow: eager, float32,"
-    " attention written out, an optimizer that loops over tensors in Python, a loss that is read"
-    " back in every step, data that is made on the host and copied from pageable memory. Here is"
-    " what `stepscope advise --verify` does with it, step by step. Nothing below is typed: the page"
-    " is made from records, and the file of the example was not changed."
+    " naive attention, an optimizer that loops over tensors in Python, a loss that is read back in"
+    " every step, data that is created on the host and copied from pageable memory. This page shows"
+    " what `stepscope advise --verify` does with it, step by step. It is generated from records;"
+    " the file of the example was not changed."
 )
 
 
 def record_files(results: Path) -> Iterator[tuple[str, str, Path]]:
-    """Machine, example and file of every walk that was recorded."""
+    """Yield machine, example and file of every recorded walk-through."""
     for machine in MACHINES:
         for example in EXAMPLES:
             path = results / f"advise-{example}_{machine}.jsonl"
@@ -54,16 +54,16 @@ def record_files(results: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def walkthrough_pages(results: Path) -> dict[str, str]:
-    """Path under docs/ and text."""
+    """Return paths under docs/ and texts."""
     files = list(record_files(results))
     if not files:
         return {}
     parts = ["# From a slow step to a fast one", _INTRODUCTION]
-    for machine, words in MACHINES.items():
+    for machine, title in MACHINES.items():
         own = [(example, path) for where, example, path in files if where == machine]
         if own:
             walks = [(example, path.name, read_records(path)) for example, path in own]
-            parts += [f"## {words}", *_in_short(*first_advice_right(results, machine))]
+            parts += [f"## {title}", *_in_short(*first_advice_right(results, machine))]
             for walk in walks:
                 parts += _walk(*walk)
     return {"walkthrough.md": "\n\n".join(parts) + "\n"} | {
@@ -79,17 +79,17 @@ def _html(records: Sequence[Record]) -> str:
 
 
 def first_advice_right(results: Path, machine: str) -> tuple[int, int]:
-    """Over all examples of a machine: how often the first advice was right, of how many."""
+    """Return how often the first advice was right, and of how many, over a machine's examples."""
     walks = [read_records(path) for where, _, path in record_files(results) if where == machine]
-    found = [first_right(_advice(_base(records)), _tried(records)) for records in walks]
-    return sum(right for right, _ in found), sum(counted for _, counted in found)
+    counts = [first_right(_advice(_base(records)), _tried(records)) for records in walks]
+    return sum(right for right, _ in counts), sum(counted for _, counted in counts)
 
 
 def _in_short(right: int, counted: int) -> Iterator[str]:
     if counted:
         yield (
             f"Of the first three changes that were advised and tried for each example, {right} of"
-            f" {counted} gained within a third of what was predicted."
+            f" {counted} gained within a third of the prediction."
         )
 
 
@@ -109,26 +109,26 @@ def _advice(base: Record) -> Sequence[Advice]:
 def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     base, tried = _base(records), _tried(records)
     facts, advice = facts_of(base), _advice(base)
-    words = shlex.join([f"examples/{base.config['script']}", *base.config["arguments"]])
+    command = shlex.join([f"examples/{base.config['script']}", *base.config["arguments"]])
     yield f"### {EXAMPLES[example]}"
-    yield f"```sh\nstepscope advise --verify {words}\n```"
+    yield f"```sh\nstepscope advise --verify {command}\n```"
     yield f"Recorded in {origin(name, records)}"
     if (stem := Path(name).stem) in HTML_PAGES:
-        yield f"The page that it wrote, to be opened in a browser: `docs/pages/{stem}.html`."
+        yield f"The page it wrote, to open in a browser: `docs/pages/{stem}.html`."
     yield "#### The first page"
     yield (
         f"A step takes {duration(facts.step_ms)} and {bytes_(facts.peak_bytes)} at its peak."
-        " What the page of the unchanged script says (`stepscope inspect` alone makes it):"
+        " Findings for the unchanged script (`stepscope inspect` prints the same):"
     )
     blocks = INSPECTED.view([base])
     yield bullets(blocks)
     yield from shown(_named(blocks, _LEDGER))
-    yield "#### What is advised"
+    yield "#### Advice"
     if not advice:
-        yield "Nothing: no change that is known is predicted to gain 3 % of the step or more."
+        yield "None: no known change is predicted to gain 3 % of the step or more."
         return
     yield from shown([advice_table(advice, facts.step_ms)])
-    yield "#### Each change alone, then together"
+    yield "#### Each change alone, then all together"
     judged = trial_blocks([one.record for one in tried])
     yield bullets(judged)
     yield from shown(_named(judged, ("advise-trials",)))
@@ -148,7 +148,7 @@ def _end(tried: Sequence[Tried]) -> Iterator[str]:
         return
     titles = " and ".join(one.title for one in last.trial.advice)
     yield (
-        f"With {titles} a step takes {percent(last.ratio.value)} of the time it took:"
+        f"With {titles} a step takes {percent(last.ratio.value)} of its original time:"
         f" {number(1 / last.ratio.value, 3)}× the speed"
         f" ({number(1 / last.ratio.high, 3)} to {number(1 / last.ratio.low, 3)}×)."
     )

@@ -1,4 +1,4 @@
-"""A small language model in a low compute dtype: FSDP on half batches against one process."""
+"""A small language model in a low-precision dtype: FSDP on half batches against one process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stepscope.parallel import FSDP, World
 VOCAB, WIDTH, INNER = 100, 64, 128
 BATCH, CONTEXT, STEPS, LR = 20, 8, 3, 0.01
 TOLERANCE = 1e-4
-"""Absolute and relative."""
+"""Absolute and relative tolerance."""
 Trained = list[dict[str, Tensor]]
 """Parameters after each step."""
 
 
 class RMSNorm(nn.Module):
-    """Computes in float32 and answers in the dtype of its input."""
+    """Computes in float32 and returns the dtype of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Toy(nn.Module):
 
 
 def with_casts(model: Toy, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The forward in one process, with the matrices alone in `dtype`."""
+    """The forward in one process, with only the matrices in `dtype`."""
     x = model.first_norm(embedding(words, model.table.weight.to(dtype)))
     x = model.second_norm(torch.relu(linear(x, model.up.weight.to(dtype))))
     return linear(linear(x, model.down.weight.to(dtype)), model.head.weight.to(dtype))
@@ -77,46 +77,48 @@ def copied(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def alone(
     seed: int, dtype: torch.dtype, device: torch.device | str = "cpu", parts: int = 1
 ) -> Trained:
-    """One process on the whole batch, or on the average of the gradients of its parts."""
+    """Train one process on the full batch, or on the averaged gradients of its parts."""
     model = Toy().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    found = []
+    states = []
     for words, labels in batches(seed, device):
-        for some, wanted in zip(words.chunk(parts), labels.chunk(parts), strict=True):
-            (loss_of(with_casts(model, some, dtype), wanted) / parts).backward()
+        for inputs, targets in zip(words.chunk(parts), labels.chunk(parts), strict=True):
+            (loss_of(with_casts(model, inputs, dtype), targets) / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(copied(dict(model.named_parameters())))
-    return found
+        states.append(copied(dict(model.named_parameters())))
+    return states
 
 
 def sharded(
-    world: World, seeds: Sequence[int], dtype: torch.dtype,
+    world: World,
+    seeds: Sequence[int],
+    dtype: torch.dtype,
     make: Callable[[Toy], FSDP] | None = None,
-) -> list[Trained]:  # fmt: skip
-    """By seed of the data: FSDP, each rank on its share of the batch."""
+) -> list[Trained]:
+    """Train with FSDP, each rank on its share of the batch, once per data seed."""
     results = []
     for number, seed in enumerate(seeds):
         world.step(number)
         module = Toy().to(world.device)
         model = FSDP(module, dtype) if make is None else make(module)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        found = []
+        states = []
         for words, labels in batches(seed, world.device):
             own = words.chunk(world.size)[world.rank], labels.chunk(world.size)[world.rank]
             loss_of(model(own[0]), own[1]).backward()
             model.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(copied(model.gather_full_params()))
-        results.append(found)
+            states.append(copied(model.gather_full_params()))
+        results.append(states)
     return results
 
 
-def worst(found: Trained, expected: Trained) -> float:
+def worst(states: Trained, expected: Trained) -> float:
     """The largest deviation in units of the tolerance."""
     return max(
         float(((own[name] - value).abs() / (TOLERANCE + TOLERANCE * value.abs())).max())
-        for own, right in zip(found, expected, strict=True)
+        for own, right in zip(states, expected, strict=True)
         for name, value in right.items()
     )

@@ -1,4 +1,4 @@
-"""Records of the studies on several ranks, with times that a test chooses."""
+"""Records of the studies on several ranks, with given times."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ def collective_record(
     wrong: int = 0,
     **changes: Any,
 ) -> Record:
-    """A sweep on a link of that latency and bandwidth; rank 1 is always a little later."""
+    """A sweep on a link with this latency and bandwidth; rank 1 is always slightly later."""
     study = find_study("allreduce")
     flags = study.flags(collective=(collective,), ranks=(ranks,), sizes=SIZES)
     (case,) = study.cases(flags)
     series = tuple(
         times(
-            "collective", (latency_ms + size / bytes_per_ms) * (1 + rank / 100), "host",
-            rank=rank, size=size,
+            "collective",
+            (latency_ms + size / bytes_per_ms) * (1 + rank / 100),
+            "host",
+            rank=rank,
+            size=size,
         )
         for size in SIZES
         for rank in range(ranks)
-    )  # fmt: skip
+    )
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="allreduce",
@@ -62,24 +65,29 @@ def ddp_record(
     communication: float = 40.0,
     **changes: Any,
 ) -> Record:
-    """Every way with a step of so many ms; rank 1 is later and waits less for the slowest."""
+    """Each strategy with a step of that many ms; rank 1 is later and waits less for others."""
     study = find_study("ddp")
     flags = study.flags(context=(context,), ranks=(ranks,), bucket_mb=(1.0, 10.0))
     (case,) = study.cases(flags)
-    took = {"no communication": 100.0, **dict.fromkeys(STRATEGIES, 120.0), "torch DDP": 120.0}
-    took |= steps or {}
+    durations = {"no communication": 100.0, **dict.fromkeys(STRATEGIES, 120.0), "torch DDP": 120.0}
+    durations |= steps or {}
     series = []
-    for way, step in took.items():
+    for strategy, step in durations.items():
         phases = {
-            "step": step, "forward": 30.0, "backward": 60.0, "waited": step - 100.0,
+            "step": step,
+            "forward": 30.0,
+            "backward": 60.0,
+            "waited": step - 100.0,
             "optimizer": 10.0,
-        }  # fmt: skip
-        if way in STRATEGIES:
+        }
+        if strategy in STRATEGIES:
             phases |= {"slowest": 2.0, "transfer": step - 102.0, "communication": communication}
         for name, ms in phases.items():
             for rank in range(ranks):
                 ms = max(ms, 1e-3)
-                series.append(times(name, ms, "host", variant=way, rank=rank, seed=len(series)))
+                series.append(
+                    times(name, ms, "host", variant=strategy, rank=rank, seed=len(series))
+                )
     lanes = {"naive": {"compute": [(0.0, 30.0, "forward")], "reductions": [(90.0, 95.0, "2 MiB")]}}
     failed = changes.get("status", "ok") != "ok"
     return record(
@@ -104,22 +112,24 @@ def sharding_record(
     shares: Sequence[float] | None = None,
     **changes: Any,
 ) -> Record:
-    """Parameters of 1 GiB; `shares` are the ranks' parts of the 2 GiB of state."""
+    """Parameters of 1 GiB; `shares` are the ranks' fractions of the 2 GiB of state."""
     study = find_study("sharding")
     flags = study.flags(ranks=(ranks,), context=context, batch=12)
     (case,) = study.cases(flags)
-    took = dict.fromkeys(("unsharded", "broadcast", "scatter", "torch ZeRO"), 100.0)
-    took |= steps or {}
-    series, held = [], []
-    for way, step in took.items():
+    durations = dict.fromkeys(("unsharded", "broadcast", "scatter", "torch ZeRO"), 100.0)
+    durations |= steps or {}
+    series, quantities = [], []
+    for variant, step in durations.items():
         for name, ms in {"step": step, "backward": step - 20.0, "optimizer": 20.0}.items():
             for rank in range(ranks):
-                series.append(times(name, ms, "host", variant=way, rank=rank, seed=len(series)))
+                series.append(times(name, ms, "host", variant=variant, rank=rank, seed=len(series)))
         for rank in range(ranks):
-            part = 1.0 if way == "unsharded" else (shares or [1 / ranks] * ranks)[rank]
+            part = 1.0 if variant == "unsharded" else (shares or [1 / ranks] * ranks)[rank]
             sizes = {"parameters": 2**30, "gradients": 2**30, "state": 2**31 * part}
             for kind, size in sizes.items():
-                held.append(Quantity(name=kind, variant=way, rank=rank, value=size, unit="B"))
+                quantities.append(
+                    Quantity(name=kind, variant=variant, rank=rank, value=size, unit="B")
+                )
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="sharding",
@@ -127,34 +137,34 @@ def sharding_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": () if failed else tuple(held),
+            "quantities": () if failed else tuple(quantities),
             "notes": {} if failed else {"backend": "gloo"},
         }
         | changes,
     )
 
 
-def fsdp_record(steps: Mapping[str, float] | None = None, **how: Any) -> Record:
-    """As the record of sharding, with every kind of bytes divided by `shares`."""
-    shares = how.pop("shares", None)
-    base = sharding_record(steps, **how)
+def fsdp_record(steps: Mapping[str, float] | None = None, **options: Any) -> Record:
+    """Like the record of sharding, with every kind of bytes divided by `shares`."""
+    shares = options.pop("shares", None)
+    base = sharding_record(steps, **options)
     named = {"broadcast": "FSDP", "torch ZeRO": "torch fully_shard"}
     ranks = base.config["ranks"]
-    held = []
+    quantities = []
     for one in base.quantities:
         if one.variant in named:
             part = (shares or [1 / ranks] * ranks)[one.rank]
-            whole = base.quantity(one.name, variant="unsharded", rank=one.rank) or 0.0
-            held.append(
-                msgspec.structs.replace(one, variant=named[one.variant], value=whole * part)
+            full = base.quantity(one.name, variant="unsharded", rank=one.rank) or 0.0
+            quantities.append(
+                msgspec.structs.replace(one, variant=named[one.variant], value=full * part)
             )
         elif one.variant == "unsharded":
-            held.append(one)
+            quantities.append(one)
     series = [
         msgspec.structs.replace(one, variant=named.get(one.variant, one.variant))
         for one in base.series
         if one.variant != "scatter"
     ]
     return msgspec.structs.replace(
-        base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=tuple(held)
+        base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=tuple(quantities)
     )

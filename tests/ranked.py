@@ -1,4 +1,4 @@
-"""Small models and their training, as one process and as one rank of several."""
+"""Small models and their training, in one process and as one of several ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stepscope.parallel import Limits
 
 LIMITS = Limits(start=60.0, step=30.0, beat=20.0, total=90.0)
 BATCH = 12
-"""Samples of a joined batch: whole for 1, 2, 3 and 4 ranks."""
+"""Samples of the concatenated batch: divisible by 1, 2, 3 and 4 ranks."""
 STEPS = 4
 
 
 class Small(nn.Module):
-    """Tied, frozen and unused parameters, a norm, and one matrix of another format if asked."""
+    """Tied, frozen and unused parameters, a norm, and optionally one matrix of another dtype."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, other: torch.dtype | None = None
@@ -40,9 +40,9 @@ class Small(nn.Module):
         return out
 
 
-def small(seed: int = 0, **how: torch.dtype) -> Small:
+def small(seed: int = 0, **dtypes: torch.dtype) -> Small:
     torch.manual_seed(seed)
-    return Small(**how)
+    return Small(**dtypes)
 
 
 def batches(
@@ -64,14 +64,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: held.detach().clone() for name, held in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def alone(steps: int = STEPS, **how: torch.dtype) -> dict[str, Tensor]:
-    """Training in one process on the joined batch."""
-    model = small(**how)
+def single_process(steps: int = STEPS, **dtypes: torch.dtype) -> dict[str, Tensor]:
+    """Train in one process on the concatenated batch."""
+    model = small(**dtypes)
     optimizer = adamw(model)
-    for x, y in batches(how.get("dtype", torch.float32), steps):
+    for x, y in batches(dtypes.get("dtype", torch.float32), steps):
         loss_of(model, x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,12 +79,12 @@ def alone(steps: int = STEPS, **how: torch.dtype) -> dict[str, Tensor]:
 
 
 RELOADS = (4, 2, 3, 1)
-"""Numbers of ranks that hand a checkpoint on to each other."""
-GOES_ON = 10
-"""Steps that each of them goes on for."""
+"""Numbers of ranks that load a checkpoint from each other, in this order."""
+CONTINUED_STEPS = 10
+"""Steps trained after each load."""
 
 
-def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The largest difference between two states."""
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)

@@ -1,4 +1,4 @@
-"""A small classifier whose samples take longer to make than the step takes."""
+"""A small classifier whose samples take longer to create than the training step."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def options(description: str | None, *switches: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=34)
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--batch-factor", type=int, default=1, help="multiplies the batch size")
-    parser.add_argument("--workers", type=int, default=0, help="of a DataLoader")
+    parser.add_argument("--workers", type=int, default=0, help="workers of a DataLoader")
     for switch in switches:
         parser.add_argument(switch, action="store_true", help=SWITCHES[switch])
     given = parser.parse_args()
@@ -51,7 +51,7 @@ def log(given: argparse.Namespace, step: int, loss: Tensor) -> None:
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Random sequences, each followed by itself: something for a language model to learn."""
+    """Random sequences, each followed by itself, so that a language model can learn them."""
 
     def __init__(self, vocab: int, length: int, size: int = 4096) -> None:
         self.vocab, self.length, self.size = vocab, length, size
@@ -87,11 +87,11 @@ def declare_torchvision_operators() -> None:
     The wheel for aarch64 links against CUDA, and with a CPU build of torch its import fails at
     box operators that no classification model calls. Their schemas are enough.
     """
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None or torch.version.cuda is not None:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or torch.version.cuda is not None:
         return
     try:
-        torch.ops.load_library(Path(found.origin).with_name("_C.so"))
+        torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
     except OSError:
         global _operators
         _operators = torch.library.Library("torchvision", "DEF")
@@ -100,6 +100,6 @@ def declare_torchvision_operators() -> None:
 
 
 _operators: torch.library.Library | None = None
-"""Kept alive: the schemas end with it."""
+"""Kept alive: the schemas are removed with it."""
 # Before a program imports transformers, Lightning or timm, all of which import torchvision.
 declare_torchvision_operators()

@@ -22,22 +22,29 @@ def main() -> None:
     large = given.scale == "gpu"
     width, layers, heads, length, batch = (768, 12, 12, 256, 32) if large else (128, 3, 4, 64, 8)
     config = BertConfig(
-        vocab_size=30_000 if large else 1000, hidden_size=width, intermediate_size=4 * width,
-        num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=length,
+        vocab_size=30_000 if large else 1000,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=length,
         num_labels=2,
-    )  # fmt: skip
+    )
     accelerator = Accelerator(
-        mixed_precision="bf16" if given.bf16 else "no", cpu=given.device == "cpu",
+        mixed_precision="bf16" if given.bf16 else "no",
+        cpu=given.device == "cpu",
         gradient_accumulation_steps=ACCUMULATE,
-    )  # fmt: skip
+    )
     lengths = torch.randint(length // 2, length + 1, (2048,))
     tokens = torch.randint(config.vocab_size, (2048, length))
     mask = (torch.arange(length) < lengths[:, None]).long()
     labels = (tokens[:, 0] > config.vocab_size // 2).long()
     loader = DataLoader(
-        TensorDataset(tokens, mask, labels), batch * given.batch_factor, shuffle=True,
+        TensorDataset(tokens, mask, labels),
+        batch * given.batch_factor,
+        shuffle=True,
         num_workers=given.workers,
-    )  # fmt: skip
+    )
     model = BertForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=given.fused or None)
     schedule = get_linear_schedule_with_warmup(optimizer, 10, given.steps)

@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 
 class PrintLoss(TrainerCallback):
-    """Prints the loss alone: the other entries of the log are times."""
+    """Prints only the loss: the other entries of the log are times."""
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
@@ -34,22 +34,36 @@ def main() -> None:
     width, layers, heads, length, batch = (768, 12, 12, 1024, 8) if large else (128, 3, 4, 128, 4)
     vocab = 50_257 if large else 1000
     config = GPT2Config(
-        vocab_size=vocab, n_positions=length, n_embd=width, n_layer=layers, n_head=heads,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=vocab,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=GPT2LMHeadModel(config),
             args=TrainingArguments(
-                output_dir=folder, max_steps=given.steps, logging_steps=given.log_every,
-                per_device_train_batch_size=batch * given.batch_factor, learning_rate=3e-4,
+                output_dir=folder,
+                max_steps=given.steps,
+                logging_steps=given.log_every,
+                per_device_train_batch_size=batch * given.batch_factor,
+                learning_rate=3e-4,
                 optim="adamw_torch_fused" if given.fused else "adamw_torch",
-                bf16=given.bf16, torch_compile=given.compile, use_cpu=given.device == "cpu",
-                save_strategy="no", report_to=[], disable_tqdm=True,
+                bf16=given.bf16,
+                torch_compile=given.compile,
+                use_cpu=given.device == "cpu",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
             ),
-            train_dataset=Tokens(vocab, length), data_collator=default_data_collator,
+            train_dataset=Tokens(vocab, length),
+            data_collator=default_data_collator,
             callbacks=[PrintLoss()],
-        )  # fmt: skip
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama in a loop of its own: float32, eager attention, AdamW, clipping."""
+"""A Hugging Face Llama in a custom loop: float32, eager attention, AdamW, clipping."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ def main() -> None:
     large = given.scale == "gpu"
     width, layers, heads, length, batch = (1024, 12, 16, 1024, 8) if large else (128, 4, 4, 128, 4)
     config = LlamaConfig(
-        vocab_size=32_000 if large else 1000, hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
-        max_position_embeddings=length, attn_implementation="sdpa" if given.sdpa else "eager",
+        vocab_size=32_000 if large else 1000,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=length,
+        attn_implementation="sdpa" if given.sdpa else "eager",
         use_cache=False,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).to(given.device)
     model.train()
     step_model = torch.compile(model) if given.compile else model
@@ -28,9 +33,11 @@ def main() -> None:
     )
     schedule = get_cosine_schedule_with_warmup(optimizer, 10, given.steps)
     loader = DataLoader(
-        Tokens(config.vocab_size, length), batch * given.batch_factor, shuffle=True,
+        Tokens(config.vocab_size, length),
+        batch * given.batch_factor,
+        shuffle=True,
         num_workers=given.workers,
-    )  # fmt: skip
+    )
     step = 0
     while step < given.steps:
         for examples in loader:

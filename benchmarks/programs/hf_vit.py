@@ -1,4 +1,4 @@
-"""A Hugging Face vision transformer: eager attention, AdamW, a batch made on the device."""
+"""A Hugging Face vision transformer: eager attention, AdamW, a batch created on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ def main() -> None:
     large = given.scale == "gpu"
     width, layers, heads, side, batch = (768, 12, 12, 224, 64) if large else (96, 4, 4, 64, 16)
     config = ViTConfig(
-        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=heads, image_size=side, patch_size=16 if large else 8, num_labels=10,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        image_size=side,
+        patch_size=16 if large else 8,
+        num_labels=10,
         attn_implementation="sdpa" if given.sdpa else "eager",
-    )  # fmt: skip
+    )
     model = ViTForImageClassification(config).to(given.device).train()
     step_model = torch.compile(model) if given.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=given.fused or None)

@@ -23,11 +23,20 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.given = given
         self.net = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 4 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4 * width, 10),
+        )
 
     def training_step(self, examples: tuple[Tensor, Tensor], index: int) -> Tensor:
         images, labels = examples
@@ -48,14 +57,21 @@ def main() -> None:
     if given.compile:
         model.net.compile()
     trainer = lightning.Trainer(
-        max_steps=given.steps, accelerator="gpu" if given.device == "cuda" else "cpu", devices=1,
-        precision="bf16-mixed" if given.bf16 else "32-true", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=given.steps,
+        accelerator="gpu" if given.device == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed" if given.bf16 else "32-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     loader = DataLoader(
-        Images(side, size=1 << 20), batch * given.batch_factor, num_workers=12 if large else 0,
+        Images(side, size=1 << 20),
+        batch * given.batch_factor,
+        num_workers=12 if large else 0,
         persistent_workers=large,
-    )  # fmt: skip
+    )
     trainer.fit(model, loader)
 
 

@@ -65,11 +65,17 @@ def main() -> None:
     if given.compile:
         model.compile()
     trainer = lightning.Trainer(
-        max_steps=given.steps, accelerator="gpu" if given.device == "cuda" else "cpu", devices=1,
-        precision="bf16-mixed" if given.bf16 else "32-true", logger=False,
-        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=None if given.fused else 1.0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=given.steps,
+        accelerator="gpu" if given.device == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed" if given.bf16 else "32-true",
+        logger=False,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=None if given.fused else 1.0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     tokens = Tokens(vocab, length, size=1 << 20)
     trainer.fit(model, DataLoader(tokens, batch * given.batch_factor, num_workers=given.workers))
 

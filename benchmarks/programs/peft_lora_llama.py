@@ -16,14 +16,23 @@ def main() -> None:
     large = given.scale == "gpu"
     width, layers, heads, length, batch = (2048, 12, 16, 1024, 4) if large else (192, 4, 4, 128, 4)
     config = LlamaConfig(
-        vocab_size=32_000 if large else 1000, hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=length, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=32_000 if large else 1000,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=length,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     adapters = LoraConfig(
-        r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
+        r=8,
+        lora_alpha=16,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "v_proj"],
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     model = get_peft_model(LlamaForCausalLM(config), adapters).to(given.device)
     step_model = torch.compile(model) if given.compile else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

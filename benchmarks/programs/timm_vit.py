@@ -15,9 +15,10 @@ def main() -> None:
     given = options(__doc__, "--bf16", "--tf32", "--fused", "--compile")
     large = given.scale == "gpu"
     model = timm.create_model(
-        "vit_base_patch16_224" if large else "vit_tiny_patch16_224", num_classes=10,
+        "vit_base_patch16_224" if large else "vit_tiny_patch16_224",
+        num_classes=10,
         **({} if large else {"img_size": 64, "depth": 4}),
-    ).to(given.device)  # fmt: skip
+    ).to(given.device)
     side, batch = (224, 128) if large else (64, 16)
     step_model = torch.compile(model) if given.compile else model
     fused = {"fused": True} if given.fused else {}

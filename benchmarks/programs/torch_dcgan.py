@@ -9,22 +9,33 @@ from torch import nn
 
 def generator(noise: int, width: int) -> nn.Module:
     return nn.Sequential(
-        nn.ConvTranspose2d(noise, 4 * width, 4, 1, 0, bias=False), nn.BatchNorm2d(4 * width),
-        nn.ReLU(True), nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(2 * width), nn.ReLU(True),
-        nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False), nn.BatchNorm2d(width),
-        nn.ReLU(True), nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh(),
-    )  # fmt: skip
+        nn.ConvTranspose2d(noise, 4 * width, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(4 * width),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False),
+        nn.Tanh(),
+    )
 
 
 def discriminator(width: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, True),
-        nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * width),
-        nn.LeakyReLU(0.2, True), nn.Conv2d(2 * width, 4 * width, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(4 * width), nn.LeakyReLU(0.2, True),
-        nn.Conv2d(4 * width, 1, 4, 1, 0, bias=False), nn.Flatten(0),
-    )  # fmt: skip
+        nn.Conv2d(3, width, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, True),
+        nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.LeakyReLU(0.2, True),
+        nn.Conv2d(2 * width, 4 * width, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(4 * width),
+        nn.LeakyReLU(0.2, True),
+        nn.Conv2d(4 * width, 1, 4, 1, 0, bias=False),
+        nn.Flatten(0),
+    )
 
 
 def main() -> None:
@@ -49,13 +60,13 @@ def main() -> None:
             loss_real = criterion(call_d(images), real)
         loss_real.backward()
         with torch.autocast(given.device, torch.bfloat16, enabled=given.bf16):
-            made = call_g(torch.randn(batch, noise, 1, 1, device=given.device))
-            loss_fake = criterion(call_d(made.detach()), fake)
+            generated = call_g(torch.randn(batch, noise, 1, 1, device=given.device))
+            loss_fake = criterion(call_d(generated.detach()), fake)
         loss_fake.backward()
         optimizer_d.step()
         net_g.zero_grad()
         with torch.autocast(given.device, torch.bfloat16, enabled=given.bf16):
-            loss_g = criterion(call_d(made), real)
+            loss_g = criterion(call_d(generated), real)
         loss_g.backward()
         optimizer_g.step()
         log(given, step, loss_real + loss_fake + loss_g)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 EPOCH = 64
-"""Steps."""
+"""Steps per epoch."""
 
 
 class Net(nn.Module):
@@ -36,8 +36,8 @@ def evaluate(given: argparse.Namespace, model: nn.Module, loader: DataLoader) ->
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(given.device), labels.to(given.device)
-            found = model(images).argmax(1)
-            correct += (found == labels).sum().item()
+            predicted = model(images).argmax(1)
+            correct += (predicted == labels).sum().item()
             total += len(labels)
     print(f"accuracy {correct / total:.4f}")
     model.train()

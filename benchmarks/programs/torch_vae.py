@@ -34,8 +34,8 @@ def main() -> None:
         x = torch.rand(batch * given.batch_factor, 784, device=given.device)
         optimizer.zero_grad()
         with torch.autocast(given.device, torch.bfloat16, enabled=given.bf16):
-            made, mean, log_variance = step_model(x)
-            error = functional.binary_cross_entropy_with_logits(made, x, reduction="sum")
+            decoded, mean, log_variance = step_model(x)
+            error = functional.binary_cross_entropy_with_logits(decoded, x, reduction="sum")
             divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
             loss = (error + divergence) / len(x)
         loss.backward()

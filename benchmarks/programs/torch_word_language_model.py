@@ -1,6 +1,6 @@
 """An LSTM language model with truncated backpropagation.
 
-With `--plain-sgd` the weights are changed by hand, so that no optimizer ever steps.
+With `--plain-sgd` the weights are updated by hand, so that no optimizer ever steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 def main() -> None:
     plain = "--plain-sgd" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--plain-sgd"]
+    sys.argv = [argument for argument in sys.argv if argument != "--plain-sgd"]
     given = options(__doc__, "--bf16", "--tf32", "--fused", "--compile")
     large = given.scale == "gpu"
     vocab, width, layers, length, batch = (

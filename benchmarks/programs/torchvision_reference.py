@@ -1,4 +1,4 @@
-"""A ResNet of torchvision, as its classification reference trains one: loader, SGD, accuracy."""
+"""A ResNet of torchvision, trained as in its classification reference: loader, SGD, accuracy."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ def accuracy(output: Tensor, target: Tensor) -> float:
 
 
 def train_one_epoch(
-    given: argparse.Namespace, model: nn.Module, criterion: nn.Module,
-    optimizer: torch.optim.Optimizer, loader: DataLoader[tuple[Tensor, int]], begin: int,
-) -> int:  # fmt: skip
+    given: argparse.Namespace,
+    model: nn.Module,
+    criterion: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[tuple[Tensor, int]],
+    begin: int,
+) -> int:
     model.train()
     losses, took = SmoothedValue(), SmoothedValue()
     step = begin
@@ -54,8 +58,10 @@ def train_one_epoch(
         took.update(time.time() - start)
         correct = accuracy(output, target)
         if step % given.log_every == 0:
-            print(f"step {step} loss {losses.window[-1]:.9g} median {losses.median:.9g}"
-                  f" acc1 {correct:.3f}")  # fmt: skip
+            print(
+                f"step {step} loss {losses.window[-1]:.9g} median {losses.median:.9g}"
+                f" acc1 {correct:.3f}"
+            )
         step += 1
         if step == given.steps:
             break
@@ -67,9 +73,13 @@ def main() -> None:
     large = given.scale == "gpu"
     side, batch, workers = (224, 64, 8) if large else (64, 8, 0)
     loader = DataLoader(
-        Images(side), batch * given.batch_factor, shuffle=True, num_workers=workers,
-        pin_memory=large, drop_last=True,
-    )  # fmt: skip
+        Images(side),
+        batch * given.batch_factor,
+        shuffle=True,
+        num_workers=workers,
+        pin_memory=large,
+        drop_last=True,
+    )
     model = (torchvision.models.resnet50 if large else torchvision.models.resnet18)(num_classes=10)
     model.to(given.device)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)

@@ -1,4 +1,4 @@
-"""Parameters that change after wrapping are trained as in one process, or the rank is named."""
+"""Parameters changed after wrapping train as in one process, or the error names the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ranked import LIMITS, far
+from ranked import LIMITS, max_difference
 from stepscope.parallel import DDP, FSDP, ParallelError, RankFailed, World, launch
 from stepscope.parallel.reducer import STRATEGIES
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 
 class Adapted(nn.Module):
-    """A frozen body with a head; an adapter may be added."""
+    """A frozen body with a head, to which an adapter may be added."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def replace(module: Adapted, seed: int) -> list[nn.Parameter]:
 
 
 def refreeze(module: Adapted, seed: int) -> list[nn.Parameter]:
-    """Frozen and unfrozen with nothing in between: nothing to follow."""
+    """Freeze and unfreeze without a step in between: no change to detect."""
     freeze(module, seed)
     module.norm.requires_grad_(True)
     return []
@@ -83,7 +83,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def train(change: Any, wrapper: str | None, world: World | None) -> dict[str, Tensor]:
-    """Two steps, the change, two steps; a rank's weights are its own where nobody sends others."""
+    """Train two steps, apply the change, train two steps. Ranks start from different weights."""
     seed = world.rank if world else 0
     module = Adapted(seed)
     model: Any = module
@@ -108,24 +108,24 @@ def train(change: Any, wrapper: str | None, world: World | None) -> dict[str, Te
 
 
 def train_all(world: World) -> dict[tuple[str, str], dict[str, Tensor]]:
-    found = {}
+    results = {}
     for index, change in enumerate(CHANGES):
         for wrapper in WRAPPERS:
             world.step(index)
-            found[change.__name__, wrapper] = train(change, wrapper, world)
-    return found
+            results[change.__name__, wrapper] = train(change, wrapper, world)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_training_goes_on_as_in_one_process(ranks: int) -> None:
+def test_training_continues_as_in_one_process(ranks: int) -> None:
     results = launch(train_all, ranks=ranks, limits=LIMITS)
     for change in CHANGES:
         expected = train(change, None, None)
         for wrapper in WRAPPERS:
             for result in results:
                 own = result[change.__name__, wrapper]
-                assert far(own, expected) <= 1e-12, (change.__name__, wrapper)
-                assert far(own, results[0][change.__name__, wrapper]) == 0.0
+                assert max_difference(own, expected) <= 1e-12, (change.__name__, wrapper)
+                assert max_difference(own, results[0][change.__name__, wrapper]) == 0.0
 
 
 def change_on_one_rank(world: World, wrapper: str, name: str) -> None:
@@ -150,22 +150,22 @@ def change_on_one_rank(world: World, wrapper: str, name: str) -> None:
         ("freeze", "norm.weight was frozen"),
     ],
 )
-def test_a_rank_that_changes_alone_is_named(wrapper: str, name: str, what: str) -> None:
+def test_error_names_a_rank_that_changes_alone(wrapper: str, name: str, what: str) -> None:
     with pytest.raises(RankFailed) as failure:
         launch(change_on_one_rank, (wrapper, name), ranks=2, limits=LIMITS)
-    said = str(failure.value)
+    message = str(failure.value)
     pattern = (
         rf"rank 1 changed its parameters \({what}"
         if wrapper == "FSDP"
-        else (rf"on rank 1 {what}, on rank 0 not")
+        else (rf"{what} on rank 1 but not on rank 0")
     )
-    assert re.search(pattern, said), said
+    assert re.search(pattern, message), message
 
 
 def unusual_changes(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     x, y = batches()[0]
-    # Without gradients a rank may be alone: nothing is exchanged.
+    # Without gradients one rank may run a forward alone: nothing is exchanged.
     model = DDP(Adapted(world.rank))
     unfreeze(model.module, 0)
     if world.rank == 0:
@@ -173,23 +173,23 @@ def unusual_changes(world: World) -> dict[str, Any]:
             model(x)
     (model(x) - y).pow(2).mean().backward()
     model.finish_gradient_synchronization()
-    found["after an evaluation"] = model.module.body.weight.grad.clone()
-    # Past the wrapper's own forward.
+    results["after an evaluation"] = model.module.body.weight.grad.clone()
+    # A forward that bypasses the wrapper.
     model = DDP(Adapted(0))
     unfreeze(model.module, 0)
     (model.module(x) - y).pow(2).mean().backward()
     try:
         model.finish_gradient_synchronization()
     except ParallelError as error:
-        found["past the wrapper"] = str(error)
-    # A rank without samples has no forward.
+        results["past the wrapper"] = str(error)
+    # A rank without samples runs no forward.
     model = DDP(Adapted(0))
     unfreeze(model.module, 0)
     model.batch_of(0 if world.rank else BATCH)
     if world.rank == 0:
         (model(x) - y).pow(2).mean().backward()
     model.finish_gradient_synchronization()
-    found["without samples"] = model.module.body.weight.grad.clone()
+    results["without samples"] = model.module.body.weight.grad.clone()
     for wrapper in WRAPPERS:
         model = FSDP(Adapted(0)) if wrapper == "FSDP" else DDP(Adapted(0), wrapper)
         for dtype in (torch.float64, torch.float32):
@@ -197,35 +197,37 @@ def unusual_changes(world: World) -> dict[str, Any]:
             (model(x.to(dtype)) - y.to(dtype)).pow(2).mean().backward()
             model.finish_gradient_synchronization()
             gradient = model.module.head.weight.grad
-            found[f"{wrapper} {dtype}"] = gradient.dtype, model(x.to(dtype)).dtype
+            results[f"{wrapper} {dtype}"] = gradient.dtype, model(x.to(dtype)).dtype
             model.zero_grad()
     model = FSDP(Adapted(0))
     model.module.head.weight = nn.Parameter(2 * model.module.head.weight.detach())
     try:
         model(x)
     except ParallelError as error:
-        found["of rows"] = str(error)
-    return found
+        results["of rows"] = str(error)
+    return results
 
 
-def test_conversions_evaluations_and_changes_that_cannot_be_followed() -> None:
+def test_conversions_evaluations_and_unsupported_changes() -> None:
     module = Adapted(0)
     unfreeze(module, 0)
     x, y = batches()[0]
     (module(x) - y).pow(2).mean().backward()
     expected = module.body.weight.grad
-    for found in launch(unusual_changes, ranks=2, limits=LIMITS):
+    for results in launch(unusual_changes, ranks=2, limits=LIMITS):
         for how in ("after an evaluation", "without samples"):
-            torch.testing.assert_close(found[how], expected, rtol=1e-12, atol=1e-14)
-        words = "the gradient of body.weight is not averaged: it was added or unfrozen after"
-        assert found["past the wrapper"].startswith(words)
+            torch.testing.assert_close(results[how], expected, rtol=1e-12, atol=1e-14)
+        message = "the gradient of body.weight is not averaged: it was added or unfrozen after"
+        assert results["past the wrapper"].startswith(message)
         for wrapper in WRAPPERS:
             for dtype in (torch.float64, torch.float32):
-                assert found[f"{wrapper} {dtype}"] == (dtype, dtype)
-        assert re.match(r"head.weight was given the shape \([12], 5\), but rank", found["of rows"])
+                assert results[f"{wrapper} {dtype}"] == (dtype, dtype)
+        assert re.match(
+            r"head.weight was given the shape \([12], 5\), but rank", results["of rows"]
+        )
 
 
-def other_buffers(world: World, wrapper: str) -> None:
+def different_buffers(world: World, wrapper: str) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model = FSDP(model) if wrapper == "FSDP" else DDP(model, wrapper)
     if world.rank == 1:
@@ -235,6 +237,8 @@ def other_buffers(world: World, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["overlap", "FSDP"])
-def test_a_rank_with_other_buffers_is_named(wrapper: str) -> None:
-    with pytest.raises(RankFailed, match="rank 1 has buffers of another number, shape or dtype"):
-        launch(other_buffers, (wrapper,), ranks=2, limits=LIMITS)
+def test_error_names_a_rank_with_different_buffers(wrapper: str) -> None:
+    with pytest.raises(
+        RankFailed, match="the buffers of rank 1 differ in number, shape or dtype from rank 0"
+    ):
+        launch(different_buffers, (wrapper,), ranks=2, limits=LIMITS)

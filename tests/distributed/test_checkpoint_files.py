@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints are refused on all ranks, by file and parameter."""
+"""Damaged and hostile checkpoints are rejected on all ranks, naming file and parameter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from stepscope.parallel.checkpoint.checksums import (
 )
 
 WIDTH = 520
-"""A weight of 1.08 MB: files have several blocks, and ranks read parts of what others wrote."""
+"""A weight of 1.08 MB: files have several blocks, and ranks read parts that others wrote."""
 DATA = ("__0_0.distcp", "__1_0.distcp")
 
 
@@ -57,38 +57,44 @@ def write(_: World, folder: str) -> None:
     save_training(model, optimizer, f"{folder}/saved")
     model, optimizer = trained(1)
     save_training(model, optimizer, f"{folder}/other")
-    held = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(3))]
-    sharded = ShardedOptimizer(held, torch.optim.AdamW)
-    for parameter in held:
+    params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(3))]
+    sharded = ShardedOptimizer(params, torch.optim.AdamW)
+    for parameter in params:
         parameter.grad = torch.ones_like(parameter)
     sharded.step()
     save_optimizer(sharded, f"{folder}/optimizer")
-    # As the versions without checksums wrote it.
+    # As written by versions without checksums.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save({"model.0.weight": torch.ones(WIDTH, WIDTH), "model.0.bias": torch.ones(WIDTH),
-              "model.1.weight": torch.ones(WIDTH), "model.1.bias": torch.ones(WIDTH),
-              "optimizer.step.0.bias": 3.0,
-              "options": '[{"lr": 0.5}]'},
-             checkpoint_id=f"{folder}/old")  # fmt: skip
+        save(
+            {
+                "model.0.weight": torch.ones(WIDTH, WIDTH),
+                "model.0.bias": torch.ones(WIDTH),
+                "model.1.weight": torch.ones(WIDTH),
+                "model.1.bias": torch.ones(WIDTH),
+                "optimizer.step.0.bias": 3.0,
+                "options": '[{"lr": 0.5}]',
+            },
+            checkpoint_id=f"{folder}/old",
+        )
 
 
 def load_each(_: World, folders: list[str]) -> dict[str, str]:
-    """By folder the error, or "loaded"; and whether a refused one has changed anything."""
-    said = {}
+    """Per folder the error, or "loaded"; and whether a rejected checkpoint changed anything."""
+    outcomes = {}
     for folder in folders:
         if Path(folder).name.startswith("optimizer"):
-            held = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(3))]
-            sharded = ShardedOptimizer(held, torch.optim.AdamW)
-            said[folder] = outcome(lambda: load_optimizer(sharded, folder))  # noqa: B023
+            params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(3))]
+            sharded = ShardedOptimizer(params, torch.optim.AdamW)
+            outcomes[folder] = outcome(lambda: load_optimizer(sharded, folder))  # noqa: B023
             continue
         model, optimizer = trained(2)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        said[folder] = outcome(lambda: load_training(model, optimizer, folder))  # noqa: B023
+        outcomes[folder] = outcome(lambda: load_training(model, optimizer, folder))  # noqa: B023
         same = all(torch.equal(before[n], v) for n, v in model.state_dict().items())
-        if same is (said[folder] == "loaded"):
-            said[folder] += ", but the model " + ("is as before" if same else "has changed")
-    return said
+        if same is (outcomes[folder] == "loaded"):
+            outcomes[folder] += ", but the model " + ("is unchanged" if same else "has changed")
+    return outcomes
 
 
 def outcome(load: Callable[[], None]) -> str:
@@ -98,8 +104,8 @@ def outcome(load: Callable[[], None]) -> str:
             load()
         except ParallelError as error:
             return str(error)
-    told = [str(w.message) for w in caught if "checksums" in str(w.message)]
-    return "loaded" + "".join(f" with: {text}" for text in told)
+    messages = [str(w.message) for w in caught if "checksums" in str(w.message)]
+    return "loaded" + "".join(f" with: {text}" for text in messages)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +115,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flip(path: Path, at: int) -> None:
-    held = bytearray(path.read_bytes())
-    held[at] ^= 0x20
-    path.write_bytes(held)
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x20
+    path.write_bytes(data)
 
 
 def entries_of(folder: Path) -> Any:
@@ -120,7 +126,7 @@ def entries_of(folder: Path) -> Any:
 
 
 class Damage:
-    """Copies of a checkpoint, each damaged in one way, and what its error must say."""
+    """Copies of a checkpoint, each with one kind of damage, and the expected error text."""
 
     def __init__(self, written: Path, folder: Path) -> None:
         self._written, self._folder = written, folder
@@ -140,13 +146,15 @@ def damaged(written: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         if info.length < BLOCK // 8 and info.relative_path != DATA[0]:
             continue
         path = damage.copy(
-            f"flipped-{index.fqn}-{info.relative_path}", info.relative_path, "is damaged",
+            f"flipped-{index.fqn}-{info.relative_path}",
+            info.relative_path,
+            "is damaged",
             index.fqn,
-        )  # fmt: skip
+        )
         flip(path / info.relative_path, info.offset + info.length // 2)
     for name in DATA:
         size = (written / "saved" / name).stat().st_size
-        # The first and last bytes hold archive headers, which torch does not read.
+        # The first and last bytes contain archive headers, which torch does not read.
         for at in (0, size - 1):
             flip(damage.copy(f"flipped-{name}-{at}", name, "is damaged") / name, at)
         path = damage.copy(
@@ -158,7 +166,7 @@ def damaged(written: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         path = damage.copy(f"longer-{name}", name, f"has {size + 1} bytes instead of {size}")
         with (path / name).open("ab") as file:
             file.write(b"\0")
-        (damage.copy(f"missing-{name}", name, "is missing", "it holds") / name).unlink()
+        (damage.copy(f"missing-{name}", name, "is missing", "it contains") / name).unlink()
         path = damage.copy(f"exchanged-{name}", name, "is damaged", "0.weight")
         shutil.copy(written / "other" / name, path / name)
     path = damage.copy("extra", "__2_0.distcp is not a file of this checkpoint")
@@ -172,7 +180,7 @@ def damaged(written: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         (damage.copy(f"missing-{name}", name) / name).unlink()
         path = damage.copy(f"exchanged-{name}", "is damaged")
         shutil.copy(written / "other" / name, path / name)
-    # Without checksums: what can be seen is named as well.
+    # Without checksums, damage that can be detected is reported as well.
     for name in (n for n in DATA if entries_in(written / "old", n)):
         path = damage.copy(f"old-truncated-{name}", name, "bytes instead of", of="old")
         os.truncate(path / name, (path / name).stat().st_size - 100)
@@ -180,9 +188,12 @@ def damaged(written: Path, folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def last_in(written: Path, name: str) -> str:
-    held = [(v.offset, k.fqn) for k, v in entries_of(written / "saved").items()
-            if v.relative_path == name]  # fmt: skip
-    return max(held)[1]
+    entries = [
+        (v.offset, k.fqn)
+        for k, v in entries_of(written / "saved").items()
+        if v.relative_path == name
+    ]
+    return max(entries)[1]
 
 
 def entries_in(folder: Path, name: str) -> list[str]:
@@ -190,15 +201,17 @@ def entries_in(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_damage_is_refused_by_file_and_parameter(written: Path, tmp_path: Path, ranks: int) -> None:
+def test_damage_is_rejected_with_file_and_parameter(
+    written: Path, tmp_path: Path, ranks: int
+) -> None:
     words = damaged(written, tmp_path)
-    sound = [str(written / "saved"), str(written / "optimizer")]
-    said = launch(load_each, ([*sound, *words],), ranks=ranks, limits=LIMITS)
-    assert all(other == said[0] for other in said), "the same error on all ranks"
-    for folder in sound:
-        assert said[0][folder] == "loaded"
+    intact = [str(written / "saved"), str(written / "optimizer")]
+    outcomes = launch(load_each, ([*intact, *words],), ranks=ranks, limits=LIMITS)
+    assert all(other == outcomes[0] for other in outcomes), "the same error on all ranks"
+    for folder in intact:
+        assert outcomes[0][folder] == "loaded"
     for folder, expected in words.items():
-        text = said[0][folder]
+        text = outcomes[0][folder]
         assert "\n" not in text
         for part in expected:
             assert part in text, f"{folder}: {text}"
@@ -213,7 +226,7 @@ def test_a_checkpoint_without_checksums_loads_with_a_warning(written: Path) -> N
 
 
 class Payload:
-    """Leaves a file when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -223,7 +236,7 @@ class Payload:
 
 
 def planted(written: Path, folder: Path, mark: Path) -> list[str]:
-    """Copies with a payload in each file, their checksums made valid as an attacker would."""
+    """Copies with a payload in each file and valid checksums, as an attacker would make them."""
     paths = []
     for of in ("saved", "optimizer", "old"):
         metadata = pickle.loads((written / of / ".metadata").read_bytes())
@@ -236,9 +249,9 @@ def planted(written: Path, folder: Path, mark: Path) -> list[str]:
                 torch.save(Payload(mark), file)
                 moved = type(info)(info.relative_path, begin, file.tell() - begin)
             changed = {**metadata.storage_data, index: moved}
-            pickled = pickle.dumps(type(metadata)(
-                metadata.state_dict_metadata, storage_data=changed
-            ))  # fmt: skip
+            pickled = pickle.dumps(
+                type(metadata)(metadata.state_dict_metadata, storage_data=changed)
+            )
             (path / ".metadata").write_bytes(pickled)
             paths.append(path)
         for name in (".metadata", CHECKSUMS):
@@ -257,15 +270,15 @@ def planted(written: Path, folder: Path, mark: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def test_loading_runs_no_code_from_any_file(written: Path, tmp_path: Path) -> None:
+def test_loading_does_not_run_code_from_any_file(written: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     folders = planted(written, tmp_path, mark)
     pickle.loads(pickle.dumps(Payload(mark)))
     assert mark.is_dir(), "the payload works"
     mark.rmdir()
-    (said,) = launch(load_each, (folders,), ranks=1, limits=LIMITS)
+    (outcomes,) = launch(load_each, (folders,), ranks=1, limits=LIMITS)
     assert not mark.exists()
-    loaded = [folder for folder, text in said.items() if text.startswith("loaded")]
+    loaded = [folder for folder, text in outcomes.items() if text.startswith("loaded")]
     assert not loaded, loaded
 
 
@@ -275,7 +288,7 @@ def test_checksums_cover_every_file(written: Path) -> None:
         sums = read_checksums(folder)
         assert sums is not None
         assert {p.name for p in folder.iterdir()} == {*sums, CHECKSUMS}
-        for name, held in sums.items():
-            assert held.matches((folder / name).read_bytes()), name
+        for name, file_sums in sums.items():
+            assert file_sums.matches((folder / name).read_bytes()), name
         if of == "saved":
             assert len(sums[DATA[0]].crcs) > 1, "several blocks"

@@ -1,4 +1,4 @@
-"""Each strategy trains as one process on the joined batch does; misuse is named, never mixed."""
+"""Each strategy trains as one process on the concatenated batch; misuse raises an error."""
 
 from __future__ import annotations
 
@@ -12,39 +12,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranked import BATCH, LIMITS, adamw, alone, batches, far, loss_of, small, state
+from ranked import (
+    BATCH,
+    LIMITS,
+    adamw,
+    batches,
+    loss_of,
+    max_difference,
+    single_process,
+    small,
+    state,
+)
 from stepscope.parallel import DDP, ParallelError, RankFailed, World, launch
 from stepscope.parallel.reducer import STRATEGIES
 
 State = dict[str, Tensor]
 TINY_BUCKET_MB = 4e-4
-"""Several buckets even for the small model."""
+"""Gives several buckets even for the small model."""
 
 
-def train(world: World, strategy: str, **how: torch.dtype) -> list[State]:
-    """The rank's share of every batch, from weights of its own that rank 0's replace; the state
-    after every step."""
-    model = DDP(small(seed=world.rank, **how), strategy, TINY_BUCKET_MB)
+def train(world: World, strategy: str, **dtypes: torch.dtype) -> list[State]:
+    """Train on the rank's share of every batch, from different initial weights per rank, which
+    are replaced by those of rank 0. Return the state after every step."""
+    model = DDP(small(seed=world.rank, **dtypes), strategy, TINY_BUCKET_MB)
     optimizer = adamw(model.module)
     share = BATCH // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)
-    seen = []
-    for number, (x, y) in enumerate(batches(how.get("dtype", torch.float32))):
+    states = []
+    for number, (x, y) in enumerate(batches(dtypes.get("dtype", torch.float32))):
         world.step(number)
         loss_of(model, x[mine], y[mine]).backward()
         model.finish_gradient_synchronization()
         optimizer.step()
-        # Both ways of clearing gradients.
+        # Both modes of clearing gradients.
         optimizer.zero_grad(set_to_none=number % 2 == 0)
-        seen.append(state(model.module))
-    return seen
+        states.append(state(model.module))
+    return states
 
 
 def uneven(world: World, strategy: str) -> list[State]:
-    """Rank 0 has 9 samples of a batch and the others share the rest, or have nothing at all."""
+    """Rank 0 has 9 samples of a batch and the others share the rest, or have no samples."""
     model = DDP(small(), strategy, TINY_BUCKET_MB)
     optimizer = adamw(model.module)
-    seen = []
+    states = []
     for number, (x, y) in enumerate(batches()):
         cuts = [0, BATCH] if number % 2 or world.size == 1 else [0, 9]
         rest = BATCH - cuts[1]
@@ -56,49 +66,56 @@ def uneven(world: World, strategy: str) -> list[State]:
         model.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(state(model.module))
-    return seen
+        states.append(state(model.module))
+    return states
 
 
 SINGLE: dict[str, torch.dtype] = {}
 DOUBLE = {"dtype": torch.float64}
 MIXED = {"other": torch.bfloat16}
-HOW = {"float32": SINGLE, "float64": DOUBLE, "float32 and bfloat16": MIXED, "uneven": SINGLE}
-FROM_ALONE = {"float32": 2e-5, "float64": 1e-13, "float32 and bfloat16": 2e-2, "uneven": 2e-5}
+VARIANTS = {"float32": SINGLE, "float64": DOUBLE, "float32 and bfloat16": MIXED, "uneven": SINGLE}
+TOLERANCE = {"float32": 2e-5, "float64": 1e-13, "float32 and bfloat16": 2e-2, "uneven": 2e-5}
 
 
 def train_all(world: World) -> dict[tuple[str, str], list[State]]:
-    # Rank 0 must have the weights that `alone` starts from.
+    # Rank 0 must have the weights that `single_process` starts from.
     return {
-        (what, s): uneven(world, s) if what == "uneven" else train(world, s, **how)
-        for what, how in HOW.items()
+        (variant, s): uneven(world, s) if variant == "uneven" else train(world, s, **dtypes)
+        for variant, dtypes in VARIANTS.items()
         for s in STRATEGIES
     }
 
 
-def between_strategies(what: str, ranks: int) -> float:
-    """Sums of two numbers have no order; sums of more differ in the last places."""
+def between_strategies(variant: str, ranks: int) -> float:
+    """A sum of two numbers does not depend on the order; longer sums differ in the last digits."""
     if ranks <= 2:
         return 0.0
-    return {"float64": 1e-14, "float32 and bfloat16": 2e-2}.get(what, 2e-6)
+    return {"float64": 1e-14, "float32 and bfloat16": 2e-2}.get(variant, 2e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_training_equals_one_process_on_the_joined_batch(ranks: int) -> None:
+def test_training_equals_one_process_on_the_concatenated_batch(ranks: int) -> None:
     results = launch(train_all, ranks=ranks, limits=LIMITS)
-    for what, how in HOW.items():
-        truth = alone(**how)
+    for variant, dtypes in VARIANTS.items():
+        expected = single_process(**dtypes)
         for strategy in STRATEGIES:
-            held = [result[what, strategy] for result in results]
-            for step, state_of_0 in enumerate(held[0]):
-                assert all(far(h[step], state_of_0) == 0.0 for h in held), (what, strategy, step)
-                apart = far(state_of_0, results[0][what, "naive"][step])
-                assert apart <= between_strategies(what, ranks), (what, strategy, step)
-            assert far(held[0][-1], truth) <= FROM_ALONE[what], (what, strategy)
+            states = [result[variant, strategy] for result in results]
+            for step, state_of_0 in enumerate(states[0]):
+                assert all(max_difference(s[step], state_of_0) == 0.0 for s in states), (
+                    variant,
+                    strategy,
+                    step,
+                )
+                difference = max_difference(state_of_0, results[0][variant, "naive"][step])
+                assert difference <= between_strategies(variant, ranks), (variant, strategy, step)
+            assert max_difference(states[0][-1], expected) <= TOLERANCE[variant], (
+                variant,
+                strategy,
+            )
 
 
 def accumulate(world: World, strategy: str) -> State:
-    """Two backward passes a step, only the second one synchronizes."""
+    """Two backward passes per step, of which only the second synchronizes."""
     model = DDP(small(), strategy, TINY_BUCKET_MB)
     optimizer = adamw(model.module)
     share = BATCH // world.size // 2
@@ -114,7 +131,7 @@ def accumulate(world: World, strategy: str) -> State:
 
 
 class Branches(nn.Module):
-    """Two matrices of one shape, whose gradients could be taken for each other's."""
+    """Two matrices of the same shape, whose gradients could be confused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +149,7 @@ def gradients(world: World, strategy: str, skip: str, missing: str) -> list[Tens
     elif skip:
         out = first(x).pow(2).sum()
     else:
-        # The same sum in the other order: the backward finishes its gradients in that order.
+        # The same sum in the other order: the backward produces its gradients in that order.
         out = second(x).pow(3).sum() + first(x).pow(2).sum()
     out.backward()
     model.finish_gradient_synchronization()
@@ -154,11 +171,11 @@ def accumulate_all(world: World) -> dict[str, State]:
     return {strategy: accumulate(world, strategy) for strategy in STRATEGIES}
 
 
-def test_accumulated_batches_equal_the_joined_one() -> None:
-    truth = alone()
+def test_accumulated_batches_equal_the_concatenated_one() -> None:
+    expected = single_process()
     for result in launch(accumulate_all, ranks=2, limits=LIMITS):
-        for strategy, held in result.items():
-            assert far(held, truth) <= 2e-5, strategy
+        for strategy, trained in result.items():
+            assert max_difference(trained, expected) <= 2e-5, strategy
 
 
 def branch_gradients(world: World, skip: str, missing: str) -> dict[str, list[Tensor]]:
@@ -166,16 +183,16 @@ def branch_gradients(world: World, skip: str, missing: str) -> dict[str, list[Te
 
 
 @pytest.mark.parametrize("skip", ["", "right"])
-def test_gradients_in_another_order_or_missing_on_a_rank_do_not_mix(skip: str) -> None:
-    truth = expected_gradients(bool(skip))
+def test_reordered_or_missing_gradients_of_a_rank_do_not_mix(skip: str) -> None:
+    expected = expected_gradients(bool(skip))
     for result in launch(branch_gradients, (skip, "zero"), ranks=2, limits=LIMITS):
-        for strategy, held in result.items():
-            for mine, right in zip(held, truth, strict=True):
+        for strategy, gradients_of in result.items():
+            for mine, right in zip(gradients_of, expected, strict=True):
                 torch.testing.assert_close(mine, right, msg=strategy)
 
 
-def test_a_rank_that_skips_a_parameter_is_named() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 has no gradient of right.weight, right.bias"):
+def test_error_names_a_rank_that_skips_a_parameter() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 has no gradient for right.weight, right.bias"):
         launch(branch_gradients, ("right", "raise"), ranks=2, limits=LIMITS)
 
 
@@ -185,34 +202,34 @@ def one_each(world: World) -> None:
     model.finish_gradient_synchronization()
 
 
-def test_of_a_rank_only_what_it_lacks_is_named() -> None:
-    with pytest.raises(RankFailed, match=r"has no gradient of (\d).weight, \1.bias, rank"):
+def test_error_only_lists_the_missing_gradients_of_a_rank() -> None:
+    with pytest.raises(RankFailed, match=r"has no gradient for (\d).weight, \1.bias, but rank"):
         launch(one_each, ranks=2, limits=LIMITS)
 
 
 def misuse_all(world: World) -> dict[str, str]:
-    return {how: misuse(world, how) for how in MISUSE}
+    return {kind: misuse(world, kind) for kind in MISUSE}
 
 
-def misuse(world: World, how: str) -> str:
+def misuse(world: World, kind: str) -> str:
     model = DDP(small(), "bucketed")
     x, y = next(iter(batches()))
     world.step(0)
     try:
-        if how == "too early":
+        if kind == "too early":
             model.finish_gradient_synchronization()
-        if how == "only no_sync":
+        if kind == "only no_sync":
             with model.no_sync():
                 loss_of(model, x, y).backward()
             model.finish_gradient_synchronization()
         loss_of(model, x, y).backward()
-        if how == "second backward":
+        if kind == "second backward":
             loss_of(model.module, x, y).backward()
-        if how == "stepped too early":
+        if kind == "stepped too early":
             adamw(model.module).step()
-        if how != "forgotten":
+        if kind != "forgotten":
             model.finish_gradient_synchronization()
-        if how == "twice":
+        if kind == "twice":
             model.finish_gradient_synchronization()
         loss_of(model, x, y).backward()
     except Exception as error:
@@ -231,62 +248,62 @@ MISUSE = {
 }
 
 
-def test_misuse_is_told() -> None:
-    (said,) = launch(misuse_all, ranks=1, limits=LIMITS)
-    for how, words in MISUSE.items():
-        assert said[how].startswith(words), how
+def test_misuse_raises() -> None:
+    (messages,) = launch(misuse_all, ranks=1, limits=LIMITS)
+    for kind, start in MISUSE.items():
+        assert messages[kind].startswith(start), kind
 
 
 def refusals(world: World) -> list[str]:
-    """What every rank says of models, formats and buckets that are not the same."""
+    """The errors of a rank for models, dtypes and buckets that differ between ranks."""
     half = torch.bfloat16 if world.rank else torch.float16
     makers = (
         lambda: DDP(small(), "bucketed", 1.0 if world.rank else TINY_BUCKET_MB),
-        # Gradients have the format of their parameters: float16 here, bfloat16 there.
+        # Gradients have the dtype of their parameters: float16 on rank 0, bfloat16 on rank 1.
         lambda: DDP(nn.Linear(3, 3, dtype=half)),
         lambda: DDP(nn.Linear(3, 3 + world.rank)),
     )
-    said = []
+    messages = []
     for make in makers:
         try:
             make()
         except ParallelError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_ranks_that_do_not_fit_together_are_refused() -> None:
-    words = (
-        "rank 1 has other buckets than rank 0",
-        r"rank 1 holds another model.*bfloat16\), on rank 0 .*float16\)",
-        r"rank 1 holds another model.*weight \(4×3, float32\)",
+def test_inconsistent_ranks_are_rejected() -> None:
+    patterns = (
+        "rank 1 has different buckets than rank 0",
+        r"rank 1 has a different model.*bfloat16\), on rank 0 .*float16\)",
+        r"rank 1 has a different model.*weight \(4×3, float32\)",
     )
-    for said in launch(refusals, ranks=2, limits=LIMITS):
-        assert len(said) == len(words)
-        for text, pattern in zip(said, words, strict=True):
+    for messages in launch(refusals, ranks=2, limits=LIMITS):
+        assert len(messages) == len(patterns)
+        for text, pattern in zip(messages, patterns, strict=True):
             assert re.search(pattern, text), text
 
 
 def running_statistics(world: World) -> list[State]:
-    """Statistics of the rank's own batches after a step and after one without synchronization."""
+    """Running statistics of the rank's batches after each of two steps."""
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "overlap")
-    seen = []
+    states = []
     for number in range(2):
         x = torch.full((4, 4), float(world.rank + number)) + torch.arange(4.0)[:, None]
         model(x).pow(2).sum().backward()
         model.finish_gradient_synchronization()
-        seen.append(state(model.module))
+        states.append(state(model.module))
         model.zero_grad()
-    return seen
+    return states
 
 
-def test_buffers_are_those_of_rank_0() -> None:
+def test_buffers_are_synchronized_from_rank_0() -> None:
     first, second = launch(running_statistics, ranks=2, limits=LIMITS)
     for mine, theirs in zip(first, second, strict=True):
-        assert far(mine, theirs) == 0.0
+        assert max_difference(mine, theirs) == 0.0
     assert first[1]["1.num_batches_tracked"] == 2
-    assert far({"": first[0]["1.running_mean"]}, {"": first[1]["1.running_mean"]}) > 0
+    assert max_difference({"": first[0]["1.running_mean"]}, {"": first[1]["1.running_mean"]}) > 0
 
 
 def unused_everywhere(strategy: str) -> list[str]:
@@ -297,17 +314,17 @@ def unused_everywhere(strategy: str) -> list[str]:
 
 
 def count_reductions(strategy: str) -> tuple[int, int]:
-    """Reductions that left during the backward, and in all."""
+    """Number of reductions issued during the backward, and in total."""
     module = small()
     module.unused.requires_grad_(False)
     model = DDP(module, strategy, TINY_BUCKET_MB)
     counted = 0
     reduce = dist.all_reduce
 
-    def counting(*given: Any, **how: Any) -> Any:
+    def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal counted
         counted += 1
-        return reduce(*given, **how)
+        return reduce(*args, **kwargs)
 
     dist.all_reduce = counting
     try:
@@ -319,8 +336,8 @@ def count_reductions(strategy: str) -> tuple[int, int]:
     return early, counted
 
 
-def is_let_go(strategy: str) -> bool:
-    """Whether a wrapper that nobody needs any more takes its parameters with it."""
+def is_freed(strategy: str) -> bool:
+    """True if deleting the wrapper also frees its parameters."""
     model = DDP(small(), strategy, TINY_BUCKET_MB)
     loss_of(model, *next(iter(batches()))).backward()
     model.finish_gradient_synchronization()
@@ -331,13 +348,13 @@ def is_let_go(strategy: str) -> bool:
 
 
 def facts(_: World) -> dict[str, Any]:
-    return {s: (unused_everywhere(s), count_reductions(s), is_let_go(s)) for s in STRATEGIES}
+    return {s: (unused_everywhere(s), count_reductions(s), is_freed(s)) for s in STRATEGIES}
 
 
-def test_strategies_send_what_and_when_they_say() -> None:
-    held = launch(facts, ranks=2, limits=LIMITS)
-    for strategy, (unused, (early, total), let_go) in held[0].items():
-        assert let_go, strategy
+def test_strategies_issue_the_documented_reductions() -> None:
+    results = launch(facts, ranks=2, limits=LIMITS)
+    for strategy, (unused, (early, total), freed) in results[0].items():
+        assert freed, strategy
         assert [name for name in unused if "frozen" not in name] == ["unused.weight", "unused.bias"]
         if strategy == "naive":
             assert (early, total) == (0, 8)

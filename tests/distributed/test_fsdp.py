@@ -1,4 +1,4 @@
-"""Fully sharded training equals that of one process; wholes are there only while they are used."""
+"""Fully sharded training equals one process; full weights exist only while they are used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import half_batches
 from ranked import (
     BATCH,
-    GOES_ON,
+    CONTINUED_STEPS,
     LIMITS,
     RELOADS,
     adamw,
-    alone,
     batches,
-    far,
     loss_of,
+    max_difference,
+    single_process,
     small,
     state,
 )
@@ -47,19 +47,23 @@ def share_of(world: World) -> slice:
     return slice(world.rank * share, (world.rank + 1) * share)
 
 
-def train(world: World, **how: Any) -> dict[str, Any]:
-    compute = how.pop("compute_dtype", None)
-    model = FSDP(small(seed=world.rank, **how), compute)
-    steps(world, model, adamw(model), 0, 4, how.get("dtype", torch.float32))
-    kept = sum(p.numel() for p in model.parameters())
-    return {"params": model.gather_full_params(), "kept": kept}
+def train(world: World, **dtypes: Any) -> dict[str, Any]:
+    compute = dtypes.pop("compute_dtype", None)
+    model = FSDP(small(seed=world.rank, **dtypes), compute)
+    steps(world, model, adamw(model), 0, 4, dtypes.get("dtype", torch.float32))
+    stored = sum(p.numel() for p in model.parameters())
+    return {"params": model.gather_full_params(), "stored": stored}
 
 
 def steps(
-    world: World, model: FSDP, optimizer: torch.optim.Optimizer, start: int, end: int,
+    world: World,
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    start: int,
+    end: int,
     dtype: torch.dtype = torch.float32,
-) -> list[float]:  # fmt: skip
-    """Train; the losses of the joined batch before each step."""
+) -> list[float]:
+    """Train; return the losses of the concatenated batch before each step."""
     mine, losses = share_of(world), []
     for number, (x, y) in enumerate(batches(dtype, end)):
         if number < start:
@@ -80,23 +84,23 @@ def train_twice(world: World) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_training_equals_one_process_on_the_joined_batch(ranks: int) -> None:
+def test_training_equals_one_process_on_the_concatenated_batch(ranks: int) -> None:
     results = launch(train_twice, ranks=ranks, limits=LIMITS)
     parameters = dict(small().named_parameters())
-    exact, rough = alone(dtype=torch.float64), alone()
+    exact, rough = single_process(dtype=torch.float64), single_process()
     for double, low in results:
-        held = {name: exact[name] for name in parameters}
-        assert far(double["params"], held) <= 1e-13
-        assert far(double["params"], results[0][0]["params"]) == 0.0
-        assert 0 < far(low["params"], {name: rough[name] for name in parameters}) <= 5e-2
+        expected = {name: exact[name] for name in parameters}
+        assert max_difference(double["params"], expected) <= 1e-13
+        assert max_difference(double["params"], results[0][0]["params"]) == 0.0
+        assert 0 < max_difference(low["params"], {name: rough[name] for name in parameters}) <= 5e-2
         assert {p.dtype for p in low["params"].values()} == {torch.float32}
     total = sum(p.numel() for p in parameters.values())
     replicated = sum(p.numel() for p in parameters.values() if p.dim() < 2)
-    assert sum(result[0]["kept"] for result in results) == total + (ranks - 1) * replicated
+    assert sum(result[0]["stored"] for result in results) == total + (ranks - 1) * replicated
 
 
 def language_model(world: World, ranks: int) -> tuple[State, list[int], int]:
-    """A step of the Transformer, and how many wholes live at its stations."""
+    """Train the Transformer; count the full weights alive after each forward and each step."""
     torch.manual_seed(0)
     module = TransformerLM(CONFIG, dtype=torch.float64)
     gathered: list[StorageWeakRef] = []
@@ -131,7 +135,7 @@ def language_model(world: World, ranks: int) -> tuple[State, list[int], int]:
     return model.gather_full_params(), counts, len(model.sharded)
 
 
-def test_the_transformer_trains_as_alone_and_lets_go_of_its_weights() -> None:
+def test_the_transformer_trains_as_one_process_and_frees_its_weights() -> None:
     ranks = 2
     results = launch(language_model, (ranks,), ranks=ranks, limits=LIMITS)
     torch.manual_seed(0)
@@ -143,62 +147,66 @@ def test_the_transformer_trains_as_alone_and_lets_go_of_its_weights() -> None:
         optimizer.step()
         optimizer.zero_grad()
     for params, counts, matrices in results:
-        assert far(params, state(module)) <= 1e-11
-        # One may have been fetched ahead; no graph holds a weight.
+        assert max_difference(params, state(module)) <= 1e-11
+        # One may have been prefetched; no autograd graph holds a weight.
         assert matrices > 10
         assert max(counts) <= 1
 
 
 def gathered(model: FSDP, optimizer: torch.optim.Optimizer) -> State:
-    """Parameters and optimizer state of all ranks as one; collective."""
-    held = {f"model.{name}": value for name, value in model.gather_full_params().items()}
+    """Parameters and optimizer state of all ranks combined; collective."""
+    entries = {f"model.{name}": value for name, value in model.gather_full_params().items()}
     for name, parameter in model.module.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            part = model.sharded.get(parameter)
-            whole = part is not None and value.shape == parameter.shape
-            held[f"{key}.{name}"] = (part.divided(value).full_tensor() if whole else value).clone()
-    return held
+            shard = model.sharded.get(parameter)
+            sharded = shard is not None and value.shape == parameter.shape
+            entries[f"{key}.{name}"] = (
+                shard.divided(value).full_tensor() if sharded else value
+            ).clone()
+    return entries
 
 
-def hand_on(world: World, load: str, save: str) -> tuple[State, list[float]]:
-    """Load or train two steps, save, then go on: the state that was saved, the next losses."""
+def save_and_continue(world: World, load: str, save: str) -> tuple[State, list[float]]:
+    """Load or train two steps, save, continue. Return the saved state and the next losses."""
     model = FSDP(small(seed=world.rank))
     optimizer = adamw(model)
     if load:
         load_training(model, optimizer, load)
     else:
         steps(world, model, optimizer, 0, 2)
-    held = gathered(model, optimizer)
+    saved = gathered(model, optimizer)
     if save:
         save_training(model, optimizer, save)
-    return held, steps(world, model, optimizer, 2, 2 + GOES_ON)
+    return saved, steps(world, model, optimizer, 2, 2 + CONTINUED_STEPS)
 
 
-def test_a_checkpoint_is_handed_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_loaded_with_another_number_of_ranks(tmp_path: Path) -> None:
     paths = ["", *(str(tmp_path / f"of{ranks}") for ranks in RELOADS[:-1]), ""]
     first: State = {}
     straight: list[float] = []
     for ranks, load, save in zip(RELOADS, paths, paths[1:], strict=False):
-        for held, losses in launch(hand_on, (load, save), ranks=ranks, limits=LIMITS):
-            first, straight = first or held, straight or losses
-            assert held.keys() == first.keys()
-            assert all(torch.equal(held[name], value) for name, value in first.items()), ranks
-            assert len(losses) == GOES_ON
+        for params, losses in launch(save_and_continue, (load, save), ranks=ranks, limits=LIMITS):
+            first, straight = first or params, straight or losses
+            assert params.keys() == first.keys()
+            assert all(torch.equal(params[name], value) for name, value in first.items()), ranks
+            assert len(losses) == CONTINUED_STEPS
             assert losses == pytest.approx(straight, abs=1e-6)
     assert not list(tmp_path.glob("*.part"))
     saved = Path(paths[1])
     next(saved.glob("__1_*")).unlink()
     other, part, fewer = launch(load_wrong, (paths[2], paths[1]), ranks=1, limits=LIMITS)[0]
-    assert "is of another model: first.weight is (10, 6), here (10, 7)" in other
-    assert "__1_0.distcp is missing; it holds model.first.weight" in part
-    assert "has moments of first.weight, which this optimizer does not have" in fewer
+    assert "belongs to another model: first.weight is (10, 6), here (10, 7)" in other
+    assert "__1_0.distcp is missing; it contains model.first.weight" in part
+    assert "has state for first.weight, which is not in this optimizer" in fewer
 
 
 def load_wrong(_: World, other: str, broken: str) -> list[str]:
-    said = []
+    messages = []
     for module, path, fewer in (
-        (Other(), other, False), (small(), broken, False), (small(), other, True),
-    ):  # fmt: skip
+        (Other(), other, False),
+        (small(), broken, False),
+        (small(), other, True),
+    ):
         model = FSDP(module)
         optimizer = adamw(model)
         if fewer:
@@ -206,8 +214,8 @@ def load_wrong(_: World, other: str, broken: str) -> list[str]:
         try:
             load_training(model, optimizer, path)
         except ParallelError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 class Other(nn.Module):
@@ -217,7 +225,7 @@ class Other(nn.Module):
 
 
 class Foreign(nn.Module):
-    """Modules that are not ours: fewer rows than ranks, three dimensions, a bare parameter."""
+    """Other modules: fewer rows than ranks, three dimensions, a parameter without a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,31 +256,31 @@ def foreign_gradients(world: World) -> State:
     return model.gather_full_params()
 
 
-def test_modules_that_are_not_ours_and_accumulated_gradients() -> None:
+def test_foreign_modules_and_accumulated_gradients() -> None:
     module = Foreign()
     module(TOKENS).pow(2).mean().backward()
     torch.optim.SGD(module.parameters(), lr=1.0).step()
-    for held in launch(foreign_gradients, ranks=3, limits=LIMITS):
-        assert far(held, state(module)) <= 1e-13
+    for params in launch(foreign_gradients, ranks=3, limits=LIMITS):
+        assert max_difference(params, state(module)) <= 1e-13
 
 
 def misuse(_: World) -> dict[str, str]:
-    said = {}
-    for how in MISUSE:
+    messages = {}
+    for kind in MISUSE:
         try:
-            if how == "attention":
+            if kind == "attention":
                 FSDP(nn.TransformerEncoderLayer(8, 2))
             model = FSDP(small())
             optimizer = adamw(model)
             loss_of(model, *next(iter(batches()))).backward()
-            if how != "forgotten":
+            if kind != "forgotten":
                 model.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
             model.finish_gradient_synchronization()
         except ParallelError as error:
-            said[how] = str(error)
-    return said
+            messages[kind] = str(error)
+    return messages
 
 
 MISUSE = {
@@ -282,14 +290,14 @@ MISUSE = {
 }
 
 
-def test_misuse_is_told() -> None:
-    (said,) = launch(misuse, ranks=1, limits=LIMITS)
-    for how, words in MISUSE.items():
-        assert said[how].startswith(words), how
+def test_misuse_raises() -> None:
+    (messages,) = launch(misuse, ranks=1, limits=LIMITS)
+    for kind, start in MISUSE.items():
+        assert messages[kind].startswith(start), kind
 
 
 class Branches(nn.Module):
-    """Matrices, two of them of one shape, which a rank may take in another order, or leave out."""
+    """Matrices, two of them of one shape, which a rank may use in another order or skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,38 +305,38 @@ class Branches(nn.Module):
         self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.wide = nn.Linear(4, 9, bias=False)
 
-    def forward(self, x: Tensor, way: str) -> Tensor:
-        for name in way.split():
+    def forward(self, x: Tensor, path: str) -> Tensor:
+        for name in path.split():
             x = getattr(self, name)(x)
         return x
 
 
-def other_ways(world: World, way: str, usual: str = "left right", steps: int = 1) -> None:
-    """The last rank takes another way in the last step."""
+def different_paths(world: World, path: str, usual: str = "left right", steps: int = 1) -> None:
+    """The last rank takes another path in the last step."""
     model = FSDP(Branches())
     for number in range(steps):
         world.step(number)
-        strays = world.rank == world.size - 1 and number == steps - 1
-        model(torch.ones(2, 4), way if strays else usual).sum().backward()
+        differs = world.rank == world.size - 1 and number == steps - 1
+        model(torch.ones(2, 4), path if differs else usual).sum().backward()
         model.finish_gradient_synchronization()
 
 
-TURNS = ("left right", "left right", "right left", "left", "wide", "left right wide", "left right")
-"""Ways that all ranks take alike, though each step may take another one than the last."""
+PATHS = ("left right", "left right", "right left", "left", "wide", "left right wide", "left right")
+"""Paths that are equal on all ranks but may change from step to step."""
 
 
-def turns(world: World | None) -> State:
+def changing_paths(world: World | None) -> State:
     model = Branches() if world is None else FSDP(Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     share = slice(None) if world is None else slice(world.rank, world.rank + 1)
-    for number, way in enumerate(TURNS):
+    for number, path in enumerate(PATHS):
         x = torch.arange(8.0).view(2, 4)[share] + number
         if world is not None:
             world.step(number)
             with torch.no_grad():
-                # Looking at the loss between steps is a way of its own.
+                # An evaluation between steps takes another path.
                 model(x, "wide" if number % 2 else "right")
-        model(x, way).pow(2).mean().backward()
+        model(x, path).pow(2).mean().backward()
         if isinstance(model, FSDP):
             model.finish_gradient_synchronization()
         optimizer.step()
@@ -336,38 +344,40 @@ def turns(world: World | None) -> State:
     return model.gather_full_params() if isinstance(model, FSDP) else state(model)
 
 
-def test_ways_may_change_from_step_to_step_if_they_do_on_all_ranks() -> None:
-    truth = turns(None)
-    for held in launch(turns, ranks=2, limits=LIMITS):
-        for name, value in truth.items():
-            torch.testing.assert_close(held[name], value, rtol=1e-5, atol=1e-6)
+def test_paths_may_change_between_steps_if_all_ranks_agree() -> None:
+    expected = changing_paths(None)
+    for params in launch(changing_paths, ranks=2, limits=LIMITS):
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
 
-def another_format(world: World) -> None:
+def different_dtypes(world: World) -> None:
     FSDP(Branches(), torch.bfloat16 if world.rank else torch.float16)
 
 
-def told_by(function: Any, *arguments: Any, ranks: int = 2) -> str:
+def error_of(function: Any, *arguments: Any, ranks: int = 2) -> str:
     with pytest.raises(RankFailed) as failure:
         launch(function, arguments, ranks=ranks, limits=LIMITS)
     return str(failure.value)
 
 
-def test_ranks_that_take_other_ways_or_formats_are_refused() -> None:
-    assert "rank 1 has another compute_dtype or reduce_dtype than" in told_by(another_format)
-    # Nothing hangs: the rank that waits for rows which the other never sends finds out why.
-    assert "rank 1 uses right.weight where rank 0 uses left.weight" in told_by(
-        other_ways, "right left"
+def test_ranks_with_different_paths_or_dtypes_are_rejected() -> None:
+    assert "rank 1 has a different compute_dtype or reduce_dtype than" in error_of(different_dtypes)
+    # Nothing hangs: a rank that waits for rows that another never sends detects the cause.
+    assert "rank 1 uses right.weight where rank 0 uses left.weight" in error_of(
+        different_paths, "right left"
     )
-    assert "rank 1 does not use right.weight, which rank 0 uses" in told_by(other_ways, "left")
-    # In a later step ranks issue what they expect: the one that strays asks, the others wait.
-    told = told_by(other_ways, "left right", "left right wide", 3, ranks=3)
-    words = r"rank 2 uses right.weight again where rank [01] uses wide.weight again .* at step 2"
-    assert re.search(words, told), told
+    assert "rank 1 does not use right.weight, which rank 0 uses" in error_of(
+        different_paths, "left"
+    )
+    # In a later step ranks issue what they expect: the one that differs requests confirmation.
+    message = error_of(different_paths, "left right", "left right wide", 3, ranks=3)
+    pattern = r"rank 2 uses right.weight again where rank [01] uses wide.weight again .* at step 2"
+    assert re.search(pattern, message), message
 
 
-def learns_without_logits(world: World, ranks: int) -> tuple[State, State]:
-    """Two steps with the fused loss, sharded and in one process on the joined batch."""
+def train_with_fused_loss(world: World, ranks: int) -> tuple[State, State]:
+    """Two steps with the fused loss, sharded and in one process on the concatenated batch."""
     tokens = torch.randint(CONFIG.vocab, (ranks, 17), generator=torch.Generator().manual_seed(1))
 
     def trained(model: nn.Module, rows: Tensor) -> None:
@@ -381,28 +391,28 @@ def learns_without_logits(world: World, ranks: int) -> tuple[State, State]:
             optimizer.zero_grad()
 
     torch.manual_seed(0)
-    whole = TransformerLM(CONFIG, dtype=torch.float64)
+    full = TransformerLM(CONFIG, dtype=torch.float64)
     torch.manual_seed(0)
     sharded = FSDP(TransformerLM(CONFIG, dtype=torch.float64))
-    trained(whole, tokens)
+    trained(full, tokens)
     trained(sharded, tokens[world.rank : world.rank + 1])
-    return sharded.gather_full_params(), dict(whole.named_parameters())
+    return sharded.gather_full_params(), dict(full.named_parameters())
 
 
-def test_the_head_s_weight_is_whole_for_the_fused_loss_too() -> None:
-    for sharded, whole in launch(learns_without_logits, (2,), ranks=2, limits=LIMITS):
-        assert far(sharded, {name: p.detach() for name, p in whole.items()}) <= 1e-12
+def test_the_head_weight_is_full_for_the_fused_loss() -> None:
+    for sharded, full in launch(train_with_fused_loss, (2,), ranks=2, limits=LIMITS):
+        assert max_difference(sharded, {name: p.detach() for name, p in full.items()}) <= 1e-12
 
 
 HALF_SEEDS = (0, 1, 2)
-"""Of data on which a norm's weights in float16 would end above the tolerance."""
+"""Seeds of data for which float16 norm weights would exceed the tolerance."""
 
 
 def half_precision(world: World) -> list[half_batches.Trained]:
     return half_batches.sharded(world, HALF_SEEDS, torch.float16)
 
 
-def test_float16_differs_from_one_process_by_the_rounding_of_half_batches_alone() -> None:
+def test_float16_only_differs_from_one_process_by_the_rounding_of_half_batches() -> None:
     results = launch(half_precision, ranks=2, limits=LIMITS)
     for number, seed in enumerate(HALF_SEEDS):
         expected = half_batches.alone(seed, torch.float16)
@@ -412,8 +422,8 @@ def test_float16_differs_from_one_process_by_the_rounding_of_half_batches_alone(
 
 
 def reduced(world: World) -> list[State]:
-    """Gradients of one step by the dtype of their reduction."""
-    found = []
+    """Gradients of one step, per dtype of the reduction."""
+    gradients = []
     for dtype in (None, torch.bfloat16):
         torch.manual_seed(0)
         model = FSDP(
@@ -422,11 +432,11 @@ def reduced(world: World) -> list[State]:
         torch.manual_seed(world.rank)
         model(torch.randn(3, 4)).float().pow(3).sum().backward()
         model.finish_gradient_synchronization()
-        found.append({name: p.grad for name, p in model.module.named_parameters()})
-    return found
+        gradients.append({name: p.grad for name, p in model.module.named_parameters()})
+    return gradients
 
 
-def test_gradients_are_averaged_in_the_dtype_of_the_parameters_unless_asked() -> None:
+def test_gradients_are_averaged_in_the_parameter_dtype_by_default() -> None:
     for full, low in launch(reduced, ranks=2, limits=LIMITS):
         assert {g.dtype for g in (*full.values(), *low.values())} == {torch.float32}
         matrix = "0.weight"

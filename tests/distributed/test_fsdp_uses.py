@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ranked import LIMITS, far, state
+from ranked import LIMITS, max_difference, state
 from stepscope.parallel import FSDP, ParallelError, World, launch, load_training, save_training
 
 WORDS = torch.arange(8)
@@ -34,7 +34,7 @@ class Tied(nn.Module):
 
 
 class Reading(Tied):
-    """Reads a weight outside of the forward of the module that has it."""
+    """Reads a weight outside the forward of the module that owns it."""
 
     def forward(self, words: Tensor) -> Tensor:
         return linear(self.body(self.table(words)), self.table.weight)
@@ -58,7 +58,7 @@ class TwoNames(nn.Module):
 
 
 class Calling(nn.Module):
-    """Itself, once."""
+    """Calls itself once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ def trained(model: FSDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def off(model: FSDP, plain: nn.Module, x: Tensor) -> float:
-    """How far a forward is from that of the same weights in one process."""
-    whole = copy.deepcopy(plain)
-    whole.load_state_dict(model.gather_full_params(), strict=False)
+def difference(model: FSDP, plain: nn.Module, x: Tensor) -> float:
+    """Difference between a forward and that of the same weights in one process."""
+    full = copy.deepcopy(plain)
+    full.load_state_dict(model.gather_full_params(), strict=False)
     with torch.no_grad():
-        return float((model(x) - whole(x)).abs().max())
+        return float((model(x) - full(x)).abs().max())
 
 
 def after_changes(_: World, folder: str) -> dict[str, float]:
-    found = {}
+    differences = {}
     model = FSDP(Tied())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     save_training(model, optimizer, f"{folder}/saved")
@@ -94,18 +94,18 @@ def after_changes(_: World, folder: str) -> dict[str, float]:
     with torch.no_grad():
         model(WORDS)
     load_training(model, optimizer, f"{folder}/saved")
-    found["loaded"] = off(model, Tied(), WORDS)
+    differences["loaded"] = difference(model, Tied(), WORDS)
     model(WORDS).pow(2).sum().backward()
     model.finish_gradient_synchronization()
     with torch.no_grad():
         model(WORDS)
     optimizer.step()
-    found["evaluated before the step"] = off(model, Tied(), WORDS)
+    differences["evaluated before the step"] = difference(model, Tied(), WORDS)
     with torch.inference_mode():
         model(WORDS)
     optimizer.zero_grad()
     trained(model, optimizer, WORDS)
-    found["inferred before"] = off(model, Tied(), WORDS)
+    differences["inferred before"] = difference(model, Tied(), WORDS)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     model = FSDP(copy.deepcopy(plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,17 +114,17 @@ def after_changes(_: World, folder: str) -> dict[str, float]:
     model.finish_gradient_synchronization()
     torch.autograd.grad(model(x).sum(), x)
     optimizer.step()
-    found["only the input's gradient"] = off(model, plain, x)
-    return found
+    differences["only the input's gradient"] = difference(model, plain, x)
+    return differences
 
 
-def test_a_forward_has_the_weights_of_now(tmp_path: Path) -> None:
-    for held in launch(after_changes, (str(tmp_path),), ranks=2, limits=LIMITS):
-        assert set(held.values()) == {0.0}, held
+def test_a_forward_uses_the_current_weights(tmp_path: Path) -> None:
+    for differences in launch(after_changes, (str(tmp_path),), ranks=2, limits=LIMITS):
+        assert set(differences.values()) == {0.0}, differences
 
 
 def unusual(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
     for module in (TwoNames(), Calling()):
         model = FSDP(copy.deepcopy(module))
@@ -133,21 +133,21 @@ def unusual(world: World) -> dict[str, Any]:
         (module(x).pow(2).sum() / world.size).backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
         name = type(module).__name__
-        found[name] = far(model.gather_full_params(), dict(module.named_parameters()))
+        results[name] = max_difference(model.gather_full_params(), dict(module.named_parameters()))
     for wrong in (Reading(), Listed()):
         try:
             FSDP(wrong)(WORDS).sum().backward()
         except ParallelError as error:
-            found[type(wrong).__name__] = str(error)
-    return found
+            results[type(wrong).__name__] = str(error)
+    return results
 
 
-def test_weights_by_two_names_and_in_a_call_of_itself_are_whole() -> None:
-    for held in launch(unusual, ranks=2, limits=LIMITS):
-        assert held["TwoNames"] <= 1e-14
-        assert held["Calling"] <= 1e-14
-        assert held["Reading"].startswith("table.weight was read outside of the forward of its own")
-        assert held["Listed"].startswith("weights is a ParameterList, whose weights others read")
+def test_weights_with_two_names_and_recursive_modules_are_full() -> None:
+    for results in launch(unusual, ranks=2, limits=LIMITS):
+        assert results["TwoNames"] <= 1e-14
+        assert results["Calling"] <= 1e-14
+        assert results["Reading"].startswith("table.weight was read outside the forward of its own")
+        assert results["Listed"].startswith("weights is a ParameterList, whose weights are read by")
 
 
 def clipped(world: World, norm_type: float) -> tuple[float, dict[str, Tensor]]:
@@ -168,9 +168,9 @@ def clipped_norms(world: World) -> list[tuple[float, dict[str, Tensor]]]:
     return [clipped(world, norm_type) for norm_type in (2.0, 1.0, math.inf)]
 
 
-def test_gradients_are_clipped_by_the_norm_of_all() -> None:
-    """Three ranks, of which the last has no row of the last matrix."""
-    held = launch(clipped_norms, ranks=3, limits=LIMITS)
+def test_gradients_are_clipped_by_the_global_norm() -> None:
+    """Three ranks, of which the last has no rows of the last matrix."""
+    results = launch(clipped_norms, ranks=3, limits=LIMITS)
     for number, norm_type in enumerate((2.0, 1.0, math.inf)):
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)).double()
@@ -178,9 +178,9 @@ def test_gradients_are_clipped_by_the_norm_of_all() -> None:
         plain(x).pow(2).mean().backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         torch.optim.SGD(plain.parameters(), lr=1.0).step()
-        for norm, weights in (rank[number] for rank in held):
+        for norm, weights in (rank[number] for rank in results):
             assert abs(norm - float(expected)) <= 1e-12
-            assert far(weights, state(plain)) <= 1e-12
+            assert max_difference(weights, state(plain)) <= 1e-12
 
 
 def frozen_matrices(_: World) -> str:
@@ -193,49 +193,49 @@ def frozen_matrices(_: World) -> str:
     try:
         optimizer.step()
     except ParallelError as error:
-        said = str(error)
+        message = str(error)
     model.finish_gradient_synchronization()
     optimizer.step()
-    return said
+    return message
 
 
-def test_biases_alone_are_waited_for_too() -> None:
-    for said in launch(frozen_matrices, ranks=2, limits=LIMITS):
-        assert said.startswith("finish_gradient_synchronization was not called")
+def test_pending_replicated_gradients_block_the_optimizer() -> None:
+    for message in launch(frozen_matrices, ranks=2, limits=LIMITS):
+        assert message.startswith("finish_gradient_synchronization was not called")
 
 
 def checkpoints(world: World, folder: str) -> dict[str, Any]:
     own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     alone = FSDP(nn.Linear(4, 4), group=own)
     optimizer = torch.optim.AdamW(alone.parameters())
     before = alone.gather_full_params()
     save_training(alone, optimizer, f"{folder}/own-{world.rank}")
     trained(alone, optimizer, torch.ones(2, 4))
     load_training(alone, optimizer, f"{folder}/own-{world.rank}")
-    found["own group"] = far(alone.gather_full_params(), before)
-    found["moments"] = len(optimizer.state)
+    results["own group"] = max_difference(alone.gather_full_params(), before)
+    results["moments"] = len(optimizer.state)
     groups = [{"params": [p]} for p in alone.parameters()]
     trained(alone, optimizer, torch.ones(2, 4))
     changed = alone.gather_full_params()
     try:
         load_training(alone, torch.optim.AdamW(groups), f"{folder}/own-{world.rank}")
     except ParallelError as error:
-        found["other groups"] = str(error)
-    found["untouched"] = far(alone.gather_full_params(), changed)
+        results["other groups"] = str(error)
+    results["untouched"] = max_difference(alone.gather_full_params(), changed)
     metadata = Path(folder) / f"own-{world.rank}" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[: metadata.stat().st_size // 2])
     try:
         load_training(alone, optimizer, metadata.parent)
     except ParallelError as error:
-        found["damaged"] = str(error)
-    return found
+        results["damaged"] = str(error)
+    return results
 
 
-def test_checkpoints_of_groups_of_ranks_and_what_does_not_fit(tmp_path: Path) -> None:
-    for held in launch(checkpoints, (str(tmp_path),), ranks=2, limits=LIMITS):
-        assert held["own group"] == 0.0
-        assert held["moments"] == 0
-        assert "1 groups of parameters, here 2" in held["other groups"]
-        assert held["untouched"] == 0.0
-        assert ".metadata is damaged: its checksum does not match" in held["damaged"]
+def test_checkpoints_of_subgroups_and_mismatches(tmp_path: Path) -> None:
+    for results in launch(checkpoints, (str(tmp_path),), ranks=2, limits=LIMITS):
+        assert results["own group"] == 0.0
+        assert results["moments"] == 0
+        assert "1 parameter groups, here 2" in results["other groups"]
+        assert results["untouched"] == 0.0
+        assert ".metadata is damaged: its checksum does not match" in results["damaged"]

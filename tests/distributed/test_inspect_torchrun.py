@@ -1,4 +1,4 @@
-"""`stepscope inspect` under torchrun: one page, ranks side by side, the slowest named."""
+"""`stepscope inspect` under torchrun: one page with all ranks, the slowest is named."""
 
 from __future__ import annotations
 
@@ -27,21 +27,40 @@ raise SystemExit(3 if dist.is_initialized() else 0)
 """
 
 
-def test_ranks_meet_on_one_page(tmp_path: Path) -> None:
+def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "stepscope", "inspect", "--warmup", "2", "--timed", "2", "--traced", "2",
-            "--out", str(tmp_path / "out"), "train.py",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "stepscope",
+            "inspect",
+            "--warmup",
+            "2",
+            "--timed",
+            "2",
+            "--traced",
+            "2",
+            "--out",
+            str(tmp_path / "out"),
+            "train.py",
         ],
         cwd=tmp_path,
-        env=os.environ | {
-            "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path),
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         },
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("stepscope: page:") == 1
     records = read_records(tmp_path / "out" / "train.jsonl")

@@ -1,4 +1,4 @@
-"""`launch` from every kind of program: what works there, and what is said where it cannot."""
+"""`launch` from every kind of program: what works, and the error where it does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import nn
 from stepscope.parallel import Limits, launch
 LIMITS = Limits(start=60.0, step=30.0, beat=20.0, total=90.0)
 
-def said(function, *arguments):
+def outcome(function, *arguments):
     try:
         return launch(function, arguments, ranks=1, limits=LIMITS)
     except Exception as error:
@@ -69,23 +69,23 @@ def counting():
     return run
 """
 RUN = """
-found = launch(train, (Config(),), ranks=2, limits=LIMITS)
-assert found == [(0, 6.0, [3.0, 3.0], Config(4)), (1, 6.0, [3.0, 3.0], Config(5))], found
+results = launch(train, (Config(),), ranks=2, limits=LIMITS)
+assert results == [(0, 6.0, [3.0, 3.0], Config(4)), (1, 6.0, [3.0, 3.0], Config(5))], results
 print("trained")
 """
 MORE = """
-print(said(lambda world: world.size * SCALE))
-print(said(functools.partial(lambda world, a, *, b: (a, b), b=5), 4))
-print(said(Runner(7).run))
-print(said(counting()))
+print(outcome(lambda world: world.size * SCALE))
+print(outcome(functools.partial(lambda world, a, *, b: (a, b), b=5), 4))
+print(outcome(Runner(7).run))
+print(outcome(counting()))
 lock = threading.Lock()
 def locked(world):
     with lock: return 1
-print(said(locked))
-print(said(lambda world, batches: 1, (n for n in range(3))))
-print(said(lambda world: lock))
+print(outcome(locked))
+print(outcome(lambda world, batches: 1, (n for n in range(3))))
+print(outcome(lambda world: lock))
 """
-SAID = """\
+EXPECTED = """\
 [3]
 [(4, 5)]
 [7]
@@ -101,9 +101,9 @@ UsageError: the function <lambda> cannot be sent to the ranks: lock: a lock (can
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a program; at the end no process of it may be left."""
+    """The environment of a program; checks at the end that no process of it remains."""
     mark = str(tmp_path)
-    # The path of a socket has 107 bytes at most: that of a test would be too long.
+    # The path of a socket has at most 107 bytes: that of a test would be too long.
     with tempfile.TemporaryDirectory() as short:
         yield {**os.environ, MARK: mark, "TMPDIR": short}
         until = time.monotonic() + 30.0
@@ -115,30 +115,38 @@ def program(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    found = []
+    matches = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                matches.append(process)
         except psutil.Error:
             continue
-    return found
+    return matches
 
 
 def output(arguments: list[str], program: dict[str, str], text: str | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], input=text, env=program, capture_output=True, text=True,
-        timeout=FAR_TOO_LONG_S, cwd=program[MARK],
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        input=text,
+        env=program,
+        capture_output=True,
+        text=True,
+        timeout=FAR_TOO_LONG_S,
+        cwd=program[MARK],
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def failure(path: Path, program: dict[str, str]) -> str:
     done = subprocess.run(
-        [sys.executable, str(path)], env=program, capture_output=True, text=True,
+        [sys.executable, str(path)],
+        env=program,
+        capture_output=True,
+        text=True,
         timeout=FAR_TOO_LONG_S,
-    )  # fmt: skip
+    )
     assert done.returncode == 1, done.stdout
     return done.stderr
 
@@ -165,7 +173,7 @@ def test_standard_input_exec_and_a_notebook(program: dict[str, str]) -> None:
     sources = f"HEAD, DEFINITIONS, RUN = {HEAD!r}, {DEFINITIONS!r}, {RUN!r}\n"
     in_own_namespace = 'exec(HEAD + DEFINITIONS + RUN, {"__name__": "cell"})\n'
     text = "".join((HEAD, DEFINITIONS, RUN, MORE, sources, in_own_namespace, NOTEBOOK))
-    assert output(["-"], program, text) == f"trained\n{SAID}trained\ntrained\n"
+    assert output(["-"], program, text) == f"trained\n{EXPECTED}trained\ntrained\n"
 
 
 MESH = """
@@ -196,18 +204,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("failures", "said"),
+    ("failures", "expected"),
     [
         (2, "[0]"),
-        (3, "rank 0 raised RuntimeError: Gloo connectFullMesh failed with [planted] before its"
-            " first step"),
+        (
+            3,
+            "rank 0 raised RuntimeError: Gloo connectFullMesh failed with [planted] before its"
+            " first step",
+        ),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_fail_to_connect_are_started_again(
-    program: dict[str, str], failures: int, said: str
+    program: dict[str, str], failures: int, expected: str
 ) -> None:
     path = written(Path(program[MARK]), MESH)
-    assert output([str(path), str(failures)], program) == f"{said}\n"
+    assert output([str(path), str(failures)], program) == f"{expected}\n"
     assert len(path.with_name("failures").read_text()) == failures
 
 
@@ -217,21 +228,21 @@ def test_a_command(program: dict[str, str]) -> None:
 
 IN_A_SCRIPT = """
 exec("def added(world): return SCALE")
-print(said(added))
-made = types.ModuleType("made")
-sys.modules["made"] = made
-exec("def dynamic(world): return 11", vars(made))
-print(said(made.dynamic))
+print(outcome(added))
+module = types.ModuleType("made")
+sys.modules["made"] = module
+exec("def dynamic(world): return 11", vars(module))
+print(outcome(module.dynamic))
 import plugin
-print(said(plugin.act))
+print(outcome(plugin.act))
 os.rename("plugin.py", "gone.py")
-print(said(plugin.act))
+print(outcome(plugin.act))
 def under_the_guard(world): return 12
-print(said(under_the_guard))
+print(outcome(under_the_guard))
 def failing(world): raise ValueError("no such token")
-print(said(failing))
+print(outcome(failing))
 """
-SAID_IN_A_SCRIPT = """\
+EXPECTED_IN_A_SCRIPT = """\
 [3]
 [11]
 [13]
@@ -245,13 +256,13 @@ def test_a_script(program: dict[str, str], tmp_path: Path) -> None:
     written(tmp_path, "def act(world): return 13\n", name="plugin.py")
     path = written(tmp_path, HEAD, DEFINITIONS, guarded(RUN + MORE + IN_A_SCRIPT))
     program["PYTHONDONTWRITEBYTECODE"] = "1"
-    said = output([str(path)], program)
-    # Known to ranks by their own import of the script.
-    expected = SAID.splitlines()[:4]
-    assert said.splitlines()[:5] == ["trained", *expected]
-    rest = said.splitlines()[8:]
-    assert rest[:4] == SAID_IN_A_SCRIPT.splitlines()[:4]
-    assert rest[4].startswith(SAID_IN_A_SCRIPT.splitlines()[4])
+    text = output([str(path)], program)
+    # Ranks know these from their own import of the script.
+    expected = EXPECTED.splitlines()[:4]
+    assert text.splitlines()[:5] == ["trained", *expected]
+    rest = text.splitlines()[8:]
+    assert rest[:4] == EXPECTED_IN_A_SCRIPT.splitlines()[:4]
+    assert rest[4].startswith(EXPECTED_IN_A_SCRIPT.splitlines()[4])
     assert "under_the_guard" in rest[4]
 
 
@@ -263,8 +274,8 @@ def test_a_script_without_a_guard(program: dict[str, str], tmp_path: Path) -> No
     assert last.endswith('(call launch under `if __name__ == "__main__":`)')
 
 
-def test_a_guard_that_a_rank_finds_missing(program: dict[str, str], tmp_path: Path) -> None:
-    """The call is in a branch: only the import shows that a rank takes it, too."""
+def test_a_rank_detects_a_missing_guard(program: dict[str, str], tmp_path: Path) -> None:
+    """The call is in a branch: only the import shows that a rank reaches it as well."""
     path = written(tmp_path, HEAD, DEFINITIONS, "if SCALE:\n", textwrap.indent(RUN, "    "))
     words = f"stepscope.errors.UsageError: every rank imports {path}, which calls launch again"
     assert words in failure(path, program)
@@ -272,9 +283,9 @@ def test_a_guard_that_a_rank_finds_missing(program: dict[str, str], tmp_path: Pa
 
 def test_a_script_that_ranks_cannot_import(program: dict[str, str], tmp_path: Path) -> None:
     odd = 'if __name__ != "__main__":\n    raise RuntimeError("only to be run")\n'
-    said = failure(written(tmp_path, HEAD, odd, DEFINITIONS, guarded(RUN)), program)
-    assert "UsageError: a rank cannot import" in said
-    assert "RuntimeError: only to be run" in said
+    stderr = failure(written(tmp_path, HEAD, odd, DEFINITIONS, guarded(RUN)), program)
+    assert "UsageError: a rank cannot import" in stderr
+    assert "RuntimeError: only to be run" in stderr
 
 
 LONG = """
@@ -298,25 +309,31 @@ launch(long, (os.getcwd(),), ranks=2, limits=LIMITS)
 @pytest.mark.parametrize(
     ("number", "when"),
     [
-        (signal.SIGTERM, "starting"), (signal.SIGTERM, "rank-1"), (signal.SIGKILL, "rank-1"),
+        (signal.SIGTERM, "starting"),
+        (signal.SIGTERM, "rank-1"),
+        (signal.SIGKILL, "rank-1"),
     ],
-)  # fmt: skip
+)
 def test_a_signal_ends_ranks_and_what_they_started(
     program: dict[str, str], tmp_path: Path, number: signal.Signals, when: str
 ) -> None:
     path = written(tmp_path, HEAD, LONG, guarded(START))
     with subprocess.Popen(
-        [sys.executable, str(path)], env=program, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        [sys.executable, str(path)],
+        env=program,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         until = time.monotonic() + FAR_TOO_LONG_S
         while not (tmp_path / when).exists() and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(number)
-        said = process.communicate(timeout=FAR_TOO_LONG_S)[1]
-    assert process.returncode == -number, said
-    # A rank that is being started may still report that it has lost its launcher.
-    assert not said or number == signal.SIGKILL or when == "starting", said
+        stderr = process.communicate(timeout=FAR_TOO_LONG_S)[1]
+    assert process.returncode == -number, stderr
+    # A rank that is being started may still report that its launcher is gone.
+    assert not stderr or number == signal.SIGKILL or when == "starting", stderr
     if number != signal.SIGKILL:
         assert not list(Path(program["TMPDIR"]).glob("stepscope-ranks-*"))
 

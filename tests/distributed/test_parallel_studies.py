@@ -1,4 +1,4 @@
-"""The studies on several ranks, for real on two."""
+"""The studies on several ranks, measured on two real ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.studies.sharding.view import moved
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_collectives_are_timed_without_the_start_of_processes(collective: str) -> None:
+def test_collectives_are_timed_without_process_startup(collective: str) -> None:
     study = find_study("allreduce")
     flags = study.flags(collective=(collective,), sizes=(1024, 2**22), rounds=4)
     (case,) = study.cases(flags)
@@ -27,22 +27,29 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
     assert measured.notes == {"backend": "gloo"}
 
 
-def test_every_way_to_average_gradients_is_timed() -> None:
+def test_every_strategy_of_averaging_gradients_is_timed() -> None:
     study = find_study("ddp")
     flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3, ranks=(2,))
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
     steps = {(s.variant, s.rank) for s in measured.series if s.name == "step"}
-    ways = (
-        "no communication", "naive", "flat", "overlap", "bucketed 0.1 MiB", "torch DDP",
-    )  # fmt: skip
-    assert steps == {(way, rank) for way in ways for rank in (0, 1)}
+    strategies = (
+        "no communication",
+        "naive",
+        "flat",
+        "overlap",
+        "bucketed 0.1 MiB",
+        "torch DDP",
+    )
+    assert steps == {(strategy, rank) for strategy in strategies for rank in (0, 1)}
     assert all(len(series.values) == 3 for series in measured.series)
     assert value_of(measured.quantities, "gradient_bytes") == 4 * 3_084_928
-    sent = {name: value_of(measured.quantities, "reductions", variant=name) for name in ways[1:5]}
+    sent = {
+        name: value_of(measured.quantities, "reductions", variant=name) for name in strategies[1:5]
+    }
     assert sent["naive"] == sent["overlap"] > sent["bucketed 0.1 MiB"] > sent["flat"] == 1
     lanes = measured.attachments["timeline"]
-    for name in ways[1:5]:
+    for name in strategies[1:5]:
         backward = next(s for s in lanes[name]["compute"] if s[2] == "backward")
         early = [s for s in lanes[name]["reductions"] if s[0] < backward[1]]
         assert bool(early) == (name in ("overlap", "bucketed 0.1 MiB")), name
@@ -52,17 +59,17 @@ def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
     measured = study.measure(case, QuietBench())
-    held = measured.quantities
-    whole = value_of(held, "state", variant="unsharded")
-    size = value_of(held, "parameters", variant="unsharded")
-    assert whole == pytest.approx(2 * size, rel=1e-3)
-    for way in ("broadcast", "scatter", "torch ZeRO"):
-        shares = [value_of(held, "state", variant=way, rank=rank) for rank in (0, 1)]
-        assert sum(shares) == pytest.approx(whole, rel=1e-3)
-        if way != "torch ZeRO":
-            assert max(shares) == pytest.approx(whole / 2, rel=0.02), way
-        sent = value_of(held, "sent", variant=way)
-        assert sent == pytest.approx(moved(way, size, 2), rel=1e-3), way
+    quantities = measured.quantities
+    unsharded = value_of(quantities, "state", variant="unsharded")
+    size = value_of(quantities, "parameters", variant="unsharded")
+    assert unsharded == pytest.approx(2 * size, rel=1e-3)
+    for variant in ("broadcast", "scatter", "torch ZeRO"):
+        shares = [value_of(quantities, "state", variant=variant, rank=rank) for rank in (0, 1)]
+        assert sum(shares) == pytest.approx(unsharded, rel=1e-3)
+        if variant != "torch ZeRO":
+            assert max(shares) == pytest.approx(unsharded / 2, rel=0.02), variant
+        sent = value_of(quantities, "sent", variant=variant)
+        assert sent == pytest.approx(moved(variant, size, 2), rel=1e-3), variant
     assert {len(series.values) for series in measured.series} == {2}
 
 
@@ -71,9 +78,9 @@ def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
-    held = measured.quantities
-    for way in ("FSDP", "torch fully_shard"):
+    quantities = measured.quantities
+    for variant in ("FSDP", "torch fully_shard"):
         for kind in ("parameters", "gradients", "state"):
-            share = max(value_of(held, kind, variant=way, rank=rank) for rank in range(3))
-            whole = value_of(held, kind, variant="unsharded")
-            assert share == pytest.approx(whole / 3, rel=0.05), way
+            share = max(value_of(quantities, kind, variant=variant, rank=rank) for rank in range(3))
+            unsharded = value_of(quantities, kind, variant="unsharded")
+            assert share == pytest.approx(unsharded / 3, rel=0.05), variant

@@ -1,4 +1,4 @@
-"""A rehearsal for real: a step recorded here, run on two ranks, and through the command line."""
+"""A rehearsal on real ranks: a step recorded here, run on two ranks, and through the CLI."""
 
 from __future__ import annotations
 
@@ -15,64 +15,92 @@ from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal.checks import check_of
 from stepscope.studies.rehearsal.measure import probe_sizes
 
-WAYS = (ALONE, "naive", "flat", "overlap", "bucketed 1 MiB")
+STRATEGIES = (ALONE, "naive", "flat", "overlap", "bucketed 1 MiB")
 
 
-def is_run_and_predicted(held: Record) -> None:
-    steps = {(s.variant, s.rank) for s in held.series if s.name == "step" and s.variant}
-    assert steps == {(way, rank) for way in WAYS for rank in (0, 1)}
-    (result,) = find_study("rehearsal").results([held])
-    check, recording = check_of(*result), recording_of(held)
+def is_run_and_predicted(rehearsed: Record) -> None:
+    steps = {(s.variant, s.rank) for s in rehearsed.series if s.name == "step" and s.variant}
+    assert steps == {(strategy, rank) for strategy in STRATEGIES for rank in (0, 1)}
+    (result,) = find_study("rehearsal").results([rehearsed])
+    check, recording = check_of(*result), recording_of(rehearsed)
     assert check is not None
     assert recording is not None
-    assert [row.way for row in check.verdict.rows] == list(WAYS[1:])
+    assert [row.way for row in check.verdict.rows] == list(STRATEGIES[1:])
     assert all(row.predicted_ms > recording.compute_ms for row in check.verdict.rows)
     assert check.verdict.channel.line.bytes_per_ms > 0
 
 
-def test_every_way_is_run_with_real_compute_and_predicted() -> None:
+def test_every_strategy_is_run_with_real_compute_and_predicted() -> None:
     study = find_study("rehearsal")
     flags = study.flags(
-        size=("tiny",), context=(8,), batch=(1,), steps=2, check_ranks=(2,), bucket_mb=(1.0,),
-        rounds=2, compute="real",
-    )  # fmt: skip
+        size=("tiny",),
+        context=(8,),
+        batch=(1,),
+        steps=2,
+        check_ranks=(2,),
+        bucket_mb=(1.0,),
+        rounds=2,
+        compute="real",
+    )
     _, case = study.cases(flags)
     done = study.measure(case, QuietBench())
-    held = record(
-        study="rehearsal", case=case.key, config=case.config, series=done.series,
-        quantities=done.quantities, notes=done.notes, attachments=done.attachments,
-    )  # fmt: skip
-    assert held.notes["compute"] == "real"
-    is_run_and_predicted(held)
+    rehearsed = record(
+        study="rehearsal",
+        case=case.key,
+        config=case.config,
+        series=done.series,
+        quantities=done.quantities,
+        notes=done.notes,
+        attachments=done.attachments,
+    )
+    assert rehearsed.notes["compute"] == "real"
+    is_run_and_predicted(rehearsed)
 
 
-def test_the_link_is_probed_up_to_all_gradients() -> None:
+def test_the_link_is_probed_up_to_the_size_of_all_gradients() -> None:
     assert probe_sizes(100) == (4096, 8192, 16384)
     assert probe_sizes(2**20) == (2**12, 2**16, 2**19, 2**20)
     assert probe_sizes(12_339_712) == (2**12, 2**16, 2**20, 6_169_856, 12_339_712)
 
 
-def test_from_the_recording_through_waiting_ranks_to_the_page(tmp_path: Path) -> None:
+def test_recording_check_with_waiting_ranks_and_page(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    words = (
-        "--size", "tiny", "--context", "8", "--batch", "1", "--steps", "2", "--check-ranks", "2",
-        "--bucket-mb", "1", "--rounds", "2", "--compute", "waits", "--device", "cpu", "--json",
-    )  # fmt: skip
-    done = cli("run", "rehearsal", *words)
+    arguments = (
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--steps",
+        "2",
+        "--check-ranks",
+        "2",
+        "--bucket-mb",
+        "1",
+        "--rounds",
+        "2",
+        "--compute",
+        "waits",
+        "--device",
+        "cpu",
+        "--json",
+    )
+    done = cli("run", "rehearsal", *arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == {"ok": 2}
     recorded, checked = cli.records()
     is_run_and_predicted(checked)
-    held = recording_of(checked)
-    assert held is not None
-    # Ranks that wait can be late, never early.
+    recording = recording_of(checked)
+    assert recording is not None
+    # Ranks that wait can be late but never early.
     for series in checked.series:
         if series.name == "step" and series.variant:
-            assert min(series.values) > 0.9 * held.compute_ms, series.label
-    told = cli("rehearse", "--ranks", "8", "--link", "ethernet", "--json")
-    assert told.returncode == 0, told.stderr
-    (facts,) = json.loads(told.stdout)["rehearsals"]
+            assert min(series.values) > 0.9 * recording.compute_ms, series.label
+    rehearsed = cli("rehearse", "--ranks", "8", "--link", "ethernet", "--json")
+    assert rehearsed.returncode == 0, rehearsed.stderr
+    (facts,) = json.loads(rehearsed.stdout)["rehearsals"]
     assert facts["case"] == recorded.case
     assert facts["gradient_bytes"] == 12_339_712
     assert "Predicted overlap" in (cli.out / "rehearsal.html").read_text()

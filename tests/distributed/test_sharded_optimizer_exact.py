@@ -1,4 +1,4 @@
-"""ShardedOptimizer makes the updates of the optimizer it was given, to the last bit."""
+"""ShardedOptimizer reproduces the updates of the given optimizer bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.parallel import ParallelError, ShardedOptimizer, World, launch
 
 STEPS = 12
 SHAPES = ((37, 53), (1, 7), (129,), (3, 5, 7), (), (300, 131), (2,))
-"""Ragged on purpose: no multiple of a vector register, and one matrix above a rank's share."""
+"""Odd sizes: not multiples of a vector register, and one matrix above a rank's share."""
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
@@ -31,7 +31,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
-    """Steps with gradients that are the same on every rank."""
+    """Train with gradients that are equal on every rank."""
     torch.manual_seed(1)
     for _ in range(STEPS):
         for p in params:
@@ -41,9 +41,9 @@ def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> lis
 
 
 def different_elements(world: World) -> dict[tuple[str, str, torch.dtype], int]:
-    # Sums of an odd number of equal gradients are rounded: "scatter" averages them itself.
+    # Sums of an odd number of equal gradients are rounded, and "scatter" averages them itself.
     forms = ("broadcast", "scatter") if world.size in (1, 2) else ("broadcast",)
-    found = {}
+    different = {}
     for dtype in DTYPES:
         for name, (kind, options) in OPTIMIZERS.items():
             plain = parameters(dtype)
@@ -52,8 +52,8 @@ def different_elements(world: World) -> dict[tuple[str, str, torch.dtype], int]:
                 own = parameters(dtype)
                 sharded = ShardedOptimizer(own, kind, form=form, bucket_mb=1e-3, **options)
                 pairs = zip(trained(sharded, own), expected, strict=True)
-                found[name, form, dtype] = sum(int((a != b).sum()) for a, b in pairs)
-    return found
+                different[name, form, dtype] = sum(int((a != b).sum()) for a, b in pairs)
+    return different
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -76,8 +76,8 @@ def test_no_option_is_added_to_those_of_the_caller() -> None:
 
 
 def frozen(_: World) -> dict[str, Any]:
-    """A parameter that is frozen, then unfrozen; and one that is added after some steps."""
-    found: dict[str, Any] = {}
+    """A parameter that is frozen, then unfrozen, and one that is added after some steps."""
+    results: dict[str, Any] = {}
     for form in ("broadcast", "scatter"):
         for sharded in (False, True):
             params = parameters(torch.float32)
@@ -89,7 +89,7 @@ def frozen(_: World) -> dict[str, Any]:
                 optimizer = ShardedOptimizer(others, kind, form=form, **options)
             trained(optimizer, others)
             optimizer.add_param_group({"params": [late.requires_grad_()], "lr": 0.05})
-            found[form, sharded] = trained(optimizer, params)
+            results[form, sharded] = trained(optimizer, params)
         given = parameters(torch.float32)
         given[2].requires_grad_(False)
         named = list(zip("abcdefg", given, strict=True))
@@ -99,27 +99,27 @@ def frozen(_: World) -> dict[str, Any]:
             for p in given:
                 p.grad = torch.ones_like(p) if p.requires_grad else None
             optimizer.step()
-            found[form, "frozen"] = torch.equal(before, given[2])
+            results[form, "frozen"] = torch.equal(before, given[2])
             given[0].grad = given[0].detach().to_sparse()
             optimizer.step()
         except ParallelError as error:
-            found[form, "raised"] = str(error)
+            results[form, "raised"] = str(error)
     own = parameters(torch.float32)
     optimizer = ShardedOptimizer(own, torch.optim.AdamW, form="scatter")
     own[1].requires_grad_(False)
     try:
         optimizer.step()
     except ParallelError as error:
-        found["frozen later"] = str(error)
-    return found
+        results["frozen later"] = str(error)
+    return results
 
 
 def test_frozen_unfrozen_and_added_parameters() -> None:
-    for found in launch(frozen, ranks=2, limits=LIMITS):
+    for results in launch(frozen, ranks=2, limits=LIMITS):
         for form in ("broadcast", "scatter"):
-            pairs = zip(found[form, False], found[form, True], strict=True)
+            pairs = zip(results[form, False], results[form, True], strict=True)
             assert all(torch.equal(*pair) for pair in pairs), form
-        assert found["broadcast", "frozen"]
-        assert found["broadcast", "raised"].startswith("the gradient of a is sparse")
-        assert found["scatter", "raised"].startswith("c is frozen, and form='scatter'")
-        assert found["frozen later"].startswith("parameter 1 of group 0 is frozen")
+        assert results["broadcast", "frozen"]
+        assert results["broadcast", "raised"].startswith("the gradient of a is sparse")
+        assert results["scatter", "raised"].startswith("c is frozen, and form='scatter'")
+        assert results["frozen later"].startswith("parameter 1 of group 0 is frozen")

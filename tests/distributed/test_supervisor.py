@@ -1,4 +1,4 @@
-"""Ranks that fail are named, with their step and stack, in time."""
+"""Errors name the rank that failed, with its step and stack, in time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from stepscope.parallel import Limits, RankFailed, World, launch
 from stepscope.parallel.model_layout import require_same_layout
 
 LIMITS = Limits(start=60.0, step=4.0, beat=4.0, total=120.0)
-"""Patient enough for a busy machine. `benchmarks/rank_faults.py` holds the bounds in time."""
+"""Long enough for a busy machine. `benchmarks/rank_faults.py` checks the time limits."""
 FAR_TOO_LONG_S = 30.0
 FAULTY_STEP = 3
 
 
 def train(world: World, fault: str, mark: str) -> int:
-    """Six small steps; rank 1 fails in the fourth and leaves the moment in a file."""
+    """Six small steps; rank 1 fails in the fourth and writes the time to a file."""
     tensor = torch.ones(8)
     for number in range(6):
         world.step(number)
@@ -47,33 +47,33 @@ def fail(fault: str) -> None:
         raise ValueError("no such token")
     elif fault == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-        # Continued for its stacks: it must still be here while they are written.
+        # Continued so that it dumps its stacks: it must still be here while they are written.
         time.sleep(60)
     elif fault == "is stuck":
         time.sleep(60)
 
 
-def test_every_rank_returns_what_it_found(tmp_path: Path) -> None:
+def test_every_rank_returns_its_result(tmp_path: Path) -> None:
     assert launch(train, ("none", str(tmp_path / "mark")), ranks=2, limits=LIMITS) == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
         ("dies", "rank 1 died of SIGKILL at step 3"),
         ("exits", "rank 1 ended with exit code 7 at step 3"),
         ("raises", "rank 1 raised ValueError: no such token at step 3"),
-        ("is stopped", "rank 1 stopped: no sign of life for 4 s at step 3"),
+        ("is stopped", "rank 1 stopped: no heartbeat for 4 s at step 3"),
         ("is stuck", "rank 1 is stuck: no progress for 4 s at step 3"),
     ],
 )
-def test_a_fault_is_named(tmp_path: Path, fault: str, words: str) -> None:
+def test_a_fault_is_reported(tmp_path: Path, fault: str, message: str) -> None:
     mark = tmp_path / "mark"
     with pytest.raises(RankFailed) as caught:
         launch(train, (fault, str(mark)), ranks=2, limits=LIMITS)
     noticed = time.monotonic()
     happened, pid = mark.read_text().split()
-    assert str(caught.value) == words
+    assert str(caught.value) == message
     assert noticed - float(happened) < FAR_TOO_LONG_S
     assert not psutil.pid_exists(int(pid))
     if fault not in ("dies", "exits"):
@@ -88,7 +88,7 @@ def leave_early(world: World) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_waits_for_one_that_has_left_ends() -> None:
+def test_a_rank_that_waits_for_a_finished_one_is_ended() -> None:
     with pytest.raises(RankFailed, match="rank 0 "):
         launch(leave_early, ranks=2, limits=LIMITS)
 
@@ -99,12 +99,12 @@ def sleep_between_steps(world: World) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_without_end_is_ended() -> None:
-    with pytest.raises(RankFailed, match="was not done after 2 s"):
+def test_a_job_that_exceeds_its_total_limit_is_ended() -> None:
+    with pytest.raises(RankFailed, match="was not finished after 2 s"):
         launch(sleep_between_steps, ranks=2, limits=Limits(total=2.0))
 
 
-def test_signal_handlers_are_as_before(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     before: list[Callable[..., object] | int | None] = [signal.getsignal(signal.SIGINT)]
     launch(train, ("none", str(tmp_path / "mark")), ranks=1, limits=LIMITS)
     assert signal.getsignal(signal.SIGINT) == before[0]
@@ -113,13 +113,13 @@ def test_signal_handlers_are_as_before(tmp_path: Path) -> None:
 def listening_addresses(world: World) -> set[str]:
     world.step(0)
     dist.all_reduce(torch.ones(1))
-    held = psutil.Process().net_connections(kind="inet")
-    return {c.laddr.ip for c in held if c.status == psutil.CONN_LISTEN}
+    connections = psutil.Process().net_connections(kind="inet")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_ranks_listen_on_loopback_only() -> None:
-    found = set().union(*launch(listening_addresses, ranks=2, limits=LIMITS))
-    assert found <= {"127.0.0.1", "::1"}, found
+    addresses = set().union(*launch(listening_addresses, ranks=2, limits=LIMITS))
+    assert addresses <= {"127.0.0.1", "::1"}, addresses
 
 
 def compare_models(world: World, kind: str) -> str:
@@ -142,7 +142,7 @@ def compare_models(world: World, kind: str) -> str:
 
 DIFFERENT = {
     "none": "same",
-    "shape": "rank 1 holds another model than rank 0: entry 2 is 1.weight (3×4, float32)",
+    "shape": "rank 1 has a different model than rank 0: entry 2 is 1.weight (3×4, float32)",
     "dtype": "entry 0 is 0.weight (4×3, bfloat16), on rank 0 0.weight (4×3, float32)",
     "frozen": "0.bias (4, float32, frozen)",
     "longer": "6 entries against 4; 2.weight (2×2, float32) has no counterpart",
@@ -153,11 +153,11 @@ def compare_all(world: World) -> dict[str, str]:
     return {kind: compare_models(world, kind) for kind in DIFFERENT}
 
 
-def test_different_models_are_named_on_every_rank() -> None:
+def test_different_models_are_reported_on_every_rank() -> None:
     first, second = launch(compare_all, ranks=2, limits=LIMITS)
     assert first == second
-    for kind, words in DIFFERENT.items():
-        assert words in first[kind], kind
+    for kind, message in DIFFERENT.items():
+        assert message in first[kind], kind
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -170,7 +170,7 @@ class TestWorld:
         assert (world.backend, world.device.type, world.rendezvous) == ("gloo", "cpu", "env://")
 
     @pytest.mark.parametrize(
-        ("changes", "how", "words"),
+        ("changes", "options", "message"),
         [
             ({"RANK": "2"}, {}, "RANK is 2 of WORLD_SIZE 2"),
             ({"RANK": "one"}, {}, "RANK is 'one'"),
@@ -178,20 +178,20 @@ class TestWorld:
             ({}, {"backend": "mpi"}, "backend 'mpi' does not exist"),
         ],
     )
-    def test_refuses(self, changes: dict[str, str], how: dict[str, str], words: str) -> None:
-        with pytest.raises(UsageError, match=words):
-            World.from_environment(**({"device": "cpu"} | how), variables=TORCHRUN | changes)
+    def test_rejects(self, changes: dict[str, str], options: dict[str, str], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            World.from_environment(**({"device": "cpu"} | options), variables=TORCHRUN | changes)
 
-    def test_refuses_without_a_launcher(self) -> None:
+    def test_rejects_a_start_without_a_launcher(self) -> None:
         with pytest.raises(UsageError, match="RANK is not set"):
             World.from_environment(variables={})
 
-    def test_refuses_two_ranks_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejects_two_ranks_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        with pytest.raises(UsageError, match="2 ranks, 1 here"):
+        with pytest.raises(UsageError, match="2 ranks, 1 GPUs here"):
             World.from_environment("nccl", "cuda", TORCHRUN)
 
-    def test_a_port_in_use_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_port_in_use_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -203,7 +203,7 @@ class TestWorld:
                 pass
 
 
-def test_no_rank_at_all_is_refused() -> None:
+def test_zero_ranks_are_rejected() -> None:
     with pytest.raises(UsageError, match="ranks is 0"):
         launch(train, ranks=0)
 
@@ -212,10 +212,10 @@ def unsendable(_: World) -> Any:
     return {"losses": [1.0], "batches": (n for n in range(3))}
 
 
-def test_a_result_that_cannot_be_sent_is_named() -> None:
-    words = (
-        r"rank 0 finished, but what it returned cannot be sent: 'batches': a generator \(cannot"
+def test_a_result_that_cannot_be_sent_is_reported() -> None:
+    pattern = (
+        r"rank 0 finished, but its return value cannot be sent: 'batches': a generator \(cannot"
         r" pickle 'generator' object\) before its first step"
     )
-    with pytest.raises(RankFailed, match=words):
+    with pytest.raises(RankFailed, match=pattern):
         launch(unsendable, ranks=1, limits=LIMITS)

@@ -1,4 +1,4 @@
-"""Under torchrun, with one agent, and with two as two nodes would have: scripts and studies."""
+"""Scripts and studies under torchrun, with one agent, and with two as on two nodes."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ with world.connected(timeout_s=30):
     world.step(0)
     model(torch.full((1, 2), float(world.rank))).sum().backward()
     model.finish_gradient_synchronization()
-    held = model.module.weight.grad.tolist()
+    gradient = model.module.weight.grad.tolist()
     with open(f"{dist.get_rank()}.txt", "w") as file:
-        file.write(f"{world.rank} of {world.size}, local {world.local_rank}: {held}")
+        file.write(f"{world.rank} of {world.size}, local {world.local_rank}: {gradient}")
 """
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def torchrun(folder: Path, nodes: int, *words: str) -> list[tuple[int, str]]:
-    """Two ranks on that many agents, each with a folder of its own; exit codes and last words."""
+    """Run two ranks on that many agents, each in its own folder; return exit codes and output."""
     port = free_port()
-    place = CommandLine(folder)
-    place.know_ceilings()
+    cli = CommandLine(folder)
+    cli.know_ceilings()
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     variables = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
-        # As here, so that the ceilings that are known are found.
+        # As in this process, so that the cached ceilings apply.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "PYTHONPATH": path,
         "STEPSCOPE_STUDIES": "planted_ranks_study",
-        "XDG_CACHE_HOME": place.environment["XDG_CACHE_HOME"],
+        "XDG_CACHE_HOME": cli.environment["XDG_CACHE_HOME"],
     }
     agents = []
     for node in range(nodes):
@@ -58,20 +58,29 @@ def torchrun(folder: Path, nodes: int, *words: str) -> list[tuple[int, str]]:
         agents.append(
             subprocess.Popen(
                 [
-                    sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-                    f"--nproc-per-node={2 // nodes}", f"--node-rank={node}",
-                    "--master-addr=127.0.0.1", f"--master-port={port}", *words,
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    f"--nnodes={nodes}",
+                    f"--nproc-per-node={2 // nodes}",
+                    f"--node-rank={node}",
+                    "--master-addr=127.0.0.1",
+                    f"--master-port={port}",
+                    *words,
                 ],
-                cwd=own, env=variables, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                cwd=own,
+                env=variables,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
-        )  # fmt: skip
+        )
     try:
-        said = [agent.communicate(timeout=400)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=400)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    return [(agent.returncode, text) for agent, text in zip(agents, said, strict=True)]
+    return [(agent.returncode, text) for agent, text in zip(agents, outputs, strict=True)]
 
 
 def records_of(folder: Path) -> tuple[Record, ...]:
@@ -81,11 +90,11 @@ def records_of(folder: Path) -> tuple[Record, ...]:
 
 def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    for code, said in torchrun(tmp_path, 2, "../train.py"):
-        assert code == 0, said
+    for code, text in torchrun(tmp_path, 2, "../train.py"):
+        assert code == 0, text
     for rank in range(2):
-        said = (tmp_path / f"node{rank}" / f"{rank}.txt").read_text()
-        assert said == f"{rank} of 2, local 0: [[0.5, 0.5]]"
+        text = (tmp_path / f"node{rank}" / f"{rank}.txt").read_text()
+        assert text == f"{rank} of 2, local 0: [[0.5, 0.5]]"
 
 
 QUICK = ("--size", "tiny", "--context", "16", "--rounds", "2")
@@ -102,26 +111,26 @@ QUICK = ("--size", "tiny", "--context", "16", "--rounds", "2")
 def test_a_study_runs_under_torchrun(
     tmp_path: Path, nodes: int, words: tuple[str, ...], variant: str
 ) -> None:
-    for code, said in torchrun(tmp_path, nodes, "-m", "stepscope", "run", *words):
-        assert code == 0, said
+    for code, text in torchrun(tmp_path, nodes, "-m", "stepscope", "run", *words):
+        assert code == 0, text
     (record,) = records_of(tmp_path / "node0")
     assert record.status == "ok"
     steps = {s.rank for s in record.series if (s.name, s.variant) == ("step", variant)}
     assert steps == {0, 1}
     assert (tmp_path / "node0" / "stepscope-out" / "report.html").exists()
     if nodes == 2:
-        # Only rank 0 keeps anything.
+        # Only rank 0 stores anything.
         assert not list((tmp_path / "node1").iterdir())
 
 
-def test_a_rank_that_fails_is_named_and_the_next_case_is_measured(tmp_path: Path) -> None:
+def test_a_failed_rank_is_reported_and_the_next_case_is_measured(tmp_path: Path) -> None:
     cases = ("planted-ranks", "--fails", "1", "0", "-1", "--ranks", "2", "3")
-    for code, said in torchrun(tmp_path, 2, "-m", "stepscope", "run", *cases):
-        # Some record has an error, which the exit code of `run` says.
-        assert code in (0, 1), said
-    held = {record.case: record for record in records_of(tmp_path / "node0")}
-    assert held["r2-fails1"].reason == "RankFailed: rank 1 raised ValueError: planted at step 1"
-    assert held["r2-fails0"].reason == "RankFailed: rank 0 raised ValueError: planted at step 1"
-    assert [series.values for series in held["r2-fails-1"].series] == [(4.0,), (4.0,)]
-    assert held["r3-fails-1"].status == "skipped"
-    assert held["r3-fails-1"].reason == "torchrun started 2 ranks, this case needs 3"
+    for code, text in torchrun(tmp_path, 2, "-m", "stepscope", "run", *cases):
+        # Some record has an error, which the exit code of `run` reports.
+        assert code in (0, 1), text
+    records = {record.case: record for record in records_of(tmp_path / "node0")}
+    assert records["r2-fails1"].reason == "RankFailed: rank 1 raised ValueError: planted at step 1"
+    assert records["r2-fails0"].reason == "RankFailed: rank 0 raised ValueError: planted at step 1"
+    assert [series.values for series in records["r2-fails-1"].series] == [(4.0,), (4.0,)]
+    assert records["r3-fails-1"].status == "skipped"
+    assert records["r3-fails-1"].reason == "torchrun started 2 ranks, this case needs 3"

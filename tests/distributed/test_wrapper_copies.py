@@ -1,4 +1,4 @@
-"""Copies of wrappers, sparse embeddings and running statistics: right, or one clear line."""
+"""Copies of wrappers, sparse embeddings and running statistics: correct, or a clear error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranked import LIMITS, adamw, batches, far, loss_of, small, state
+from ranked import LIMITS, adamw, batches, loss_of, max_difference, small, state
 from stepscope.parallel import DDP, FSDP, ParallelError, World, launch
 from stepscope.parallel.reducer import STRATEGIES
 
 
-def said_by(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except ParallelError as error:
@@ -24,42 +24,42 @@ def said_by(act: Callable[[], Any]) -> str:
 
 
 def copies(_: World) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     ddp, fsdp = DDP(small(), "bucketed"), FSDP(small())
     x, y = next(iter(batches()))
     loss_of(ddp, x, y).backward()
     ddp.finish_gradient_synchronization()
     for name, model in (("DDP", ddp), ("FSDP", fsdp), ("FSDP.module", fsdp.module)):
-        found[f"{name} deepcopy"] = said_by(lambda model=model: copy.deepcopy(model))
-        found[f"{name} pickle"] = said_by(lambda model=model: pickle.dumps(model))
+        results[f"{name} deepcopy"] = error_of(lambda model=model: copy.deepcopy(model))
+        results[f"{name} pickle"] = error_of(lambda model=model: pickle.dumps(model))
     average = torch.optim.swa_utils.AveragedModel(ddp.module)
     before = state(average.module)
     adamw(ddp.module).step()
-    found["moved"] = far(state(ddp.module), before)
-    found["average"] = far(state(average.module), before)
+    results["moved"] = max_difference(state(ddp.module), before)
+    results["average"] = max_difference(state(average.module), before)
     average.update_parameters(ddp.module)
     again = DDP(copy.deepcopy(ddp.module))
     loss_of(again, x, y).backward()
     again.finish_gradient_synchronization()
-    found["wrapped again"] = next(again.parameters()).grad is not None
-    return found
+    results["wrapped again"] = next(again.parameters()).grad is not None
+    return results
 
 
-def test_a_copied_wrapper_is_one_clear_line_and_its_module_can_be_copied() -> None:
-    for found in launch(copies, ranks=2, limits=LIMITS):
-        for how in ("deepcopy", "pickle"):
-            assert found[f"DDP {how}"].startswith("DDP cannot be copied")
-            assert "copy its .module" in found[f"DDP {how}"]
-            assert found[f"FSDP {how}"].startswith("FSDP cannot be copied")
-            assert found[f"FSDP.module {how}"].startswith("a module that FSDP wraps cannot be")
-            assert "gather_full_params()" in found[f"FSDP {how}"]
-        assert found["moved"] > 0
-        assert found["average"] == 0
-        assert found["wrapped again"]
+def test_copying_a_wrapper_raises_and_its_module_can_be_copied() -> None:
+    for results in launch(copies, ranks=2, limits=LIMITS):
+        for kind in ("deepcopy", "pickle"):
+            assert results[f"DDP {kind}"].startswith("DDP cannot be copied")
+            assert "copy its .module" in results[f"DDP {kind}"]
+            assert results[f"FSDP {kind}"].startswith("FSDP cannot be copied")
+            assert results[f"FSDP.module {kind}"].startswith("a module wrapped by FSDP cannot be")
+            assert "gather_full_params()" in results[f"FSDP {kind}"]
+        assert results["moved"] > 0
+        assert results["average"] == 0
+        assert results["wrapped again"]
 
 
 class Bagged(nn.Module):
-    """An embedding whose gradient is sparse though no attribute says so."""
+    """An embedding whose gradient is sparse although no attribute shows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Bagged(nn.Module):
 
 
 def sparse(_: World) -> dict[str, str]:
-    found = {}
+    results = {}
     for name in (*STRATEGIES, "FSDP"):
 
         def wrap(module: nn.Module, name: str = name) -> Any:
@@ -81,34 +81,38 @@ def sparse(_: World) -> dict[str, str]:
             model(torch.arange(3)).sum().backward()
             model.finish_gradient_synchronization()
 
-        found[f"{name} at wrapping"] = said_by(
+        results[f"{name} at wrapping"] = error_of(
             lambda wrap=wrap: wrap(nn.ModuleDict({"table": nn.Embedding(6, 4, sparse=True)}))
         )
-        found[f"{name} bag"] = said_by(lambda wrap=wrap: wrap(nn.EmbeddingBag(6, 4, sparse=True)))
-        found[f"{name} in the backward"] = said_by(lambda used=used: used(Bagged()))
+        results[f"{name} bag"] = error_of(
+            lambda wrap=wrap: wrap(nn.EmbeddingBag(6, 4, sparse=True))
+        )
+        results[f"{name} in the backward"] = error_of(lambda used=used: used(Bagged()))
         table = nn.Embedding(6, 4, sparse=True).requires_grad_(False)
         model = wrap(nn.Sequential(table, nn.Linear(4, 4)))
         model(torch.arange(3)).sum().backward()
         model.finish_gradient_synchronization()
         table.requires_grad_(True)
-        found[f"{name} unfrozen"] = said_by(lambda model=model: model(torch.arange(3)))
-    return found
+        results[f"{name} unfrozen"] = error_of(lambda model=model: model(torch.arange(3)))
+    return results
 
 
-def test_sparse_gradients_are_refused_at_wrapping_or_by_name() -> None:
-    for found in launch(sparse, ranks=2, limits=LIMITS):
+def test_sparse_gradients_are_rejected_at_wrapping_or_by_name() -> None:
+    for results in launch(sparse, ranks=2, limits=LIMITS):
         for name in (*STRATEGIES, "FSDP"):
-            words = "table is an Embedding with sparse=True, and sparse gradients are not averaged"
-            assert found[f"{name} at wrapping"].startswith(words)
-            assert found[f"{name} bag"].startswith("the module is an EmbeddingBag with sparse=True")
-            assert found[f"{name} in the backward"].startswith("the gradient of weight is sparse")
-            assert found[f"{name} unfrozen"].startswith("0 is an Embedding with sparse=True")
+            start = "table is an Embedding with sparse=True, and sparse gradients are not averaged"
+            assert results[f"{name} at wrapping"].startswith(start)
+            assert results[f"{name} bag"].startswith(
+                "the module is an EmbeddingBag with sparse=True"
+            )
+            assert results[f"{name} in the backward"].startswith("the gradient of weight is sparse")
+            assert results[f"{name} unfrozen"].startswith("0 is an Embedding with sparse=True")
 
 
 def statistics(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for compute in (None, torch.bfloat16):
         model = FSDP(copy.deepcopy(module), compute)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,30 +123,32 @@ def statistics(world: World) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         entries = model.state_dict()
-        found[f"{compute}"] = {
+        results[f"{compute}"] = {
             name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
             for name, value in entries.items()
         }
-        found[f"{compute} shapes"] = {name: tuple(v.shape) for name, v in entries.items()}
-    full = {name.removeprefix("module."): value for name, value in found["None"].items()}
+        results[f"{compute} shapes"] = {name: tuple(v.shape) for name, v in entries.items()}
+    full = {name.removeprefix("module."): value for name, value in results["None"].items()}
     plain = copy.deepcopy(module)
     plain.load_state_dict(full)
     others = FSDP(copy.deepcopy(module))
     others.module.load_state_dict(full)
-    found["loaded"] = far(others.gather_full_params(), dict(plain.named_parameters()))
+    results["loaded"] = max_difference(others.gather_full_params(), dict(plain.named_parameters()))
     others.load_state_dict(entries)
-    found["loaded again"] = far(others.gather_full_params(), model.gather_full_params())
-    return found
+    results["loaded again"] = max_difference(
+        others.gather_full_params(), model.gather_full_params()
+    )
+    return results
 
 
 def test_state_dict_does_not_depend_on_the_rank() -> None:
     first, second = launch(statistics, ranks=2, limits=LIMITS)
     for compute in ("None", "torch.bfloat16"):
-        assert far(first[compute], second[compute]) == 0.0
+        assert max_difference(first[compute], second[compute]) == 0.0
         assert first[compute]["module.1.num_batches_tracked"] == 3
         assert first[compute]["module.1.running_mean"].abs().max() > 0
         assert first[f"{compute} shapes"] == second[f"{compute} shapes"]
         assert first[f"{compute} shapes"]["module.0.weight"] == (6, 4)
-    for found in (first, second):
-        assert found["loaded"] == 0.0
-        assert found["loaded again"] == 0.0
+    for results in (first, second):
+        assert results["loaded"] == 0.0
+        assert results["loaded again"] == 0.0

@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint is read as data: hostile and damaged files are refused."""
+"""Checkpoint metadata is read as data: hostile and damaged files are rejected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Calls:
         return self.call[0], tuple(self.call[1:])
 
 
-def test_no_name_of_the_file_is_imported_or_called(tmp_path: Path) -> None:
+def test_names_in_the_file_are_not_imported_or_called(tmp_path: Path) -> None:
     mark = str(tmp_path / "ran")
     for payload in (Calls(os.mkdir, mark), Calls(eval, f"__import__('os').mkdir({mark!r})")):
         for data in (payload, metadata(planner_data=payload), metadata(version=payload)):
@@ -72,7 +72,7 @@ def test_no_name_of_the_file_is_imported_or_called(tmp_path: Path) -> None:
 
 
 def test_classes_of_torch_cannot_be_changed() -> None:
-    """BUILD with a state of slots sets attributes of whatever is on the stack, classes too."""
+    """BUILD with a slot state sets attributes of the object on the stack, even of a class."""
     names = b"ctorch.distributed.checkpoint.metadata\n"
     data = b"\x80\x02" + names + b"Metadata\n(N}X\x07\x00\x00\x00version\x88stb."
     with pytest.raises(ParallelError):
@@ -86,11 +86,11 @@ def test_classes_of_torch_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     "path", ["../other/__0_0.distcp", "/etc/passwd", "__0_0.distcp\n", ".metadata", ""]
 )
-def test_data_is_read_from_the_folder_alone(path: str) -> None:
+def test_data_is_only_read_from_the_folder(path: str) -> None:
     with pytest.raises(ParallelError, match="it stores data in"):
-        parse_metadata(pickle.dumps(metadata(storage_data={
-            MetadataIndex("w"): _StorageInfo(path, 0, 1)
-        })))  # fmt: skip
+        parse_metadata(
+            pickle.dumps(metadata(storage_data={MetadataIndex("w"): _StorageInfo(path, 0, 1)}))
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_data_is_read_from_the_folder_alone(path: str) -> None:
         {"storage_data": {MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, "1")}},  # type: ignore[arg-type]
     ],
 )
-def test_values_of_other_kinds_are_refused(changes: dict[str, Any]) -> None:
+def test_values_of_other_types_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ParallelError, match="it is damaged"):
         parse_metadata(pickle.dumps(metadata(**changes)))
 
 
-def test_every_truncation_is_refused() -> None:
+def test_every_truncation_is_rejected() -> None:
     data = pickle.dumps(metadata())
     for length in range(len(data)):
         with pytest.raises(ParallelError, match="it is damaged"):
@@ -120,8 +120,8 @@ RUN_CODE = {"pickle.load", "pickle.loads", "marshal.load", "marshal.loads", "tor
 
 
 def test_no_file_is_read_as_code() -> None:
-    """Pickled and marshalled data is only taken from live processes of the same job."""
-    found = set()
+    """Pickled and marshalled data is only accepted from live processes of the same job."""
+    calls = set()
     for file in Path(stepscope.__file__).parent.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text())))
         safe = {
@@ -132,5 +132,5 @@ def test_no_file_is_read_as_code() -> None:
         for node in nodes:
             named = isinstance(node, ast.Attribute | ast.Name) and node not in safe
             if named and ast.unparse(node) in RUN_CODE:
-                found.add(f"{file.name}: {ast.unparse(node)}")
-    assert found == {"sending.py: pickle.loads", "sending.py: marshal.loads"}
+                calls.add(f"{file.name}: {ast.unparse(node)}")
+    assert calls == {"pickling.py: pickle.loads", "pickling.py: marshal.loads"}

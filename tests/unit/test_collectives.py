@@ -1,4 +1,4 @@
-"""The study of collectives: what it refuses, what it measures, what it says."""
+"""The study of collectives: rejected flags, measurements, findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tables(*records: Record) -> dict[str, Table]:
     return {block.name: block for block in shown if isinstance(block, Table)}
 
 
-def test_a_line_through_exact_times_is_found() -> None:
+def test_a_line_is_fitted_to_exact_times() -> None:
     link = fit_link(SIZES, [0.25 + size / 2e6 for size in SIZES])
     assert link is not None
     assert link.latency_ms == pytest.approx(0.25)
@@ -34,7 +34,7 @@ def test_a_line_through_exact_times_is_found() -> None:
     assert link.residual == pytest.approx(0.0, abs=1e-9)
 
 
-def test_no_line_where_there_is_none() -> None:
+def test_no_line_is_fitted_without_a_trend() -> None:
     assert fit_link([1024], [1.0]) is None
     assert fit_link([1024, 2**20], [5.0, 0.001]) is None
     steep = fit_link([10, 1000], [0.001, 1.0])
@@ -47,7 +47,7 @@ def test_no_line_where_there_is_none() -> None:
     ("collective", "factor"),
     [("all-reduce", 1.5), ("all-gather", 0.75), ("reduce-scatter", 0.75), ("broadcast", 1.0)],
 )
-def test_bus_bandwidth_is_counted_as_the_field_does(collective: str, factor: float) -> None:
+def test_bus_bandwidth_follows_the_nccl_definition(collective: str, factor: float) -> None:
     assert bus_factor(collective, 4) == factor
     for row in tables(collective_record(collective, ranks=4))["allreduce-times"].rows:
         size, count, time, algorithm, bus = row[3], row[4], row[6], row[7], row[8]
@@ -66,59 +66,60 @@ def test_the_time_is_that_of_the_slowest_rank() -> None:
 
 def test_a_finding_gives_latency_and_bandwidth() -> None:
     record = collective_record(latency_ms=0.1, bytes_per_ms=1e6)
-    (found,) = findings(record)
-    assert found.code == "allreduce.link"
-    assert found.records == (record.id,)
-    assert found.values["latency_ms"] == pytest.approx(0.101, rel=1e-3)
-    assert found.values["bytes_per_s"] == pytest.approx(990e6, rel=1e-3)
-    assert found.text == (
+    (finding,) = findings(record)
+    assert finding.code == "allreduce.link"
+    assert finding.records == (record.id,)
+    assert finding.values["latency_ms"] == pytest.approx(0.101, rel=1e-3)
+    assert finding.values["bytes_per_s"] == pytest.approx(990e6, rel=1e-3)
+    assert finding.text == (
         "all-reduce, 2 ranks, gloo: 1.00 KiB take 102 µs; the links carry up to 967 MB/s (busbw at"
         " 4.00 MiB)."
     )
     assert re.fullmatch(
         r"As a line: 101 µs a message and 990 MB/s, off by at most \S+ %;"
         r" below 97\.7 KiB a message costs more than its bytes\.",
-        found.conclusion,
+        finding.conclusion,
     )
 
 
 def test_wrong_results_are_counted() -> None:
     record = collective_record(wrong=3)
-    found = findings(record)[0]
-    assert (found.code, found.tone) == ("allreduce.wrong-elements", "warn")
-    assert (found.values["elements"], found.values["bytes"]) == (3, 1024)
-    assert found.records == (record.id,)
-    assert found.sentence == (
+    finding = findings(record)[0]
+    assert (finding.code, finding.tone) == ("allreduce.wrong-elements", "warn")
+    assert (finding.values["elements"], finding.values["bytes"]) == (3, 1024)
+    assert finding.records == (record.id,)
+    assert finding.sentence == (
         "all-reduce, 2 ranks, gloo: 3 elements of 1.00 KiB are wrong; its times mean nothing."
     )
 
 
-def test_collectives_of_the_same_ranks_are_one_finding_and_one_figure() -> None:
-    held = [
+def test_collectives_of_the_same_ranks_share_a_finding_and_a_figure() -> None:
+    records = [
         collective_record("all-reduce", latency_ms=0.2),
         collective_record("broadcast", bytes_per_ms=2e6),
         collective_record("all-reduce", ranks=4),
     ]
-    both, other = findings(*held)
+    both, other = findings(*records)
     assert (both.code, other.code) == ("allreduce.compared", "allreduce.link")
-    assert both.records == (held[0].id, held[1].id)
+    assert both.records == (records[0].id, records[1].id)
     assert other.values["ranks"] == 4
     assert (both.values["quickest"], both.values["slowest"]) == ("broadcast", "all-reduce")
     assert both.values["busbw of broadcast"] > both.values["busbw of all-reduce"]  # type: ignore[operator]
     assert both.text.startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
     assert re.search(r"carry up to \S+ MB/s \(all-reduce\) and \S+ GB/s \(broadcast\)", both.text)
-    figures = [b for b in find_study("allreduce").view(held) if isinstance(b, Figure)]
+    figures = [b for b in find_study("allreduce").view(records) if isinstance(b, Figure)]
     assert [[curve.label for curve in figure.curves] for figure in figures] == [
-        ["all-reduce", "broadcast"], ["all-reduce"],
-    ]  # fmt: skip
+        ["all-reduce", "broadcast"],
+        ["all-reduce"],
+    ]
 
 
-def test_one_rank_claims_no_link() -> None:
+def test_one_rank_reports_no_link() -> None:
     record = collective_record(ranks=1)
-    (found,) = findings(record)
-    assert found.code == "allreduce.one-rank"
-    assert found.values["ms"] == pytest.approx(0.101, rel=1e-2)
-    assert found.sentence == (
+    (finding,) = findings(record)
+    assert finding.code == "allreduce.one-rank"
+    assert finding.values["ms"] == pytest.approx(0.101, rel=1e-2)
+    assert finding.sentence == (
         "all-reduce, 1 rank, gloo: a call takes 101 µs (1.00 KiB); nothing goes over a link."
     )
     shown = tables(record)
@@ -136,7 +137,7 @@ def test_a_failed_case_is_a_row_with_its_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("flags", "message"),
     [
         ({"collective": ("all-reduse",)}, "perhaps you meant all-reduce"),
         ({"backend": ("mpi",)}, "backend 'mpi' does not exist"),
@@ -145,9 +146,9 @@ def test_a_failed_case_is_a_row_with_its_status() -> None:
         ({"rounds": 0}, "rounds is 0"),
     ],
 )
-def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        find_study("allreduce").flags(**how)
+def test_invalid_flags_are_rejected(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_study("allreduce").flags(**flags)
 
 
 def test_nccl_without_gpus_is_skipped() -> None:

@@ -1,4 +1,4 @@
-"""What the documents say is so: generated pages, links, examples."""
+"""Documents match the code and the records: generated pages, links, examples."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_generated_page_is_what_the_records_give() -> None:
+def test_generated_pages_match_the_records() -> None:
     check = subprocess.run(
         [sys.executable, "scripts/make_docs.py", "--check"], cwd=ROOT, capture_output=True
     )
     assert check.returncode == 0, check.stdout.decode() + check.stderr.decode()
 
 
-def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_races_come_first_on_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from flash_page import flash_pages
 
@@ -74,7 +74,7 @@ def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatc
     assert "oom, too large." in flash_pages(failed, ())["flash.md"]
 
 
-def test_the_page_of_profiles_appears_with_its_records(
+def test_the_profile_page_is_generated_from_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -84,10 +84,13 @@ def test_the_page_of_profiles_appears_with_its_records(
     sizes = ("small", "medium", "large", "xl", "2.7b")
     records = [
         *(profile_record("forward-backward", size=size, context=128) for size in sizes),
-        *(profile_record(mode, dtype=dtype) for mode in ("forward", "train-step")
-          for dtype in ("float32", "bfloat16")),
+        *(
+            profile_record(mode, dtype=dtype)
+            for mode in ("forward", "train-step")
+            for dtype in ("float32", "bfloat16")
+        ),
         profile_record(size="xl", status="oom", reason="too large"),
-    ]  # fmt: skip
+    ]
     write_records(records, tmp_path / "profile_h200.jsonl")
     pages = profile_pages(tmp_path)
     text = pages["profile.md"]
@@ -103,7 +106,7 @@ def test_the_page_of_profiles_appears_with_its_records(
         assert part in text
 
 
-def test_pages_of_the_fast_step_appear_with_their_records(
+def test_pages_of_the_fast_step_are_generated_from_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -112,10 +115,13 @@ def test_pages_of_the_fast_step_appear_with_their_records(
     assert step_pages(tmp_path) == {}
     falling = [9.0 - step * 0.1 for step in range(50)]
     records = [
-        step_race_record(), rung_record(step=100.0), rung_record("bf16", "first", step=40.0),
-        loss_record("start", 0, falling), waterfall_record(),
+        step_race_record(),
+        rung_record(step=100.0),
+        rung_record("bf16", "first", step=40.0),
+        loss_record("start", 0, falling),
+        waterfall_record(),
         waterfall_record("graph", status="oom", reason="too large"),
-    ]  # fmt: skip
+    ]
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
     write_records([lever_record(), card_record()], tmp_path / "levers_h200.jsonl")
@@ -123,9 +129,13 @@ def test_pages_of_the_fast_step_appear_with_their_records(
     step, compiled, levers = (pages[n] for n in ("step.md", "compile.md", "levers-h200.md"))
     titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
     assert titles == [
-        "Against torch.compile", "What each change brings", "From the ideal to the measured step",
-        "Does it still learn the same?", "Every form that was tried", "Not measured",
-    ]  # fmt: skip
+        "Against torch.compile",
+        "Gain of each change",
+        "From the ideal to the measured step",
+        "Loss curves",
+        "Every variant that was tried",
+        "Not measured",
+    ]
     assert "| 2.7b-512 | block default sdpa\\_flash | 100.0 |" in step
     assert "oom | too large" in step
     assert "## Time to compile" in compiled
@@ -136,7 +146,7 @@ def test_pages_of_the_fast_step_appear_with_their_records(
             assert pages[target].startswith("<svg")
 
 
-def test_pieces_stand_below_the_step_they_are_of(
+def test_pieces_follow_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -144,13 +154,19 @@ def test_pieces_stand_below_the_step_they_are_of(
 
     write_records([step_race_record()], tmp_path / "step_h200.jsonl")
     assert "## Each piece alone" not in step_pages(tmp_path)["step.md"]
-    here = {"piece": "swiglu", "shape": "small", "device": "H200", "torch": "2.11", "commit": "ab"}
-    ways: dict[str, dict[str, object]] = {
+    common = {
+        "piece": "swiglu",
+        "shape": "small",
+        "device": "H200",
+        "torch": "2.11",
+        "commit": "ab",
+    }
+    variants: dict[str, dict[str, object]] = {
         "eager": {"lost": "out of memory"},
         "compiled": {"ms": [3.0, 3.3, 2.7], "host_ms": 0.5, "peak_bytes": 2048},
         "ours": {"ms": [2.0, 2.2, 1.8], "host_ms": 0.25, "peak_bytes": 1024},
     }
-    lines = [json.dumps(here | {"way": way} | held) for way, held in ways.items()]
+    lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
     text = step_pages(tmp_path)["step.md"]
     assert "- swiglu: compiled, it takes 1.5 (small) times as long as ours." in text
@@ -160,7 +176,7 @@ def test_pieces_stand_below_the_step_they_are_of(
     assert row.endswith("| 2.00 KiB |")
 
 
-def test_joules_by_part_stand_below_the_step_they_are_of(
+def test_energy_by_part_follows_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -173,9 +189,9 @@ def test_joules_by_part_stand_below_the_step_they_are_of(
     text = step_pages(tmp_path)["step.md"]
     assert (
         "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
-        " passes 6.2 %. Together they take 40.0 J. With only products, attention and AdamW left"
-        " it would be 37.5 J, and not less than 75.0 ms at 500 W, where the step took 60.0 ms. The"
-        " peer's form of the products takes 1.25 times the energy."
+        " passes 6.2 %. The parts add up to 40.0 J. With only products, attention and AdamW the"
+        " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The peer's"
+        " variant of the GEMMs takes 1.25 times the energy."
     ) in text
     assert (
         "| xl-512 | products | 40.00 | 20.00 ± 0.25 | 500.0 | 1,700 | 50.0 % | 700 TFLOP/s |"
@@ -193,7 +209,7 @@ def test_joules_by_part_stand_below_the_step_they_are_of(
     assert "xl-512 is scaled up from 8 of 48 blocks." in text
 
 
-def test_pages_of_memory_and_precision_appear_with_their_records(
+def test_pages_of_memory_and_precision_are_generated_from_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -211,20 +227,33 @@ def test_pages_of_memory_and_precision_appear_with_their_records(
     assert "precision.md" not in pages
 
     write_records([checkpointing_record("1")], tmp_path / "checkpointing_h200.jsonl")
-    rows = [benchmark_record(dtype=form, step=ms) for form, ms in (("float32", 9), ("tf32", 3))]
+    rows = [benchmark_record(dtype=dtype, step=ms) for dtype, ms in (("float32", 9), ("tf32", 3))]
     write_records(rows, tmp_path / "formats_h200.jsonl")
     write_records([autocast_record(), autocast_record("small")], tmp_path / "autocast_h200.jsonl")
-    planted = {"case": "small", "limit": 1 << 30, "needed": 2 << 30, "phase": "loss", "fits": True,
-               "remedy": "batch 2", "remedy_peak": 1 << 29, "asked": 0, "device": "H200",
-               "torch": "2.11"}  # fmt: skip
+    planted = {
+        "case": "small",
+        "limit": 1 << 30,
+        "needed": 2 << 30,
+        "phase": "loss",
+        "fits": True,
+        "remedy": "batch 2",
+        "remedy_peak": 1 << 29,
+        "asked": 0,
+        "device": "H200",
+        "torch": "2.11",
+    }
     (tmp_path / "planted-ooms_h200.jsonl").write_text(json.dumps(planted) + "\n")
-    cost = {"case": "small", "ms": {"plain": [10.0] * 5, "history": [10.5] * 5}, "device": "H200",
-            "torch": "2.11"}  # fmt: skip
+    cost = {
+        "case": "small",
+        "ms": {"plain": [10.0] * 5, "history": [10.5] * 5},
+        "device": "H200",
+        "torch": "2.11",
+    }
     (tmp_path / "recording-cost_h200.jsonl").write_text(json.dumps(cost) + "\n")
     pages = memory_pages(tmp_path)
     memory, precision = pages["memory.md"], pages["precision.md"]
     assert memory.index("## Activation checkpointing") < memory.index("## Is the first change")
-    assert "with the first change that was named 1 fitted" in memory
+    assert "with the first suggested change 1 fitted" in memory
     assert "| small | 5 | 10.00 | 1.050 [1.050, 1.050] |" in memory
     assert "tf32 against float32 makes the step 3.00× as fast" in precision
     assert "the small net of the course" in precision
@@ -232,7 +261,7 @@ def test_pages_of_memory_and_precision_appear_with_their_records(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -252,12 +281,15 @@ def test_the_readme_names_real_commands_and_studies() -> None:
 
 def test_the_library_examples_run(tmp_path: Path) -> None:
     script = "\n".join(code_blocks("python")[:5])
-    # As a reader has it, whose kernels no interpreter runs.
+    # As on a reader's machine, where kernels do not run in Triton's interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env=environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "matmul host ms" in done.stdout
     assert (tmp_path / "page.html").exists()

@@ -1,4 +1,4 @@
-"""Where the joules of a step go: shapes of its products, its parts run once, the account."""
+"""Energy of a step by part: GEMM shapes, every part runs, the ledger adds up."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from parts_of_a_step import Setting  # noqa: E402
 
 TINY = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=40, context=16)
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where the kernel of AdamW runs, in the interpreter too."""
+"""The device on which the AdamW kernel runs, also in the interpreter."""
 
 
 class TestShapes:
     @pytest.mark.parametrize("joined", [True, False])
-    def test_all_products_have_the_flops_that_a_step_is_counted_with(self, joined: bool) -> None:
+    def test_all_gemms_have_the_counted_flops_of_a_step(self, joined: bool) -> None:
         for table in SIZES.values():
             for config in table.values():
                 for batch, context in ((4, 512), (3, 2048), (1, 32_768)):
@@ -59,7 +59,7 @@ class TestShapes:
                     counted = flops(config, batch, context).step_linear
                     assert sum(one.flops for one in listed) == counted
 
-    def test_xl_at_512_one_by_one(self) -> None:
+    def test_every_gemm_of_xl_at_512(self) -> None:
         listed = step_products(find_size("xl"), 2048, joined=True)
         assert listed[:4] == (
             Matmul("q, k, v", "forward", 2048, 4800, 1600, 48),
@@ -75,13 +75,19 @@ class TestShapes:
             "head",
         ]
         assert listed[-1] == Matmul("head", "towards the weight", 10_000, 1600, 2048, 1)
-        apart = step_products(find_size("xl"), 2048, joined=False)
-        assert [(one.name, one.columns) for one in apart[::3]] == [
-            ("q", 1600), ("k", 1600), ("v", 1600), ("output", 1600), ("gate", 6400), ("up", 6400),
-            ("down", 1600), ("head", 10_000),
-        ]  # fmt: skip
+        separate = step_products(find_size("xl"), 2048, joined=False)
+        assert [(one.name, one.columns) for one in separate[::3]] == [
+            ("q", 1600),
+            ("k", 1600),
+            ("v", 1600),
+            ("output", 1600),
+            ("gate", 6400),
+            ("up", 6400),
+            ("down", 1600),
+            ("head", 10_000),
+        ]
 
-    def test_the_head_goes_by_chunks_where_the_loss_does(self) -> None:
+    def test_the_head_is_chunked_as_the_loss(self) -> None:
         assert head_chunks(find_size("xl"), 2048, joined=True) == (2048,)
         large = find_size("8b", "2026")
         rows = rows_per_chunk(32_000, large.vocab, large.d_model)
@@ -91,12 +97,12 @@ class TestShapes:
         assert last == 32_000 - len(full) * rows <= rows
         assert head_chunks(large, 32_000, joined=False) == (32_000,)
 
-    def test_updates_are_of_every_parameter(self) -> None:
+    def test_updates_include_every_parameter(self) -> None:
         for size in ("small", "xl", "2.7b"):
             config = find_size(size)
-            held = list(parts_of_a_step.weights(config))
-            assert sum(_elements(one.shape) for one in held) == parameters(config).total
-            copied = sum(_elements(one.shape) for one in held if one.copied)
+            updated = list(parts_of_a_step.weights(config))
+            assert sum(_elements(one.shape) for one in updated) == parameters(config).total
+            copied = sum(_elements(one.shape) for one in updated if one.copied)
             assert copied == parameters(config).multiplied
 
 
@@ -104,16 +110,14 @@ def _elements(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) > 1 else 1)
 
 
-class Products(TorchDispatchMode):
-    """The matrix products that run within it: rows, columns, depth."""
+class RanMatmuls(TorchDispatchMode):
+    """Records the GEMMs that run inside it: rows, columns, depth."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[int, int, int]] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # fmt: skip
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
             self.seen[a.shape[0], b.shape[1], a.shape[1]] += 1
@@ -123,34 +127,36 @@ class Products(TorchDispatchMode):
 class TestParts:
     @pytest.mark.parametrize(
         ("make", "joined"),
-        [(parts_of_a_step.products, True), (parts_of_a_step.peers_products, False)],
+        [(parts_of_a_step.gemms, True), (parts_of_a_step.peers_gemms, False)],
     )
-    def test_the_products_that_run_are_those_that_are_counted(
-        self, make: Callable[[Setting], Callable[[], object]], joined: bool,
+    def test_the_gemms_that_run_are_those_that_are_counted(
+        self,
+        make: Callable[[Setting], Callable[[], object]],
+        joined: bool,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         monkeypatch.setattr(listing, "rows_per_chunk", lambda *_: 20)
         assert head_chunks(TINY, 48, joined=True) == (20, 20, 8)
         run = make(Setting(TINY, 3, HERE))
-        # On a GPU the first call also asks what cuBLAS can do.
+        # On a GPU the first call also queries the capabilities of cuBLAS.
         run()
-        with Products() as products:
+        with RanMatmuls() as ran:
             run()
         listed: Counter[tuple[int, int, int]] = Counter()
         for one in step_products(TINY, 48, joined=joined):
             listed[one.rows, one.columns, one.depth] += one.instances
-        assert products.seen == listed
+        assert ran.seen == listed
 
     @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
-    def test_gradients_of_blocks_have_the_asked_format_and_that_of_the_head_is_wide(
+    def test_block_gradients_have_the_requested_dtype_and_the_head_is_float32(
         self, gradients: torch.dtype
     ) -> None:
-        kept: Any = parts_of_a_step.products(Setting(TINY, 3, HERE, gradients=gradients))()
-        head = next(i for i, x in enumerate(kept) if x.shape == (40, 32))
-        assert kept[head].dtype == torch.float32
-        assert len(kept) == 2 * 4 + 1 + 2 * 4
-        assert {x.dtype for x in kept[head + 1 :]} == {gradients}
-        assert all(x.abs().sum() > 0 for x in kept)
+        outputs: Any = parts_of_a_step.gemms(Setting(TINY, 3, HERE, gradients=gradients))()
+        head = next(i for i, x in enumerate(outputs) if x.shape == (40, 32))
+        assert outputs[head].dtype == torch.float32
+        assert len(outputs) == 2 * 4 + 1 + 2 * 4
+        assert {x.dtype for x in outputs[head + 1 :]} == {gradients}
+        assert all(x.abs().sum() > 0 for x in outputs)
 
     def test_updates_move_every_parameter_and_its_copy(self) -> None:
         setting = Setting(TINY, 3, HERE)
@@ -163,7 +169,7 @@ class TestParts:
 
     @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
     @pytest.mark.parametrize("keep", ["all", GATES])
-    def test_every_part_runs_again_and_again(self, part: energy_by_part.Part, keep: str) -> None:
+    def test_every_part_can_be_repeated(self, part: energy_by_part.Part, keep: str) -> None:
         run = energy_by_part.repeated(
             part.make(Setting(TINY, 3, HERE, keep=keep)), QuietBench.device
         )
@@ -171,42 +177,49 @@ class TestParts:
         run()
 
     @pytest.mark.parametrize("keep", ["all", GATES])
-    def test_passes_run_by_our_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In a format that the interpreter computes rightly."""
+    def test_passes_use_our_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a dtype that the interpreter computes correctly."""
         from stepscope.kernels.triton import norm as triton_norm
         from stepscope.kernels.triton import rope as triton_rotary
         from stepscope.kernels.triton import swiglu as triton_swiglu
 
         calls: Counter[str] = Counter()
         for module, name in (
-            (triton_norm, "forward"), (triton_norm, "backward"), (triton_norm, "scaled"),
-            (triton_rotary, "turn"), (triton_rotary, "gather_back"),
-            (triton_swiglu, "forward"), (triton_swiglu, "backward"),
-        ):  # fmt: skip
+            (triton_norm, "forward"),
+            (triton_norm, "backward"),
+            (triton_norm, "scaled"),
+            (triton_rotary, "turn"),
+            (triton_rotary, "gather_back"),
+            (triton_swiglu, "forward"),
+            (triton_swiglu, "backward"),
+        ):
             label = f"{module.__name__.rpartition('_')[2]} {name}"
             monkeypatch.setattr(module, name, _counted(getattr(module, name), label, calls))
         parts_of_a_step.passes(Setting(TINY, 3, HERE, keep=keep, narrow=torch.float16))()
         layers = TINY.n_layers
         again = {"norm scaled": 2 * layers} if keep == GATES else {}
         assert calls == again | {
-            "norm forward": 2 * layers + 1, "norm backward": 2 * layers + 1,
-            "rotary turn": layers, "rotary gather_back": layers,
-            "swiglu forward": layers, "swiglu backward": layers,
-        }  # fmt: skip
+            "norm forward": 2 * layers + 1,
+            "norm backward": 2 * layers + 1,
+            "rotary turn": layers,
+            "rotary gather_back": layers,
+            "swiglu forward": layers,
+            "swiglu backward": layers,
+        }
 
-    def test_what_all_blocks_share_keeps_its_values(self) -> None:
-        """Else a part would come to zeros or NaN while it is repeated."""
+    def test_shared_tensors_keep_their_values(self) -> None:
+        """Otherwise repeating a part would lead to zeros or NaN."""
         for part in energy_by_part.PARTS:
             run = part.make(Setting(TINY, 3, HERE))
             for _ in range(3):
                 run()
-            for name, held in _closed_over(run).items():
-                for tensor in _tensors(held):
+            for name, value in _closed_over(run).items():
+                for tensor in _tensors(value):
                     assert tensor.isfinite().all(), (part.name, name)
                     assert tensor.count_nonzero() > 0.9 * tensor.numel(), (part.name, name)
 
-    def test_without_a_counter_every_line_says_so(self) -> None:
-        """The whole step has run once then: it is built and warmed up before it is measured."""
+    def test_without_a_counter_every_line_reports_it(self) -> None:
+        """The full step has run once: it is built and warmed up before it is measured."""
         racer = next(one for one in racers("tiny-64") if one.side == "ours")
         small = {"n_layers": 1, "vocab": 100}
         racer = racer._replace(workload=msgspec.structs.replace(racer.workload, overrides=small))
@@ -215,14 +228,19 @@ class TestParts:
         assert lines[0]["flops"] == flops(find_size("tiny"), 2, 64).step_linear - 2 * 3 * 128 * (
             (10_000 - 100) * 128
         )
-        assert energy_by_part.told(lines[0]).endswith(", scaled up from 1 of 2 blocks")
+        assert energy_by_part.summary(lines[0]).endswith(", scaled up from 1 of 2 blocks")
         assert [line["part"] for line in lines] == [
-            PRODUCTS, ATTENTION, UPDATES, PASSES, PEERS_PRODUCTS, WHOLE,
-        ]  # fmt: skip
+            PRODUCTS,
+            ATTENTION,
+            UPDATES,
+            PASSES,
+            PEERS_PRODUCTS,
+            WHOLE,
+        ]
         assert all("counter" in line["lost"] for line in lines)
-        (account,) = accounts(lines)
-        assert (account.rows(), account.all_parts, account.needed) == ([], None, None)
-        assert sum("counter" in row for row in energy_by_part.table(account)) == 6
+        (ledger,) = accounts(lines)
+        assert (ledger.rows(), ledger.all_parts, ledger.needed) == ([], None, None)
+        assert sum("counter" in row for row in energy_by_part.table(ledger)) == 6
 
 
 def _counted(function: Callable[..., Any], name: str, calls: Counter[str]) -> Callable[..., Any]:
@@ -239,35 +257,35 @@ def _closed_over(run: Callable[[], object]) -> dict[str, Any]:
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
 
 
-def _tensors(held: Any) -> list[torch.Tensor]:
-    if isinstance(held, torch.Tensor):
-        return [held]
-    if isinstance(held, list | tuple):
-        return [x for each in held for x in _tensors(each)]
-    if isinstance(held, dict):
-        return [x for each in held.values() for x in _tensors(each)]
-    return _tensors(vars(held)) if isinstance(held, parts_of_a_step.Products) else []
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [x for each in value for x in _tensors(each)]
+    if isinstance(value, dict):
+        return [x for each in value.values() for x in _tensors(each)]
+    return _tensors(vars(value)) if isinstance(value, parts_of_a_step.Operands) else []
 
 
 class TestForm:
-    def test_ours_is_the_first_that_races(self) -> None:
+    def test_ours_is_the_first_candidate_of_the_race(self) -> None:
         for name in energy_by_part.RACES:
             mine = energy_by_part.our_racer(name)
             assert mine in racers(name)
-            kept = "keeps gates " if name == "2.7b-2048" else ""
-            assert mine.name == f"ours: eager auto joined {kept}updates in backward graph"
+            policy = "keeps gates " if name == "2.7b-2048" else ""
+            assert mine.name == f"ours: eager auto joined {policy}updates in backward graph"
             setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
             assert setting.gradients == torch.float32
             narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
             assert narrow in racers(name)
-            # The parts have a float32 stream.
+            # The parts have a float32 residual stream.
             assert not precision(narrow.workload.dtype).narrow_stream
             setting = energy_by_part.setting_of(narrow.workload, QuietBench.device)
             assert setting.gradients == torch.bfloat16
         assert set(energy_by_part.USUAL) <= set(energy_by_part.RACES)
         assert set(RACES) - set(energy_by_part.RACES) == {"8b-32768", "tiny-64"}
 
-    def test_attention_and_blocks_can_be_chosen(self) -> None:
+    def test_attention_and_number_of_blocks_can_be_chosen(self) -> None:
         mine = energy_by_part.our_racer("2.7b-2048", "sdpa_cudnn", 8)
         assert mine.name == "ours: eager sdpa_cudnn joined keeps gates updates in backward graph"
         setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
@@ -278,10 +296,10 @@ class TestForm:
                 energy_by_part.our_racer("2.7b-512", "auto", layers)
 
     def test_fewer_blocks_are_scaled_up_by_the_work_of_each_part(self) -> None:
-        whole = with_overrides(find_size("xl"), context=512)
-        half = with_overrides(whole, n_layers=24)
+        full = with_overrides(find_size("xl"), context=512)
+        half = with_overrides(full, n_layers=24)
         parts = (PRODUCTS, ATTENTION, UPDATES, PASSES, PEERS_PRODUCTS, WHOLE)
-        times = {part: to_whole(part, whole, half, 4, 512) for part in parts}
+        times = {part: to_whole(part, full, half, 4, 512) for part in parts}
         assert times[ATTENTION] == times[PASSES] == 2
         block, head = 4 * 1600**2 + 3 * 1600 * 6400, 10_000 * 1600
         exact = (48 * block + head) / (24 * block + head)
@@ -290,27 +308,39 @@ class TestForm:
         exact = (48 * (block + 3200) + others) / (24 * (block + 3200) + others)
         assert times[UPDATES] == pytest.approx(exact, rel=1e-12)
         assert times[PRODUCTS] < times[WHOLE] < 2
-        assert to_whole(WHOLE, whole, whole, 4, 512) == 1
+        assert to_whole(WHOLE, full, full, 4, 512) == 1
 
 
-def test_an_account_adds_up() -> None:
+def test_a_ledger_adds_up() -> None:
     lines = energy_lines()
-    (account,) = accounts(lines)
-    assert account.all_parts is not None
-    assert (account.all_parts.ms, account.all_parts.joules) == (64.0, 40.0)
-    assert account.all_parts.watts == 625
-    assert account.needed is not None
-    assert (account.needed.joules, account.lasts_ms(account.needed.joules)) == (37.5, 75.0)
-    assert [row.part for row in account.rows()] == [
-        PRODUCTS, ATTENTION, UPDATES, PASSES, "sum of the parts", WHOLE, PEERS_PRODUCTS,
-    ]  # fmt: skip
-    assert [account.of_the_step(row.joules) for row in account.rows()] == [
-        0.5, 0.0625, 0.375, 0.0625, 1.0, 1.0, 0.625,
-    ]  # fmt: skip
-    rates = [row.rate for row in account.rows()]
+    (ledger,) = accounts(lines)
+    assert ledger.all_parts is not None
+    assert (ledger.all_parts.ms, ledger.all_parts.joules) == (64.0, 40.0)
+    assert ledger.all_parts.watts == 625
+    assert ledger.needed is not None
+    assert (ledger.needed.joules, ledger.lasts_ms(ledger.needed.joules)) == (37.5, 75.0)
+    assert [row.part for row in ledger.rows()] == [
+        PRODUCTS,
+        ATTENTION,
+        UPDATES,
+        PASSES,
+        "sum of the parts",
+        WHOLE,
+        PEERS_PRODUCTS,
+    ]
+    assert [ledger.of_the_step(row.joules) for row in ledger.rows()] == [
+        0.5,
+        0.0625,
+        0.375,
+        0.0625,
+        1.0,
+        1.0,
+        0.625,
+    ]
+    rates = [row.rate for row in ledger.rows()]
     assert rates == [7e14, *[None] * 5, 5.6e14]
-    said = list(energy_by_part.table(account))
-    assert said[1].split() == [
+    printed = list(energy_by_part.table(ledger))
+    assert printed[1].split() == [
         "products",
         "40.000",
         "20.000",
@@ -320,41 +350,46 @@ def test_an_account_adds_up() -> None:
         "50.0%",
         "700",
     ]
-    assert said[-2] == "The whole step takes 0.00 J more than its parts together."
-    assert said[-1] == (
-        "With only products, attention and AdamW left it would take 37.50 J: not less than 75.0 ms"
-        " at 500 W."
+    assert printed[-2] == "The full step takes 0.00 J more than the sum of its parts."
+    assert printed[-1] == (
+        "With only products, attention and AdamW the step would take 37.50 J: at least 75.0 ms at"
+        " 500 W."
     )
 
 
-def test_a_part_that_is_missing_leaves_no_sum() -> None:
-    lines = [line | {"lost": "out of memory"} if line["part"] == PASSES else line
-             for line in energy_lines()]  # fmt: skip
-    (account,) = accounts(lines)
-    assert account.all_parts is None
-    assert account.needed is not None
-    assert account.lost == {PASSES: "out of memory"}
+def test_a_missing_part_leaves_no_sum() -> None:
+    lines = [
+        line | {"lost": "out of memory"} if line["part"] == PASSES else line
+        for line in energy_lines()
+    ]
+    (ledger,) = accounts(lines)
+    assert ledger.all_parts is None
+    assert ledger.needed is not None
+    assert ledger.lost == {PASSES: "out of memory"}
 
 
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "benchmarks/energy_by_part.py", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-def test_without_a_gpu_it_says_what_it_needs() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure on this machine")
+def test_without_a_gpu_it_prints_what_it_needs() -> None:
     done = run_benchmark("xl-512", "--layers", "2")
     assert done.returncode == 1
     assert done.stdout.startswith("needs an NVIDIA GPU")
     assert "Traceback" not in done.stderr
 
 
-def test_others_races_stay_in_the_file(tmp_path: Path) -> None:
-    held = [{"race": "xl-512", "part": "a"}, {"race": "2.7b-512", "part": "a"}]
+def test_other_races_stay_in_the_file(tmp_path: Path) -> None:
+    lines = [{"race": "xl-512", "part": "a"}, {"race": "2.7b-512", "part": "a"}]
     path = tmp_path / "lines.jsonl"
     assert energy_by_part.others(path, ["xl-512"]) == []
-    path.write_text("".join(json.dumps(line) + "\n" for line in held))
-    assert energy_by_part.others(path, ["xl-512"]) == held[1:]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert energy_by_part.others(path, ["xl-512"]) == lines[1:]
     assert energy_by_part.others(None, ["xl-512"]) == []

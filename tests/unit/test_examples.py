@@ -1,4 +1,4 @@
-"""The example scripts run, here and as models of the study `own`."""
+"""The example scripts run directly and as models of the study `own`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_an_example_runs(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_a_model_of_ones_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_is_a_model_of_the_study_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(path.parents[1]))
     name = f"examples.{path.stem}:build"
     built = build(name)

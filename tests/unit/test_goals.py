@@ -48,20 +48,23 @@ def against_torch(ratio: float, spread: float = 0.0) -> Record:
     series = tuple(
         Series(
             name=kind,
-            variant=who,
+            variant=side,
             unit="ms",
             rank=0,
-            values=tuple(base * (1 + spread * (-1) ** at) for at in range(20)),
+            values=tuple(base * (1 + spread * (-1) ** n) for n in range(20)),
         )
-        for who, base in (("ours", 100 * ratio), ("theirs", 100.0))
+        for side, base in (("ours", 100 * ratio), ("theirs", 100.0))
         for kind in ("step", "cpu")
     )
     config = {
-        "ours": "bucketed", "theirs": "DistributedDataParallel", "size": "mini", "context": 16,
+        "ours": "bucketed",
+        "theirs": "DistributedDataParallel",
+        "size": "mini",
+        "context": 16,
         "ranks": 1,
-    }  # fmt: skip
-    held = tuple(s if s.variant == "ours" else _flat(s) for s in series)
-    return sample_record(study=AGAINST_TORCH, case="ddp", config=config, series=held)
+    }
+    mixed = tuple(s if s.variant == "ours" else _flat(s) for s in series)
+    return sample_record(study=AGAINST_TORCH, case="ddp", config=config, series=mixed)
 
 
 def _flat(series: Series) -> Series:
@@ -69,7 +72,7 @@ def _flat(series: Series) -> Series:
 
 
 class TestSteps:
-    """Consecutive steps decide, by the interval of their ratio where blocks alternated."""
+    """Consecutive steps decide, by the interval of their ratio if blocks alternated."""
 
     goal: Mapping[str, Any] = {"measure": "step-speedup", "case": ("xl-512",), "at_least": 1.4}
 
@@ -86,19 +89,19 @@ class TestSteps:
     def test_a_threshold_within_the_interval_is_inconclusive(
         self, ours: float, outcome: str
     ) -> None:
-        (found,) = judged([self.race(ours)], **self.goal)
-        assert found.outcome == outcome
-        assert found.found.value == pytest.approx(140 / ours)
-        assert found.goal.margin(found.found.value) == pytest.approx(140 / ours / 1.4 - 1)
+        (result,) = judged([self.race(ours)], **self.goal)
+        assert result.outcome == outcome
+        assert result.measured.value == pytest.approx(140 / ours)
+        assert result.goal.margin(result.measured.value) == pytest.approx(140 / ours / 1.4 - 1)
 
-    def test_one_block_for_each_side_decides_without_an_interval(self) -> None:
+    def test_one_block_per_side_decides_without_an_interval(self) -> None:
         drawn = {"peer": (690.0, 120.0, 1700.0), "ours": (690.0, 100.0, 1600.0)}
         race = step_race_record("xl-512", {"peer: a": 140.0, "ours: b": 90.0}, drawn=drawn)
-        (found,) = judged([race], **self.goal)
-        assert found.found == ("xl-512", pytest.approx(1.2), None, None)
-        assert found.outcome == "missed"
+        (result,) = judged([race], **self.goal)
+        assert result.measured == ("xl-512", pytest.approx(1.2), None, None)
+        assert result.outcome == "missed"
 
-    def test_another_device_and_a_race_that_failed_are_not_measured(self) -> None:
+    def test_another_device_and_a_failed_race_are_not_measured(self) -> None:
         assert outcomes([self.race(90.0)], **self.goal, device="B200") == ["not measured"]
         lost = step_race_record("xl-512", status="oom", reason="too large")
         assert outcomes([lost], **self.goal) == ["not measured"]
@@ -118,11 +121,11 @@ class TestSteps:
         assert outcomes([race], at_most=0.75, **memory) == ["reached"]
         assert outcomes([race], at_most=0.7, **memory) == ["missed"]
         assert outcomes([race], at_most=0.5, side="spare", **memory) == ["reached"]
-        (used,) = judged([race], measure="step-mfu", at_least=0.1, **case)
-        assert used.found.value == pytest.approx(28e12 / 0.32 / 780e12)
-        assert used.found.low is not None
-        assert used.found.high is not None
-        assert used.found.low < used.found.value < used.found.high
+        (mfu,) = judged([race], measure="step-mfu", at_least=0.1, **case)
+        assert mfu.measured.value == pytest.approx(28e12 / 0.32 / 780e12)
+        assert mfu.measured.low is not None
+        assert mfu.measured.high is not None
+        assert mfu.measured.low < mfu.measured.value < mfu.measured.high
 
 
 class TestAttention:
@@ -132,15 +135,15 @@ class TestAttention:
             for ms, sizes in zip(peer_ms, SHAPES, strict=False)
         ]
 
-    def test_each_shape_is_judged_on_its_own(self) -> None:
+    def test_each_shape_is_judged_separately(self) -> None:
         goal = {"measure": "attention-speedup", "peer": "flex", "case": SHAPES, "at_least": 1.2}
         assert outcomes(self.races(2.0, 1.1), **goal) == ["reached", "missed"]
         assert outcomes(self.races(2.0), **goal) == ["reached", "not measured"]
 
     def test_a_mean_over_some_of_the_shapes_is_not_measured(self) -> None:
         goal = {"measure": "attention-mean-speedup", "peer": "flex", "case": SHAPES}
-        (found,) = judged(self.races(2.0, 1.125), at_least=1.4, **goal)
-        assert (found.outcome, found.found.value) == ("reached", pytest.approx(1.5))
+        (result,) = judged(self.races(2.0, 1.125), at_least=1.4, **goal)
+        assert (result.outcome, result.measured.value) == ("reached", pytest.approx(1.5))
         assert outcomes(self.races(2.0, 1.125), at_least=1.6, **goal) == ["missed"]
         assert outcomes(self.races(2.0), at_least=1.4, **goal) == ["not measured"]
 
@@ -152,14 +155,15 @@ class TestAttention:
     def test_the_slowest_of_the_short_shapes_decides(self) -> None:
         races = [
             race_record(
-                {"triton": 0.01, "sdpa": 0.02}, f"1x1x{seq}x64",
+                {"triton": 0.01, "sdpa": 0.02},
+                f"1x1x{seq}x64",
                 in_a_row={"triton": 0.2, "sdpa": wall},
             )
             for seq, wall in ((128, 0.1), (256, 0.3))
-        ]  # fmt: skip
+        ]
         goal = {"measure": "attention-short-speedup", "case": ("triton", "auto"), "at_least": 1.0}
         ours, auto = judged(races, **goal)
-        assert (ours.found.case, ours.outcome) == ("triton 1,1,128,64", "missed")
+        assert (ours.measured.case, ours.outcome) == ("triton 1,1,128,64", "missed")
         assert auto.outcome == "not measured"
 
 
@@ -181,22 +185,22 @@ class TestRanks:
 
     def test_the_worst_prediction_decides(self) -> None:
         goal = {"measure": "rehearsal-error", "at_most": 0.15}
-        (found,) = judged([check_record({"flat": 0.25})], **goal)
-        assert (found.found.value, found.outcome) == (pytest.approx(0.2, abs=2e-3), "missed")
+        (result,) = judged([check_record({"flat": 0.25})], **goal)
+        assert (result.measured.value, result.outcome) == (pytest.approx(0.2, abs=2e-3), "missed")
         assert outcomes([check_record()], **goal) == ["reached"]
 
-    def test_a_fault_that_names_no_rank_is_missed(self) -> None:
+    def test_a_fault_without_a_named_rank_is_missed(self) -> None:
         goal = {"measure": "rank-fault-seconds", "case": ("dies",), "at_most": 1.0}
         named = [{"fault": "dies", "seconds": s, "named": True} for s in (0.1, 0.3)]
-        (found,) = judged(lines=named, **goal)
-        assert (found.found.value, found.outcome) == (0.3, "reached")
+        (result,) = judged(lines=named, **goal)
+        assert (result.measured.value, result.outcome) == (0.3, "reached")
         other = [*named, {"fault": "dies", "seconds": 0.1, "named": False}]
-        found = judged(lines=other, **goal)[0]
-        assert found.outcome == "missed"
-        goals.print_judged([found])
+        result = judged(lines=other, **goal)[0]
+        assert result.outcome == "missed"
+        goals.print_judged([result])
 
 
-def test_lines_of_benchmarks_that_keep_no_records() -> None:
+def test_lines_of_benchmarks_without_records() -> None:
     cost = {"case": "a", "device": "NVIDIA H200", "ms": {"plain": [1.0] * 9, "history": [1.05] * 9}}
     goal = {"measure": "recording-cost", "case": ("history",)}
     assert outcomes(lines=[cost], at_most=1.1, device="H200", **goal) == ["reached"]
@@ -207,18 +211,18 @@ def test_lines_of_benchmarks_that_keep_no_records() -> None:
     assert outcomes(lines=ran, case=("help", "quick"), **command) == ["reached", "not measured"]
 
 
-def test_the_committed_records_are_judged_by_the_committed_goals() -> None:
+def test_committed_records_are_judged_by_committed_goals() -> None:
     evidence = goals.read_evidence(sorted((ROOT / "results").glob("*.jsonl")))
     wanted = goals.read_goals()
     assert {goal.measure for goal in wanted} == set(goals.MEASURES)
-    found = goals.judge(wanted, evidence)
+    results = goals.judge(wanted, evidence)
     by_outcome: dict[str, set[str]] = {}
-    for one in found:
+    for one in results:
         assert (
-            one.found.low is None
-            or one.found.value is None
-            or one.found.high is None
-            or (one.found.low <= one.found.value <= one.found.high)
+            one.measured.low is None
+            or one.measured.value is None
+            or one.measured.high is None
+            or (one.measured.low <= one.measured.value <= one.measured.high)
         ), one
         by_outcome.setdefault(one.outcome, set()).add(one.goal.measure)
     # Everything but the command line has a committed record.
@@ -226,52 +230,55 @@ def test_the_committed_records_are_judged_by_the_committed_goals() -> None:
     assert by_outcome["reached"] >= {"step-ms", "attention-ms", "rehearsal-error"}
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "goals.py"), *words],
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "benchmarks" / "goals.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
-def test_strict_exits_with_one_only_where_a_goal_is_missed(tmp_path: Path) -> None:
+def test_strict_exits_with_1_only_if_a_goal_is_missed(tmp_path: Path) -> None:
     slow, fast = tmp_path / "slow.jsonl", tmp_path / "fast.jsonl"
     write_records([against_torch(1.5, 0.01)], slow)
     write_records([against_torch(0.5, 0.01)], fast)
-    told = run(str(slow))
-    assert told.returncode == 0, told.stderr
-    (line,) = (line for line in told.stdout.splitlines() if line.startswith("missed"))
+    done = run(str(slow))
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("missed"))
     assert re.search(r"bucketed, context 16, 1 ranks +1\.500 +\[.*\] +≤ 1\.02 +-47\.1%", line)
     assert run("--strict", str(slow)).returncode == 1
     assert run("--strict", str(fast)).returncode == 0
 
 
-def test_an_aim_that_is_missed_is_no_failure(tmp_path: Path) -> None:
+def test_a_missed_aim_is_not_a_failure(tmp_path: Path) -> None:
     race = step_race_record("2.7b-512", {"peer: a": 200.0, "ours: b": 100.0}, peaks={"ours": 90.0})
     path = tmp_path / "race.jsonl"
     write_records([race], path)
-    (used,) = [
-        one for one in goals.judge(goals.read_goals(), goals.read_evidence([path]))
-        if one.goal.measure == "step-mfu" and one.found.case == "2.7b-512"
-    ]  # fmt: skip
-    assert used.goal.aim
-    assert (used.outcome, run("--strict", str(path)).returncode) == ("missed", 0)
+    (mfu,) = [
+        one
+        for one in goals.judge(goals.read_goals(), goals.read_evidence([path]))
+        if one.goal.measure == "step-mfu" and one.measured.case == "2.7b-512"
+    ]
+    assert mfu.goal.aim
+    assert (mfu.outcome, run("--strict", str(path)).returncode) == ("missed", 0)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1]\n", "line 1 is not a record"), ('{"a": 1}\n{\n', "line 2")]
+    ("text", "message"), [("[1]\n", "line 1 is not a record"), ('{"a": 1}\n{\n', "line 2")]
 )
-def test_a_file_that_holds_no_lines_of_json_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_without_json_lines_is_reported(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(text)
-    with pytest.raises(StepscopeError, match=said):
+    with pytest.raises(StepscopeError, match=message):
         goals.read_evidence([path])
-    told = run(str(tmp_path / "absent.jsonl"))
-    assert (told.returncode, told.stdout) == (2, "")
-    assert "absent.jsonl" in told.stderr
+    done = run(str(tmp_path / "absent.jsonl"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "absent.jsonl" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("goal", "said"),
+    ("goal", "message"),
     [
         ("measure = 'speed'\nat_least = 1", "measure is speed, not one of step-speedup"),
         ("measure = 'step-ms'", "step-ms needs either at_least or at_most"),
@@ -279,10 +286,10 @@ def test_a_file_that_holds_no_lines_of_json_is_named(tmp_path: Path, text: str, 
         ("measure = 'step-ms'\nat_most = 2\nleast = 1", "unknown field `least`"),
     ],
 )
-def test_an_invalid_goal_is_named(tmp_path: Path, goal: str, said: str) -> None:
+def test_an_invalid_goal_is_reported(tmp_path: Path, goal: str, message: str) -> None:
     path = tmp_path / "goals.toml"
     path.write_text(f"[[goal]]\n{goal}\n")
-    with pytest.raises(StepscopeError, match=re.escape(said)):
+    with pytest.raises(StepscopeError, match=re.escape(message)):
         goals.read_goals(path)
 
 
@@ -290,17 +297,23 @@ def test_an_invalid_goal_is_named(tmp_path: Path, goal: str, said: str) -> None:
 def test_generated_pages_have_no_goals(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert not re.findall(r"\b[Gg]oals?\b", text)
-    titles = {cell.strip() for line in text.splitlines() if line.startswith("|")
-              for cell in line.split("|")}  # fmt: skip
+    titles = {
+        cell.strip()
+        for line in text.splitlines()
+        if line.startswith("|")
+        for cell in line.split("|")
+    }
     assert not titles & {"goal", "must", "aim", "at most", "reached", "missed", "below"}
 
 
 def test_times_of_commands_are_judged(tmp_path: Path) -> None:
     path = tmp_path / "latency.jsonl"
-    path.write_text("".join(
-        json.dumps({"command": name, "seconds": took}) + "\n"
-        for name, took in (("help", 0.1), ("report", 5.0))
-    ))  # fmt: skip
-    told = run("--strict", str(path))
-    assert told.returncode == 1
-    assert re.search(r"^missed +command-seconds +report +5\.000 +≤ 3 +-66\.7%$", told.stdout, re.M)
+    path.write_text(
+        "".join(
+            json.dumps({"command": name, "seconds": seconds}) + "\n"
+            for name, seconds in (("help", 0.1), ("report", 5.0))
+        )
+    )
+    done = run("--strict", str(path))
+    assert done.returncode == 1
+    assert re.search(r"^missed +command-seconds +report +5\.000 +≤ 3 +-66\.7%$", done.stdout, re.M)

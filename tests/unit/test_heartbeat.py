@@ -1,4 +1,4 @@
-"""The page of pulses: a reader in another thread never sees half a number."""
+"""The page of pulses: a reader in another thread never sees a torn value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from stepscope.parallel.heartbeat import Page, State
 
 
-def test_a_reader_never_sees_half_a_number(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_torn_value(tmp_path: Path) -> None:
     page = Page.create(tmp_path / "pulses", 2)
     other = Page(tmp_path / "pulses", 2)
     values = (1.0, 123456.789)
@@ -33,7 +33,7 @@ def test_a_reader_never_sees_half_a_number(tmp_path: Path) -> None:
     other.close()
 
 
-def test_fields_are_written_alone(tmp_path: Path) -> None:
+def test_fields_are_written_independently(tmp_path: Path) -> None:
     page = Page.create(tmp_path / "pulses", 1)
     page.write(0, state=State.WAITING)
     page.write(0, step=7)

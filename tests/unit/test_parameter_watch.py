@@ -1,4 +1,4 @@
-"""A wrapped module's parameters: what counts as a change, and how it is described."""
+"""Parameters of a wrapped module: which changes are detected, and their descriptions."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ CHANGES: dict[Callable[[nn.Module], None], list[str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed_until_a_new_snapshot(change: Callable[[nn.Module], None]) -> None:
+def test_a_change_is_detected_until_a_new_snapshot(change: Callable[[nn.Module], None]) -> None:
     module = model()
     watch = ParameterWatch(module)
     assert not watch.changed()
     change(module)
     assert watch.changed()
-    assert watch.changed(), "asking does not forget it"
+    assert watch.changed(), "checking does not reset it"
     now = ParameterWatch(module)
     assert now.changes_since(watch) == CHANGES[change]
     assert not now.changed()
@@ -79,7 +79,7 @@ def test_a_change_is_noticed_until_a_new_snapshot(change: Callable[[nn.Module], 
     assert new == {line.split()[0] for line in CHANGES[change] if any(v in line for v in verbs)}
 
 
-def test_training_and_moved_memory_are_no_changes() -> None:
+def test_training_and_moved_memory_are_not_changes() -> None:
     module = model()
     watch = ParameterWatch(module)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -90,12 +90,12 @@ def test_training_and_moved_memory_are_no_changes() -> None:
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
     assert not watch.changed()
-    # A module without parameters in place of another one.
+    # A module without parameters replaces another one.
     module[1][0] = nn.Tanh()
     assert ParameterWatch(module).changes_since(watch) == []
 
 
-def test_a_gradient_outside_of_the_plan_is_found() -> None:
+def test_a_gradient_outside_the_plan_is_detected() -> None:
     module = model()
     planned = {id(p) for p in module[0].parameters()}
     assert unplanned_gradient(ParameterWatch(module), planned) is None
@@ -103,9 +103,9 @@ def test_a_gradient_outside_of_the_plan_is_found() -> None:
     assert unplanned_gradient(ParameterWatch(module), planned) == "1.1.weight"
 
 
-def test_the_rank_that_changed_alone_is_named() -> None:
+def test_error_names_the_rank_that_changed_alone() -> None:
     require_same_changes([["a was frozen"], ["a was frozen"]])
-    with pytest.raises(ParallelError, match="on rank 1 b was frozen, on rank 0 not"):
+    with pytest.raises(ParallelError, match="b was frozen on rank 1 but not on rank 0"):
         require_same_changes([["a was frozen"], ["a was frozen", "b was frozen"]])
-    with pytest.raises(ParallelError, match="on rank 0 a was frozen, on rank 2 not"):
+    with pytest.raises(ParallelError, match="a was frozen on rank 0 but not on rank 2"):
         require_same_changes([["a was frozen"], ["a was frozen"], []])

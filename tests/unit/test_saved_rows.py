@@ -1,4 +1,4 @@
-"""A state that was saved in some cuts is cut anew."""
+"""A saved optimizer state is resharded."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import torch
 from stepscope.parallel import ParallelError
 from stepscope.parallel.reshard import Saved, Span, concatenated
 
-WHOLE = torch.arange(30.0).view(10, 3)
+FULL = torch.arange(30.0).view(10, 3)
 
 
 def parts(*bounds: int) -> list[tuple[Saved, torch.Tensor]]:
     spans = [Span(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-    return [(Saved(4, span, "exp_avg"), span.of(WHOLE)) for span in spans]
+    return [(Saved(4, span, "exp_avg"), span.of(FULL)) for span in spans]
 
 
 @pytest.mark.parametrize("rows", [None, Span(0, 10), Span(2, 3), Span(3, 9)])
 @pytest.mark.parametrize("bounds", [(0, 10), (5, 10, 0, 5), (0, 1, 1, 8, 8, 10)])
-def test_rows_come_from_the_parts_that_have_them(rows: Span | None, bounds: list[int]) -> None:
-    held = [part for part in parts(*bounds) if part[0].meets(rows)]
-    assert torch.equal(concatenated(rows, held), rows.of(WHOLE) if rows else WHOLE)
+def test_rows_come_from_the_parts_that_contain_them(rows: Span | None, bounds: list[int]) -> None:
+    matching = [part for part in parts(*bounds) if part[0].meets(rows)]
+    assert torch.equal(concatenated(rows, matching), rows.of(FULL) if rows else FULL)
 
 
-def test_a_part_of_a_whole_state_and_what_has_no_rows() -> None:
+def test_rows_of_a_full_state_and_state_without_rows() -> None:
     saved = Saved(4, None, "exp_avg")
-    assert torch.equal(concatenated(Span(2, 5), [(saved, WHOLE)]), WHOLE[2:5])
-    # Not of the parameter's shape: an optimizer of whole parameters may keep that.
-    assert concatenated(None, [(saved, WHOLE[:, :1])]).shape == (10, 1)
+    assert torch.equal(concatenated(Span(2, 5), [(saved, FULL)]), FULL[2:5])
+    # Not of the parameter's shape, which an optimizer of full parameters may store.
+    assert concatenated(None, [(saved, FULL[:, :1])]).shape == (10, 1)
     assert concatenated(Span(0, 5), [(Saved(4, Span(0, 5), "step"), torch.tensor(7.0))]) == 7.0
 
 
-def test_missing_rows_are_told() -> None:
+def test_missing_rows_are_reported() -> None:
     with pytest.raises(ParallelError, match="exp_avg of parameter 4 lacks rows 3 to 6"):
         concatenated(Span(2, 6), parts(0, 3, 6, 10))
 
@@ -41,6 +41,6 @@ def test_names_are_read_back(name: str) -> None:
     assert Saved.parse(name).name == name
 
 
-def test_a_name_of_another_form_is_refused() -> None:
-    with pytest.raises(ParallelError, match=r"group0\.float32\.exp_avg, which is of another form"):
+def test_a_name_of_another_form_is_rejected() -> None:
+    with pytest.raises(ParallelError, match=r"group0\.float32\.exp_avg, written by another form"):
         Saved.parse("group0.float32.exp_avg")

@@ -1,4 +1,4 @@
-"""What travels between a launcher and its ranks, by name and by value."""
+"""Values sent between a launcher and its ranks, by name and by value."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from torch import nn
 from stepscope.parallel.pickling import _ORIGINS, dumps, loads, why_not
 
 
-def again(value: Any) -> Any:
-    """As another process gets it."""
+def sent(value: Any) -> Any:
+    """The value as another process receives it."""
     return loads(dumps(value, "script"))
 
 
-def defined(source: str, **given: Any) -> dict[str, Any]:
-    """What a cell of a notebook defines: no file, no module."""
-    namespace = {"__name__": "__main__", **given}
+def defined(source: str, **variables: Any) -> dict[str, Any]:
+    """The namespace after a notebook cell: no file, no module."""
+    namespace = {"__name__": "__main__", **variables}
     exec(compile(source, "<cell>", "exec"), namespace)
     return namespace
 
 
-def test_what_has_a_name_is_sent_by_it() -> None:
-    for value in (defined, nn.Linear, torch.nn.functional.relu, test_what_has_a_name_is_sent_by_it):
-        assert again(value) is value
+def test_importable_names_are_sent_by_name() -> None:
+    for value in (
+        defined,
+        nn.Linear,
+        torch.nn.functional.relu,
+        test_importable_names_are_sent_by_name,
+    ):
+        assert sent(value) is value
 
 
 def test_closures_share_their_variables() -> None:
@@ -47,7 +52,7 @@ def test_closures_share_their_variables() -> None:
 
         return up, lambda: count
 
-    up, count = again(pair())
+    up, count = sent(pair())
     up()
     up()
     assert count() == 2
@@ -57,7 +62,7 @@ def test_a_local_function_calls_itself() -> None:
     def factorial(n: int) -> int:
         return 1 if n < 2 else n * factorial(n - 1)
 
-    assert again(factorial)(5) == 120
+    assert sent(factorial)(5) == 120
 
 
 def test_defaults_attributes_and_annotations() -> None:
@@ -65,28 +70,30 @@ def test_defaults_attributes_and_annotations() -> None:
         """Adds."""
         return a + b + c
 
-    act.note = "kept"  # type: ignore[attr-defined]
-    got = again(act)
-    assert got(1) == 6
-    assert (got.note, got.__doc__, got.__annotations__) == ("kept", "Adds.", act.__annotations__)
+    act.note = "attached"  # type: ignore[attr-defined]
+    received = sent(act)
+    assert received(1) == 6
+    assert (received.note, received.__doc__) == ("attached", "Adds.")
+    assert received.__annotations__ == act.__annotations__
 
 
-def test_a_function_brings_the_globals_it_uses_and_no_others() -> None:
+def test_a_function_carries_only_the_globals_it_uses() -> None:
     cell = defined(
         "def outer(x):\n    def inner():\n        return scale * x.data\n    return inner()\n",
-        scale=3, data=threading.Lock(),
-    )  # fmt: skip
-    got = again(cell["outer"])
-    assert got(types.SimpleNamespace(data=2)) == 6
-    assert "data" not in got.__globals__
-    assert got.__globals__ is not cell
+        scale=3,
+        data=threading.Lock(),
+    )
+    received = sent(cell["outer"])
+    assert received(types.SimpleNamespace(data=2)) == 6
+    assert "data" not in received.__globals__
+    assert received.__globals__ is not cell
 
 
 def test_functions_with_the_same_globals_still_share_them() -> None:
     cell = defined(
         "total = 0\ndef add(n):\n    global total\n    total += n\ndef read():\n    return total\n"
     )
-    add, read = again((cell["add"], cell["read"]))
+    add, read = sent((cell["add"], cell["read"]))
     add(4)
     assert read() == 4
     assert cell["total"] == 0
@@ -95,7 +102,7 @@ def test_functions_with_the_same_globals_still_share_them() -> None:
 def test_submodules_that_a_function_uses_are_imported() -> None:
     cell = defined("def run():\n    return concurrent.futures.Future\n", concurrent=concurrent)
     assert b"concurrent.futures" in dumps(cell["run"], "script")
-    assert again(cell["run"])() is concurrent.futures.Future
+    assert sent(cell["run"])() is concurrent.futures.Future
 
 
 CLASSES = """
@@ -139,7 +146,7 @@ class Slotted:
 
 def test_classes_by_value() -> None:
     cell = defined(CLASSES)
-    model = again(cell["Model"])
+    model = sent(cell["Model"])
     assert model is not cell["Model"]
     made = model.made()
     assert made(torch.ones(2)).item() == 4.0
@@ -147,35 +154,35 @@ def test_classes_by_value() -> None:
     with pytest.raises(TypeError, match="abstract"):
         model.__mro__[1]()
     assert issubclass(model.__mro__[1], abc.ABC)
-    config = again(cell["Config"](3))
+    config = sent(cell["Config"](3))
     assert [field.name for field in dataclasses.fields(config)] == ["width", "names"]
     assert dataclasses.replace(config, width=4).width == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.width = 5
-    assert again(cell["Point"](1)) == (1, 2)
-    assert again(cell["Point"])(5).y == 2
-    slotted = again(cell["Slotted"])(1)
+    assert sent(cell["Point"](1)) == (1, 2)
+    assert sent(cell["Point"])(5).y == 2
+    slotted = sent(cell["Slotted"])(1)
     assert slotted.a == 1
     assert not hasattr(slotted, "__dict__")
 
 
-def test_an_instance_and_its_class_arrive_together() -> None:
+def test_an_instance_and_its_class_are_sent_together() -> None:
     cell = defined(CLASSES)
-    model, kind = again((cell["Model"](), cell["Model"]))
+    model, kind = sent((cell["Model"](), cell["Model"]))
     assert type(model) is kind
     assert torch.equal(model.weight, torch.ones(2))
 
 
 def test_partials_and_bound_methods() -> None:
     cell = defined(CLASSES)
-    assert again(functools.partial(lambda a, b: a - b, 5))(3) == 2
-    assert again(cell["Model"]().width)() == 2
+    assert sent(functools.partial(lambda a, b: a - b, 5))(3) == 2
+    assert sent(cell["Model"]().width)() == 2
 
 
-def test_a_result_refers_to_what_was_sent() -> None:
-    """The launcher gets its own class back, not a copy of the copy."""
+def test_a_result_refers_to_the_original_class() -> None:
+    """The launcher receives its own class, not a copy of the copy."""
     cell = defined(CLASSES)
-    there = again(cell["Point"])
+    there = sent(cell["Point"])
     assert there in _ORIGINS
     returned = loads(dumps((there(4), there), "all"))
     assert returned[1] is cell["Point"]
@@ -186,7 +193,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_what_cannot_be_sent_is_named() -> None:
+def test_the_unsendable_part_is_named() -> None:
     lock = threading.Lock()
     cell = defined("def run(world):\n    with lock:\n        return helper()\n", lock=lock)
     cell["helper"] = lambda: 1
@@ -197,21 +204,21 @@ def test_what_cannot_be_sent_is_named() -> None:
 
     assert why_not(closed, "none") == "lock: a lock (cannot pickle '_thread.lock' object)"
     generator = (n for n in range(2))
-    words = "a generator (cannot pickle 'generator' object)"
-    assert why_not({"a": [1, generator]}, "none") == f"'a': item 1: {words}"
+    reason = "a generator (cannot pickle 'generator' object)"
+    assert why_not({"a": [1, generator]}, "none") == f"'a': item 1: {reason}"
     partial = functools.partial(print, generator)
-    assert why_not(partial, "none") == f"its argument 0: {words}"
+    assert why_not(partial, "none") == f"its argument 0: {reason}"
     assert why_not([1, "two", Colour.RED], "none") is None
     local = defined("import enum\nclass Local(enum.Enum):\n    A = 1\n")["Local"]
     assert "Local is an Enum" in (why_not(local, "none") or "")
 
 
-def test_a_cycle_that_cannot_be_sent_ends() -> None:
-    held: list[Any] = [threading.Lock()]
-    held.append(held)
-    assert (why_not(held, "none") or "").startswith("item 0: a lock")
+def test_a_cycle_that_cannot_be_sent_terminates() -> None:
+    cycle: list[Any] = [threading.Lock()]
+    cycle.append(cycle)
+    assert (why_not(cycle, "none") or "").startswith("item 0: a lock")
 
 
-def test_tensors_and_pickles_as_before() -> None:
+def test_tensors_are_pickled_as_usual() -> None:
     tensor = torch.arange(4.0)
-    assert torch.equal(pickle.loads(pickle.dumps(again(tensor))), tensor)
+    assert torch.equal(pickle.loads(pickle.dumps(sent(tensor))), tensor)

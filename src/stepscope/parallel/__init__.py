@@ -1,6 +1,6 @@
-"""Training on several ranks: supervised groups, data parallelism, sharding. Wraps any module.
+"""Training on several ranks: supervised process groups, data parallelism and sharding.
 
-Importing this loads no torch; using a name does.
+The wrappers accept any module. Importing this package does not import torch; accessing a name does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stepscope.parallel.supervisor import Limits, launch
     from stepscope.parallel.world import World
 
-_HOMES = {
+_MODULES = {
     "Crew": "crew",
     "DDP": "ddp",
     "FSDP": "fsdp",
@@ -57,6 +57,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Tensors of one rank to all others, many small ones as one message."""
+"""Broadcast tensors from one rank to all others, packing small tensors into one message."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MESSAGE_MB = 64.0
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Overwrite the tensors with those of the group's rank `source`."""
+    """Overwrite the tensors with those of rank `source` of the group."""
     items = [Item("", t.numel(), t.element_size(), f"{t.dtype} {t.device}") for t in tensors]
     sender = source if group is None else dist.get_global_rank(group, source)
     for bucket in plan_buckets(items, MESSAGE_MB * MEGABYTE):
-        held = [tensors[place] for place in bucket.items]
-        flat = torch.cat([tensor.reshape(-1) for tensor in held])
+        members = [tensors[index] for index in bucket.items]
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
         dist.broadcast(flat, sender, group=group)
-        for tensor, offset in zip(held, bucket.offsets, strict=True):
+        for tensor, offset in zip(members, bucket.offsets, strict=True):
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
 
 
 def running_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Running statistics and the like, which become those of rank 0; a buffer that is not saved
-    with the model is a constant."""
+    """Yield the persistent buffers (running statistics), which are synchronized from rank 0. A
+    non-persistent buffer is treated as a constant."""
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None and name not in inner._non_persistent_buffers_set:
@@ -37,6 +37,6 @@ def running_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 
 def buffers_identity(module: nn.Module) -> int:
-    """A number that differs where the running buffers of two modules do not fit together."""
-    found = [(tuple(buffer.shape), str(buffer.dtype)) for buffer in running_buffers(module)]
-    return zlib.crc32(repr(found).encode()) if found else 0
+    """Hash of the shapes and dtypes of the running buffers; differs if they are incompatible."""
+    layout = [(tuple(buffer.shape), str(buffer.dtype)) for buffer in running_buffers(module)]
+    return zlib.crc32(repr(layout).encode()) if layout else 0

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and in which order. Pure: no torch, no group."""
+"""Gradient bucketing: which gradients are sent together and in which order. Does not use torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEGABYTE = 2**20
 
 
 class Item(NamedTuple):
-    """One gradient: its name, its size, and the format and device that its bucket must share."""
+    """One gradient: its name, its size, and the dtype and device that its bucket must share."""
 
     name: str
     elements: int
@@ -19,82 +19,86 @@ class Item(NamedTuple):
 
 
 class Bucket(NamedTuple):
+    """Gradients that are reduced together."""
+
     items: tuple[int, ...]
-    """Places in the list of items, in the order in which a backward finishes them."""
+    """Indices into the list of items, in the order in which a backward finishes them."""
     offsets: tuple[int, ...]
-    """Where each begins in the bucket, in elements."""
+    """Start of each item in the bucket, in elements."""
     elements: int
     kind: str
 
 
 def plan_buckets(items: Sequence[Item], limit_bytes: float) -> tuple[Bucket, ...]:
-    """Fill buckets in reverse order of the items, which is about the order of a backward.
+    """Fill buckets in reverse item order, which approximates the order of a backward.
 
-    A bucket closes before the gradient that would take it over the limit; a gradient above the
-    limit travels alone. Buckets are sorted by their last gradient: the order of departure.
+    A bucket is closed before the gradient that would exceed the limit; a gradient larger than the
+    limit gets its own bucket. Buckets are sorted by their last gradient, the order of sending.
     """
     done: list[list[int]] = []
     filling: dict[str, list[int]] = {}
-    held: dict[str, int] = {}
-    for place in reversed(range(len(items))):
-        item = items[place]
+    filled: dict[str, int] = {}
+    for index in reversed(range(len(items))):
+        item = items[index]
         size = item.elements * item.element_bytes
-        if item.kind in filling and held[item.kind] + size > limit_bytes:
+        if item.kind in filling and filled[item.kind] + size > limit_bytes:
             done.append(filling.pop(item.kind))
-        filling.setdefault(item.kind, []).append(place)
-        held[item.kind] = size + (held[item.kind] if len(filling[item.kind]) > 1 else 0)
+        filling.setdefault(item.kind, []).append(index)
+        filled[item.kind] = size + (filled[item.kind] if len(filling[item.kind]) > 1 else 0)
     done += filling.values()
-    return tuple(_bucket(places, items) for places in sorted(done, key=min, reverse=True))
+    return tuple(_bucket(indices, items) for indices in sorted(done, key=min, reverse=True))
 
 
-def _bucket(places: Sequence[int], items: Sequence[Item]) -> Bucket:
+def _bucket(indices: Sequence[int], items: Sequence[Item]) -> Bucket:
     offsets, end = [], 0
-    for place in places:
+    for index in indices:
         offsets.append(end)
-        end += items[place].elements
-    return Bucket(tuple(places), tuple(offsets), end, items[places[0]].kind)
+        end += items[index].elements
+    return Bucket(tuple(indices), tuple(offsets), end, items[indices[0]].kind)
 
 
 def identity(buckets: Sequence[Bucket], items: Sequence[Item]) -> int:
-    """A number that differs where content or order of the buckets does."""
-    named = [[items[place] for place in bucket.items] for bucket in buckets]
+    """Hash of the content and order of the buckets."""
+    named = [[items[index] for index in bucket.items] for bucket in buckets]
     return zlib.crc32(repr(named).encode())
 
 
 class Rows(NamedTuple):
-    """Something to own, in parts of so many bytes each."""
+    """A tensor that can be assigned by rows: number of rows and bytes per row."""
 
     number: int
     bytes: int
 
 
 class OwnedRows(NamedTuple):
-    """Rows of one thing that have one owner."""
+    """A range of rows of one tensor, with its owner."""
 
     place: int
+    """Index of the tensor."""
     begin: int
     end: int
     owner: int
-    whole: bool
+    complete: bool
 
 
 UNEVEN = 0.01
-"""How far from an equal share a rank may end, where what there is can be divided."""
+"""Allowed deviation of a rank's load from an equal share, as a fraction, for divisible tensors."""
 
 
-def share_out(things: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
-    """Owners for everything, the largest first to whoever has least; `loads` is added to.
+def share_out(tensors: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
+    """Assign owners, largest tensor first, to the rank with the lowest load; updates `loads`.
 
-    What would take its owner above an equal share is cut there, and the rest goes to the next.
+    A tensor that would take its owner above an equal share is split there, and the remaining rows
+    go to the next rank.
     """
     ranks = len(loads)
-    equal = (sum(loads) + sum(thing.number * thing.bytes for thing in things)) / ranks
-    # Each of the others may be above by this; the last one is below by their sum.
+    equal = (sum(loads) + sum(tensor.number * tensor.bytes for tensor in tensors)) / ranks
+    # Each of the other ranks may exceed its share by this; the last one is below by their sum.
     slack = UNEVEN * equal / ranks
     pieces = []
-    order = sorted(range(len(things)), key=lambda n: (-things[n].number * things[n].bytes, n))
-    for place in order:
-        count, size = things[place]
+    order = sorted(range(len(tensors)), key=lambda n: (-tensors[n].number * tensors[n].bytes, n))
+    for index in order:
+        count, size = tensors[index]
         begin = 0
         while begin < count:
             owner = loads.index(min(loads))
@@ -102,7 +106,7 @@ def share_out(things: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
             end = count
             if (count - begin) * size > room + slack:
                 end = min(count, begin + max(1, int(room / size)))
-            pieces.append(OwnedRows(place, begin, end, owner, (begin, end) == (0, count)))
+            pieces.append(OwnedRows(index, begin, end, owner, (begin, end) == (0, count)))
             loads[owner] += (end - begin) * size
             begin = end
     return pieces

@@ -1,4 +1,4 @@
-"""The norm of gradients that are divided among the ranks."""
+"""Gradient clipping for gradients that are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def clip(
     norm_type: float,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; the norm before. Each rank has
-    a part of the divided ones, and all have the same of the replicated ones."""
-    own, shared = ([p.grad for p in held if p.grad is not None] for held in (divided, replicated))
+    """Scale all gradients so that their norm is at most `max_norm`; return the original norm. Each
+    rank has a part of the `divided` gradients; the `replicated` ones are equal on all ranks."""
+    own, shared = (
+        [p.grad for p in parameters if p.grad is not None] for parameters in (divided, replicated)
+    )
     gradients = [*own, *shared]
     if not gradients:
-        raise ParallelError("there is no gradient to clip", "it follows a backward")
-    of_ranks, of_all = (_powers(held, norm_type, gradients[0]) for held in (own, shared))
+        raise ParallelError("there is no gradient to clip", "call it after a backward")
+    of_ranks, of_all = (_powers(grads, norm_type, gradients[0]) for grads in (own, shared))
     if math.isinf(norm_type):
         dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=group)
         norm = torch.maximum(of_ranks, of_all)
@@ -40,11 +42,11 @@ def clip(
 
 
 def _powers(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """The sum of the elements' powers, or the largest element; in double precision, so that the
-    number of ranks does not show."""
-    found = like.new_zeros((), dtype=torch.float64)
+    """Sum of the elements' powers, or the largest element, in float64 so that the result does not
+    depend on the number of ranks."""
+    total = like.new_zeros((), dtype=torch.float64)
     for gradient in gradients:
         if gradient.numel():
             norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
-            found = torch.maximum(found, norm) if math.isinf(norm_type) else found + norm**norm_type
-    return found
+            total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
+    return total

@@ -1,15 +1,16 @@
-"""The sequence of a rank's collectives, and what to say where two ranks would take different ones.
+"""Check that all ranks issue the same sequence of collectives, and report the first difference.
 
-Where the forward itself issues collectives, those of the ranks pair up in the order in which they
-come, and a rank that takes another way through the model would mix what it sends with what others
-expect; gloo aborts a process whose messages differ in size. So a rank issues without asking only
-what came at that place in the last step, which all ranks took alike. Anything else is confirmed
-among the ranks first, in one small message: every use of the first step, and later the steps that
-differ.
+If the forward issues collectives, those of the ranks pair up in the order in which they are issued.
+A rank that takes another path through the model would mix its messages with those of others; gloo
+aborts a process whose message sizes differ. A rank therefore issues a collective without
+confirmation only if the same one was at this position in the last step, which all ranks agreed on.
+Anything else is first confirmed between the ranks with one small message: every use in the first
+step, and later the steps that differ.
 
-A rank that waits while another asks, or has ended its step, would wait for ever. It writes its past
-into the store where the ranks met and reads those of the others: where two differ, the error has
-the ranks and the parameter. A rank that is only slow writes nothing, and is waited for.
+A rank that waits while another one requests confirmation, or has ended its step, would wait
+forever. It writes its past to the rendezvous store and reads those of the others. If two differ,
+the error names the ranks and the parameter. A rank that is only slow writes nothing, and the
+others wait for it.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
 
 PATIENCE = timedelta(seconds=1)
-"""A wait that is longer looks for its cause, and again after each of these."""
+"""A wait longer than this checks for its cause, and again after each such interval."""
 LONGEST = 4096
-"""Uses that are remembered; a step with more of them is confirmed from there on."""
+"""Maximum number of uses remembered; in a longer step each further use is confirmed."""
 Verb = Literal["gather", "regather", "reduce", "change"]
-"""For the forward; again, for the backward; a gradient; parameters that changed."""
-HINT = "the forward of every rank must take the same way through the model"
+"""Gather for the forward; gather again for the backward; reduce a gradient; change parameters."""
+HINT = "the forward of every rank must take the same path through the model"
 
 
 class Past(NamedTuple):
-    """What a rank has used since its last step."""
+    """The uses of one rank since its last step."""
 
     first: int
-    """The number of the first that is remembered."""
+    """Number of the first remembered use."""
     uses: Sequence[str]
-    """A verb and a parameter each."""
+    """One verb and parameter name per use."""
     ended: bool
-    """The backward is over: nothing more comes in this step."""
+    """True once the backward is over: no more uses follow in this step."""
 
     @property
     def end(self) -> int:
@@ -58,13 +59,15 @@ class Past(NamedTuple):
 
 
 class Order:
+    """The sequence of collectives of this rank, compared with those of the other ranks."""
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        # NCCL's waits are the device's: the host goes on to the end of the step, where all compare.
+        # NCCL waits on the device: the host continues to the end of the step, where ranks compare.
         self._on_host = dist.get_backend(group) != "nccl"
         self._store: Store | None = None
-        self._place = ""
+        self._prefix = ""
         self._confirm: Callable[[], None] | None = None
         self._step = 0
         self._written: list[str] = []
@@ -78,24 +81,26 @@ class Order:
         self.ended = False
 
     def open(self, name: str, confirm: Callable[[], None]) -> None:
-        """`name` is shared by the ranks; `confirm` raises unless all of them have one digest."""
-        self._store, self._place = _get_default_store(), f"stepscope/order/{name}"
+        """Start checking. `name` is common to the ranks; `confirm` raises unless all digests are
+        equal."""
+        self._store, self._prefix = _get_default_store(), f"stepscope/order/{name}"
         self._confirm = confirm
 
     def use(self, verb: Verb, name: str) -> None:
-        """Before a collective is issued for that parameter."""
-        place, what = self._forgotten + len(self._uses), f"{verb} {name}"
+        """Record a use; call before issuing a collective for that parameter."""
+        index, what = self._forgotten + len(self._uses), f"{verb} {name}"
         self.digest = zlib.crc32(what.encode(), self.digest)
         self._uses.append(what)
         if len(self._uses) > LONGEST:
             del self._uses[0]
             self._forgotten += 1
-        expected = place < len(self._last) and self._last[place] == what
+        expected = index < len(self._last) and self._last[index] == what
         if not expected and self._confirm is not None:
             self._confirm()
 
     def next_step(self) -> None:
-        """All ranks ended this one alike, so nobody reads what was written in the one before."""
+        """Start the next step. All ranks agreed on this one, so keys of earlier steps are unused
+        and deleted."""
         for key in [key for key in self._written if key != self._key(self._rank)]:
             assert self._store is not None
             self._store.delete_key(key)
@@ -105,16 +110,16 @@ class Order:
         self._clear()
 
     def _key(self, rank: int) -> str:
-        return f"{self._place}/{self._step}/{rank}"
+        return f"{self._prefix}/{self._step}/{rank}"
 
     @property
     def past(self) -> Past:
         return Past(self._forgotten, self._uses, self.ended)
 
     def wait(self, work: dist.Work, *, on_host: bool = False) -> None:
-        """Until it is done; raises where it never will be, because ranks went different ways.
+        """Wait for the work. Raise if it cannot complete because ranks took different paths.
 
-        `on_host`: it is no work of the group but a message between hosts.
+        `on_host`: the work is a message between hosts and does not belong to the group.
         """
         with HEARTBEAT.waiting():
             if self._store is None or not (on_host or self._on_host):
@@ -131,7 +136,8 @@ class Order:
                         raise
 
     def _compare(self, store: Store, until: timedelta | None) -> None:
-        """Raise if the others' pasts differ from this one; `until`: how long to wait for them."""
+        """Raise if the pasts of other ranks differ from this one; `until` is the time to wait for
+        them."""
         keys = [self._key(rank) for rank in range(self._size)]
         store.set(keys[self._rank], json.dumps(self.past))
         if keys[self._rank] not in self._written:
@@ -148,7 +154,7 @@ class Order:
 
 
 def require_same_pasts(pasts: Mapping[int, Past]) -> None:
-    """Raise with rank and parameter where one is not the beginning of the other."""
+    """Raise with rank and parameter unless, for each pair, one past is a prefix of the other."""
     first, *others = sorted(pasts)
     for rank in others:
         mine, theirs = pasts[first], pasts[rank]
@@ -157,15 +163,15 @@ def require_same_pasts(pasts: Mapping[int, Past]) -> None:
         one, other = mine.at(number), theirs.at(number)
         over = (mine.ended and other is not None) or (theirs.ended and one is not None)
         if number < end or over:
-            raise ParallelError(_words(first, one, mine, rank, other, theirs), HINT)
+            raise ParallelError(_difference(first, one, mine, rank, other, theirs), HINT)
 
 
-def _words(
+def _difference(
     first: int, one: str | None, mine: Past, rank: int, other: str | None, theirs: Past
 ) -> str:
     verb, name = _parts(one)
     their_verb, their_name = _parts(other)
-    # A rank that is in its backward, or at the end, will not come to a weight of the forward.
+    # A rank in its backward, or at the end of its step, will not use a weight of the forward.
     mine_over = mine.ended or verb != "gather"
     theirs_over = theirs.ended or their_verb != "gather"
     if "change" in (verb, their_verb):
@@ -175,17 +181,17 @@ def _words(
     elif their_verb == "gather" and mine_over and their_name not in mine.names():
         return f"rank {first} does not use {their_name}, which rank {rank} uses"
     return (
-        f"rank {rank} {_SAID[their_verb].format(their_name)} where rank {first}"
-        f" {_SAID[verb].format(name)}"
+        f"rank {rank} {_PHRASES[their_verb].format(their_name)} where rank {first}"
+        f" {_PHRASES[verb].format(name)}"
     )
 
 
-_SAID = {
+_PHRASES = {
     "change": "changed its parameters ({})",
     "gather": "uses {}",
     "regather": "uses {} again",
-    "reduce": "has a gradient of {}",
-    "": "is done",
+    "reduce": "has a gradient for {}",
+    "": "is finished",
 }
 
 

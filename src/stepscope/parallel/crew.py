@@ -1,8 +1,8 @@
-"""Ranks that torchrun started, on one node or many, given one task after the other.
+"""Run a sequence of tasks on ranks started by torchrun, on one node or several.
 
-Rank 0 leads: it names the next task in the store that torchrun's agent keeps, and the others wait
-for it there. Every task has a process group of its own, so that one that fails takes no later one
-with it. A rank that dies is torchrun's to notice: it ends the job and names the rank.
+Rank 0 leads: it announces the next task in the store of torchrun's agent, where the others wait
+for it. Every task has its own process group, so a failed task does not affect later ones.
+torchrun detects a rank that dies, ends the job and reports the rank.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ from stepscope.parallel.world import World
 _FIRST_CONTACT = timedelta(seconds=60)
 _UNTIL_NEXT_TASK = timedelta(days=30)
 _OTHERS_WORD = timedelta(seconds=2)
-"""How long a rank that failed waits to hear of one that failed before."""
+"""Time a failed rank waits for the report of a rank that failed earlier."""
 
 
 class Crew:
+    """The ranks of a torchrun job, which run one task after the other."""
+
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
         self.rank = int(variables["RANK"])
         self.size = int(variables["WORLD_SIZE"])
         self._local_size = int(variables["LOCAL_WORLD_SIZE"])
-        kept_by_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        agent_hosts_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = TCPStore(
                 variables["MASTER_ADDR"],
                 int(variables["MASTER_PORT"]),
-                is_master=self.rank == 0 and not kept_by_agent,
+                is_master=self.rank == 0 and not agent_hosts_store,
                 timeout=_FIRST_CONTACT,
                 wait_for_workers=False,
             )
         except dist.DistError as error:
             raise ParallelError(
-                f"rank {self.rank} of {self.size} does not reach torchrun's store: {error}",
+                f"rank {self.rank} of {self.size} cannot reach torchrun's store: {error}",
                 "is --master-addr reachable from this node?",
             ) from error
         self._store = PrefixStore("stepscope", store)
         self._task = 0
 
     def announce(self, task: dict[str, Any] | None) -> None:
-        """Rank 0 names what comes next; None is the end."""
+        """Announce the next task from rank 0; None ends the job."""
         self._task = self._store.add("tasks", 1)
         self._store.set(f"task/{self._task}", json.dumps(task))
 
     def next_task(self) -> dict[str, Any] | None:
-        """What rank 0 announced after the last task; waits for it."""
+        """Wait for and return the next task announced by rank 0."""
         self._task += 1
         key = f"task/{self._task}"
         self._store.wait([key], _UNTIL_NEXT_TASK)
@@ -72,7 +74,7 @@ class Crew:
         device: str = "auto",
         limits: Limits = Limits(),  # noqa: B008
     ) -> list[Any]:
-        """As `launch`, on the ranks that are there; every one of them calls it."""
+        """Like `launch`, on the existing ranks; every rank must call it."""
         HEARTBEAT.step(-1)
         world = World.from_environment(backend, device)
         group = PrefixStore(f"group/{self._task}", self._store)
@@ -80,11 +82,11 @@ class Crew:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // self._local_size))
         try:
             with world.connected(max(limits.start, limits.step), group):
-                return self._together(function, world, arguments)
+                return self._run_and_gather(function, world, arguments)
         finally:
             torch.set_num_threads(threads)
 
-    def _together(
+    def _run_and_gather(
         self, function: Callable[..., Any], world: World, arguments: tuple[Any, ...]
     ) -> list[Any]:
         try:
@@ -92,21 +94,21 @@ class Crew:
             results: list[Any] = [None] * self.size
             dist.all_gather_object(results, result)
         except Exception as error:
-            # Told before the group is left: leaving it makes the others fail.
+            # Reported before leaving the group: leaving it makes the others fail.
             raise self._first_failure(error) from error
         return results
 
     def _first_failure(self, error: Exception) -> RankFailed:
-        """Who was first to fail in this task; the others failed for want of it."""
+        """Return the first failure in this task; the others are consequences of it."""
         text = (str(error).strip().splitlines() or [""])[0]
-        word = {
+        failure = {
             "rank": self.rank,
             "step": HEARTBEAT.step_number,
             "what": f"raised {type(error).__name__}: {text}",
         }
-        place = self._store.add(f"failures/{self._task}", 1)
-        self._store.set(f"failure/{self._task}/{place}", json.dumps(word))
+        index = self._store.add(f"failures/{self._task}", 1)
+        self._store.set(f"failure/{self._task}/{index}", json.dumps(failure))
         first = f"failure/{self._task}/1"
         self._store.wait([first], _OTHERS_WORD)
-        said = json.loads(self._store.get(first))
-        return RankFailed(said["rank"], said["step"], said["what"], {})
+        reported = json.loads(self._store.get(first))
+        return RankFailed(reported["rank"], reported["step"], reported["what"], {})

@@ -1,25 +1,25 @@
-"""Data parallelism: every rank holds the model, gradients are averaged.
+"""Data parallelism: every rank has a replica of the model, gradients are averaged.
 
     model = DDP(module, strategy="bucketed", bucket_mb=25.0)
     loss = loss_of(model(inputs)); loss.backward()
     model.finish_gradient_synchronization()
     optimizer.step(); optimizer.zero_grad()
 
-`naive` reduces each gradient after the backward, `flat` all of them as one, `overlap` each as the
-backward finishes it, `bucketed` in buckets of `bucket_mb` MiB as they fill. The result is the same:
-training as one process on the joined batch.
+`naive` reduces each gradient after the backward, `flat` reduces all of them as one, `overlap`
+reduces each as soon as the backward produces it, and `bucketed` reduces buckets of `bucket_mb` MiB
+as they fill. The result is the same for all: training as one process on the concatenated batch.
 
-Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps, on all
-ranks alike: the next forward notices, the ranks agree on it, values of new parameters become those
-of rank 0, and the reductions are planned again. A rank that differs is an error with its number and
-the parameter. The optimizer is the caller's to tell (`add_param_group`).
+Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps if all ranks
+do the same. The next forward detects the change, the ranks agree on it, new parameters take their
+values from rank 0, and the reductions are planned again. If a rank differs, the error names the
+rank and the parameter. The caller must update the optimizer (`add_param_group`).
 
-Buffers that are saved with the model (running statistics) become those of rank 0 in every step.
-Embeddings with sparse gradients are refused.
+Persistent buffers (running statistics) are synchronized from rank 0 in every step.
+Embeddings with sparse gradients are rejected.
 
-The rule for uneven batches: gradients are averaged with equal weight, which is right when every
-rank has as many samples. For a step where they differ, say so with `batch_of(samples)`: the
-weights are then the ranks' shares of all samples, and a rank without any takes part with zero.
+Uneven batches: gradients are averaged with equal weight, which is correct if every rank has the
+same number of samples. In a step where they differ, call `batch_of(samples)`: each rank is then
+weighted by its share of all samples, and a rank without samples contributes zero.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ from stepscope.torch_tools.gradient_hooks import hook_of
 
 
 class SyncTiming(NamedTuple):
-    """Of the last synchronization by this host's clock, in seconds."""
+    """Timing of the last synchronization by the host clock, in seconds."""
 
     slowest: float
-    """Until the last rank had arrived."""
+    """Time until the last rank arrived."""
     transfer: float
-    """From then until all gradients were there (a GPU's host does not wait for that)."""
+    """Time from then until all gradients arrived (with a GPU the host does not wait for that)."""
 
 
 class DDP(NotCopied, nn.Module):
+    """Data-parallel wrapper of a module; the module docstring describes its use."""
+
     label = "DDP"
-    instead = "copy its .module, and wrap that copy if it is to be trained on several ranks"
+    instead = "copy its .module, and wrap the copy if it is to be trained on several ranks"
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class DDP(NotCopied, nn.Module):
         if strategy not in STRATEGIES:
             raise unknown_name("strategy", strategy, STRATEGIES)
         if not bucket_mb > 0:
-            raise ParallelError(f"bucket_mb is {bucket_mb}", "it must be above 0")
+            raise ParallelError(f"bucket_mb is {bucket_mb}", "it must be greater than 0")
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
         self.module = module
@@ -91,9 +93,12 @@ class DDP(NotCopied, nn.Module):
         self._watch = ParameterWatch(self)
         self._reducer = self._planned()
         self._agreement = Agreement(
-            group, self._reducer.identity, self._reducer.names, "other buckets than rank 0",
+            group,
+            self._reducer.identity,
+            self._reducer.names,
+            "different buckets than rank 0",
             "strategy and bucket_mb must be the same on all ranks",
-        )  # fmt: skip
+        )
         broadcast([*module.parameters(), *module.buffers()], group)
         self._synchronize = True
         self._samples: int | None = None
@@ -118,7 +123,7 @@ class DDP(NotCopied, nn.Module):
             self._hooks.append(hook_of(self, parameter, _ready_at(index)))
 
     def _follow_changes(self) -> None:
-        """Plan again if parameters changed since the last plan; collective if they did."""
+        """Plan again if parameters changed since the last plan; collective in that case."""
         if not self._watch.changed():
             return
         if self.pending:
@@ -139,14 +144,14 @@ class DDP(NotCopied, nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.pending and torch.is_grad_enabled() and self.training:
             raise forgotten(self)
-        # A forward without gradients may be of one rank alone.
+        # A forward without gradients may run on one rank only.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._follow_changes()
         return self.module(*inputs, **named)
 
     @property
     def pending(self) -> bool:
-        """Whether there are gradients that finish_gradient_synchronization has to average."""
+        """True if gradients wait for finish_gradient_synchronization to average them."""
         return bool(self._reducer.ready)
 
     @property
@@ -155,12 +160,12 @@ class DDP(NotCopied, nn.Module):
 
     @property
     def message_bytes(self) -> list[int]:
-        """What each reduction of a step carries, in order."""
+        """Bytes of each reduction of a step, in order."""
         return self._reducer.message_bytes()
 
     @contextmanager
     def observed(self, observer: Callable[[int, dist.Work], None]) -> Iterator[None]:
-        """Tell `observer` of each reduction that leaves: its bytes and its work."""
+        """Call `observer` with the bytes and the work of each reduction as it is issued."""
         self._reducer.observer = observer
         try:
             yield
@@ -169,7 +174,7 @@ class DDP(NotCopied, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; the first one outside synchronizes the sum."""
+        """Only accumulate gradients inside; the first backward outside synchronizes the sum."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -177,10 +182,10 @@ class DDP(NotCopied, nn.Module):
             self._synchronize = before
 
     def batch_of(self, samples: int) -> None:
-        """Weigh this step's gradients by samples; call on every rank before its backward."""
+        """Weight this step's gradients by samples; call on every rank before its backward."""
         if samples < 0:
             raise ParallelError(f"samples is {samples}", "it must be at least 0")
-        # A rank without samples has no forward that would notice.
+        # A rank without samples runs no forward that would detect the change.
         self._follow_changes()
         total = self._agreement.total(samples)
         if total == 0:
@@ -194,17 +199,19 @@ class DDP(NotCopied, nn.Module):
         if not reducer.ready and not absent:
             raise ParallelError(
                 "there is no gradient to synchronize",
-                "finish_gradient_synchronization follows one backward outside of no_sync()",
+                "call finish_gradient_synchronization after one backward outside of no_sync()",
             )
         used = [
-            place in reducer.ready or parameter.grad is not None
-            for place, parameter in enumerate(reducer.parameters)
+            index in reducer.ready or parameter.grad is not None
+            for index, parameter in enumerate(reducer.parameters)
         ]
         began = time.perf_counter()
         used = self._agreement.exchange(
-            used, absent=absent, allow_missing=self._missing == "zero",
+            used,
+            absent=absent,
+            allow_missing=self._missing == "zero",
             buffers=buffers_identity(self.module),
-        )  # fmt: skip
+        )
         arrived = time.perf_counter()
         reducer.send_rest(used, self._factor)
         reducer.wait(used)
@@ -214,7 +221,7 @@ class DDP(NotCopied, nn.Module):
         broadcast(list(running_buffers(self.module)), self._group)
 
     def _require_planned_gradients(self) -> None:
-        """Raise if the backward reached a parameter that this step's plan does not have."""
+        """Raise if the backward reached a parameter that is not in this step's plan."""
         if not self._watch.changed():
             return
         name = unplanned_gradient(ParameterWatch(self), set(map(id, self._reducer.parameters)))
@@ -222,7 +229,7 @@ class DDP(NotCopied, nn.Module):
             raise ParallelError(
                 f"the gradient of {name.removeprefix('module.')} is not averaged: it was added or"
                 " unfrozen after the wrapper's last forward",
-                "change parameters before the forward, and call the wrapper, not its .module",
+                "change parameters before the forward, and call the wrapper instead of its .module",
             )
 
 
@@ -231,9 +238,9 @@ def _remove(hooks: list[Any]) -> None:
         hooks.pop().remove()
 
 
-def _ready_at(place: int) -> Callable[[DDP, Tensor], None]:
+def _ready_at(index: int) -> Callable[[DDP, Tensor], None]:
     def ready(wrapper: DDP, _: Tensor) -> None:
         if wrapper._synchronize:
-            wrapper._reducer.gradient_is_ready(place, wrapper._factor)
+            wrapper._reducer.gradient_is_ready(index, wrapper._factor)
 
     return ready

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks."""
+"""Errors of training on several ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from stepscope.errors import StepscopeError
 
 
 class ParallelError(StepscopeError):
-    """Ranks that do not fit together, or a wrapper that is used in the wrong order."""
+    """Inconsistent ranks, or a wrapper that is used in the wrong order."""
 
 
 class RankFailed(ParallelError):  # noqa: N818
-    """A rank ended the job. `stacks` holds what each rank was doing, as far as it could say."""
+    """A rank ended the job. `stacks` maps ranks to their stack traces, where available."""
 
     def __init__(self, rank: int, step: int, what: str, stacks: Mapping[int, str]) -> None:
         where = f"at step {step}" if step >= 0 else "before its first step"
@@ -21,4 +21,4 @@ class RankFailed(ParallelError):  # noqa: N818
         self.step = step
         self.stacks = dict(stacks)
         if rank in stacks:
-            self.add_note(f"rank {rank} was here:\n{stacks[rank]}")
+            self.add_note(f"stack of rank {rank}:\n{stacks[rank]}")

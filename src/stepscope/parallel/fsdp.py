@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: a rank keeps its rows of each matrix, gradient and state.
+"""Fully sharded data parallelism: a rank stores its rows of each matrix, gradient and state.
 
     model = FSDP(module, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -6,42 +6,43 @@
     model.finish_gradient_synchronization()
     optimizer.step(); optimizer.zero_grad()
 
-Parameters of two or more dimensions are cut by rows; the others are replicated and their gradients
-averaged. A module that owns a cut parameter finds it whole under its name during its forward. What
-the forward leaves for the backward is not the whole weight but a note of it: when autograd asks,
-the rows are gathered again. The next one needed is fetched while one is in use, and gradients are
-reduced while the backward goes on.
+Parameters of two or more dimensions are sharded by rows; the others are replicated and their
+gradients averaged. During its forward, a module that owns a sharded parameter sees the full
+parameter under its name. For the backward, autograd saves a reference instead of the full weight:
+when it needs the weight, the rows are gathered again. The next weight is prefetched while one is in
+use, and gradients are reduced while the backward continues.
 
-With `compute_dtype`, matrices travel and compute in that dtype, with the biases and the inputs of
-their modules. A module that has no matrix and no submodules (a norm) computes in the dtype of its
-parameters and answers in that of its input: a norm's weights are near 1, where float16 has steps of
-0.0005 to 0.001, and rounding them moves every activation. What the optimizer sees, weights and
-gradients, keeps its own dtype, and gradients are averaged in it; `reduce_dtype` chooses another,
-such as the compute dtype for half the traffic and one more rounding for each rank. Each backward
-adds its average to the gradients, so accumulating needs nothing special.
+With `compute_dtype`, matrices are gathered and used in that dtype, together with the biases and
+inputs of their modules. A module without a matrix and without submodules (a norm) computes in the
+dtype of its parameters and returns the dtype of its input: the weights of a norm are near 1, where
+float16 has steps of 0.0005 to 0.001, and rounding them changes every activation. The weights and
+gradients that the optimizer sees keep their dtype, and gradients are averaged in it. `reduce_dtype`
+selects another one, for example the compute dtype for half the traffic and one more rounding per
+rank. Each backward adds its average to the gradients, so gradient accumulation needs no extra call.
 
-Training equals that of one process with the same casts on the joined batch, but for the order of
-additions, and in a low compute dtype for one rounding: each rank rounds the gradient of its part
-where one process rounds that of the whole. A weight may then round to its other neighbour, and an
-activation next to 0 may change its sign and with it the gradient of a ReLU; no implementation that
-divides the batch avoids that.
+Training is equivalent to one process with the same casts on the concatenated batch, up to the order
+of additions and, in a low-precision compute dtype, up to one rounding: each rank rounds the
+gradient of its part of the batch where one process rounds the gradient of the full batch. A weight
+may then round to the other neighbour, and an activation near 0 may change its sign and with it the
+gradient of a ReLU. No implementation that splits the batch avoids that.
 
-Buffers that are saved with the model (running statistics) become those of rank 0 in every step, and
-`state_dict` has sharded parameters as DTensors of the full shape: it is the same on every rank.
-`load_state_dict` takes such entries or full tensors.
+Persistent buffers (running statistics) are synchronized from rank 0 in every step. `state_dict`
+returns sharded parameters as DTensors of the full shape, with the same keys and shapes on every
+rank. `load_state_dict` accepts such entries or full tensors.
 
-Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps, on all
-ranks alike: the next forward notices, the ranks agree on it, and new parameters take their values
-from rank 0. A replacement must have the full shape. The optimizer is the caller's to tell.
+Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps if all ranks
+do the same. The next forward detects the change, the ranks agree on it, and new parameters take
+their values from rank 0. A replacement must have the full shape. The caller must update the
+optimizer.
 
-Every rank must take the same way through the model (`order.py`): one that strays is an error with
-its number and the parameter.
+Every rank must take the same path through the model (`collective_order.py`). If one differs, the
+error names the rank and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
-torch's MultiheadAttention does with its output projection) is refused, or raises in the backward.
+torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward.
 
-Gradients are of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's function and
-its GradScaler look at one rank's alone; bfloat16 needs no scaling.
+Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
+function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import NotCopied, refuse_early_steps, refuse_sparse_gradients
 from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch
-from stepscope.parallel.sharded_module import IN_PLACE_OF_A_COPY, Unit
+from stepscope.parallel.sharded_module import COPY_HINT, Unit
 from stepscope.parallel.sharded_parameter import ShardedParameter
 from stepscope.torch_tools.gradient_hooks import hook_for_life
 
 
 class FSDP(NotCopied, nn.Module):
+    """Fully sharded wrapper of a module; the module docstring describes its use."""
+
     label = "FSDP"
-    instead = IN_PLACE_OF_A_COPY
+    instead = COPY_HINT
 
     def __init__(
         self,
@@ -92,9 +95,13 @@ class FSDP(NotCopied, nn.Module):
         self.order = Order(group)
         dtypes = zlib.crc32(f"{compute_dtype} {reduce_dtype}".encode())
         self._agreement = Agreement(
-            group, dtypes, (), "another compute_dtype or reduce_dtype than rank 0",
-            "they must be the same on all ranks", self.order,
-        )  # fmt: skip
+            group,
+            dtypes,
+            (),
+            "a different compute_dtype or reduce_dtype than rank 0",
+            "they must be the same on all ranks",
+            self.order,
+        )
         self._dtypes = dtypes
         broadcast(list(module.buffers()), group)
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
@@ -108,7 +115,7 @@ class FSDP(NotCopied, nn.Module):
         refuse_early_steps(self)
 
     def _arrange(self, new: Iterable[nn.Parameter]) -> None:
-        """Take over the parameters of the module; values of the new ones are those of rank 0."""
+        """Take over the parameters of the module; new ones take their values from rank 0."""
         known, self.sharded, self._replicated = self.sharded, {}, []
         values = {id(parameter) for parameter in new}
         for full_name, parameter in self._watch.named.items():
@@ -119,26 +126,30 @@ class FSDP(NotCopied, nn.Module):
                 self.sharded[parameter] = known.pop(parameter)
             elif parameter.dim() >= 2:
                 self.sharded[parameter] = ShardedParameter(
-                    parameter, name, self.compute_dtype, self.reduce_dtype, self.process_group,
+                    parameter,
+                    name,
+                    self.compute_dtype,
+                    self.reduce_dtype,
+                    self.process_group,
                     self.order,
-                )  # fmt: skip
+                )
             else:
                 self._replicated.append(parameter)
             self._hook(name, parameter)
         for removed in known.values():
             removed.finish()
-        for held in self.sharded.values():
-            held.before = held.after = None
+        for shard in self.sharded.values():
+            shard.before = shard.after = None
         for owner in self.module.modules():
             if owner not in self._units and any(True for _ in owner.parameters(recurse=False)):
                 self._units[owner] = Unit(owner, self)
-        self._agreement.replan(self._dtypes, [held.name for held in self.sharded.values()])
-        # After sharding: the shapes are those of this rank's rows.
+        self._agreement.replan(self._dtypes, [shard.name for shard in self.sharded.values()])
+        # After sharding, so that the shapes are those of this rank's rows.
         self._watch = ParameterWatch(self)
         self._hooked &= set(map(id, self._watch.named.values()))
 
     def _hook(self, name: str, parameter: nn.Parameter) -> None:
-        """Once for each parameter, when it first requires a gradient."""
+        """Register a hook once per parameter, when it first requires a gradient."""
         if not parameter.requires_grad or id(parameter) in self._hooked:
             return
         self._hooked.add(id(parameter))
@@ -149,7 +160,7 @@ class FSDP(NotCopied, nn.Module):
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
-        """Arrange the parameters again if they changed; collective if they did."""
+        """Arrange the parameters again if they changed; collective in that case."""
         if not self._watch.changed():
             return
         _refuse_unsupported(self.module)
@@ -166,58 +177,58 @@ class FSDP(NotCopied, nn.Module):
                 self._arrange(new)
 
     def _require_full_shapes(self, before: ParameterWatch, now: ParameterWatch) -> None:
-        """Raise where a replacement was made of one rank's rows, or is to be sharded twice."""
+        """Raise if a replacement has the shape of one rank's rows, or would be sharded twice."""
         for full_name, parameter in now.named.items():
             name, old = full_name.removeprefix("module."), before.named.get(full_name)
-            held = self.sharded.get(old) if old is not None else None
-            if held is None:
+            shard = self.sharded.get(old) if old is not None else None
+            if shard is None:
                 continue
-            expected = held.local_shape if parameter is old else held.shape
+            expected = shard.local_shape if parameter is old else shard.shape
             if parameter.shape != expected:
                 raise ParallelError(
                     f"{name} was given the shape {tuple(parameter.shape)}, but rank"
-                    f" {dist.get_rank(self.process_group)} keeps {held.rows} rows of"
-                    f" {tuple(held.shape)}",
-                    "replace the parameter by a new one of the full shape, on all ranks",
+                    f" {dist.get_rank(self.process_group)} stores {shard.rows} rows of"
+                    f" {tuple(shard.shape)}",
+                    "replace the parameter with a new one of the full shape, on all ranks",
                 )
 
     @property
     def pending(self) -> bool:
-        """Whether there are gradients that finish_gradient_synchronization has to average."""
-        return self._unaveraged or any(held.reducing for held in self.sharded.values())
+        """True if gradients wait for finish_gradient_synchronization to average them."""
+        return self._unaveraged or any(shard.reducing for shard in self.sharded.values())
 
     @property
     def steps(self) -> int:
         return self._agreement.steps
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        for held in self.sharded.values():
-            # The rows may have changed since.
-            held.forget()
+        for shard in self.sharded.values():
+            # The rows may have changed since the last forward.
+            shard.forget()
         self._last_used = None
         if not torch.compiler.is_compiling():
             self._follow_changes()
         return self.module(*inputs, **named)
 
-    def used(self, held: ShardedParameter) -> None:
-        """Remember the order of this forward; fetch what came next in the last one."""
-        if held.after is not None:
-            held.after.prefetch("gather")
-        if self._last_used is not None and self._last_used is not held:
-            self._last_used.after, held.before = held, self._last_used
-        self._last_used = held
+    def used(self, shard: ShardedParameter) -> None:
+        """Record the order of this forward; prefetch what came next in the last one."""
+        if shard.after is not None:
+            shard.after.prefetch("gather")
+        if self._last_used is not None and self._last_used is not shard:
+            self._last_used.after, shard.before = shard, self._last_used
+        self._last_used = shard
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over all ranks."""
-        used = [held.reducing for held in self.sharded.values()]
+        used = [shard.reducing for shard in self.sharded.values()]
         if not any(used) and all(p.grad is None for p in self._replicated):
             raise ParallelError(
                 "there is no gradient to synchronize",
-                "finish_gradient_synchronization follows a backward, once",
+                "call finish_gradient_synchronization once, after a backward",
             )
         self._agreement.exchange(used, buffers=buffers_identity(self.module))
-        for held in self.sharded.values():
-            held.finish()
+        for shard in self.sharded.values():
+            shard.finish()
         small = [p for p in self._replicated if p.requires_grad]
         if small and self._size > 1:
             _average(small, self.process_group, self._size)
@@ -225,28 +236,29 @@ class FSDP(NotCopied, nn.Module):
         broadcast(list(running_buffers(self.module)), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ of the whole model; collective."""
+        """Like torch.nn.utils.clip_grad_norm_ on the full model; collective."""
         if self.pending:
             raise ParallelError(
-                "gradients are clipped before they are averaged",
+                "gradients cannot be clipped before they are averaged",
                 "call finish_gradient_synchronization first",
             )
         return clip(self.sharded, self._replicated, max_norm, norm_type, self.process_group)
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter in full, in the dtype in which it is kept; collective."""
+        """Return every parameter in full, in the dtype in which it is stored; collective."""
         return {
             name: self.sharded[p].gather_master() if p in self.sharded else p.detach().clone()
             for name, p in self.module.named_parameters()
         }
 
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Its gradient is not averaged as it is made: an optimizer has to wait for that."""
+        """Mark the gradients as pending when the backward produces this one, which is averaged
+        later."""
 
-        def made(root: FSDP, _: Tensor) -> None:
+        def produced(root: FSDP, _: Tensor) -> None:
             root._unaveraged = True
 
-        hook_for_life(self, parameter, made)
+        hook_for_life(self, parameter, produced)
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
@@ -254,29 +266,30 @@ def _refuse_unsupported(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, nn.MultiheadAttention | nn.RNNBase):
             raise ParallelError(
-                f"{name or 'the module'} is a {type(inner).__name__}, which reads weights"
-                " other than by their names",
-                "write it with Linear layers",
+                f"{name or 'the module'} is a {type(inner).__name__}, which does not read its"
+                " weights by their names",
+                "implement it with Linear layers",
             )
         if isinstance(inner, nn.ParameterList | nn.ParameterDict) and any(
-            held.dim() >= 2 for held in inner.parameters(recurse=False)
+            parameter.dim() >= 2 for parameter in inner.parameters(recurse=False)
         ):
             raise ParallelError(
-                f"{name or 'the module'} is a {type(inner).__name__}, whose weights others read",
-                "give each weight to the module that uses it in its forward",
+                f"{name or 'the module'} is a {type(inner).__name__}, whose weights are read by"
+                " other modules",
+                "register each weight on the module that uses it in its forward",
             )
 
 
 def _refuse_gradients_of(name: str) -> Callable[[Tensor | None], None]:
-    """What goes through `Gather` gives its rows no gradient: they were read without it."""
+    """Return a hook that raises: rows read through `Gather` never receive a gradient directly."""
 
     def refuse(gradient: Tensor | None) -> None:
         if gradient is not None:
             raise ParallelError(
-                f"{name} was read outside of the forward of its own module, where it is only this"
-                " rank's rows",
-                "use a weight in the forward of the module that has it; tie weights by giving one"
-                " parameter to both modules",
+                f"{name} was read outside the forward of its own module, where it only contains"
+                " this rank's rows",
+                "use a weight in the forward of the module that owns it; tie weights by assigning"
+                " one parameter to both modules",
             )
 
     return refuse
@@ -284,7 +297,8 @@ def _refuse_gradients_of(name: str) -> Callable[[Tensor | None], None]:
 
 @torch.no_grad()
 def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, size: int) -> None:
-    """Gradients of small parameters in one message, with a flag each: does any rank have one?"""
+    """Average the gradients of small parameters in one message. Each has a flag for whether
+    any rank has a gradient."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad / size for p in parameters]
     flags = torch.tensor([float(p.grad is not None) for p in parameters], device=parts[0].device)
     flat = torch.cat([flags, *(part.reshape(-1) for part in parts)])

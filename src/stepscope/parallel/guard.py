@@ -1,4 +1,4 @@
-"""Uses of a wrapper that would be silently wrong: they raise one clear line."""
+"""Reject uses of a wrapper that would silently give wrong results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stepscope.parallel.errors import ParallelError
 
 
 class Wrapper(Protocol):
-    """A module that synchronizes gradients; `steps` counts how often it has."""
+    """A module that synchronizes gradients; `steps` counts the synchronizations."""
 
     @property
     def pending(self) -> bool:
-        """A backward has run and the gradients are not averaged yet."""
+        """True if a backward has run and the gradients are not averaged yet."""
 
     @property
     def steps(self) -> int: ...
@@ -25,17 +25,17 @@ class Wrapper(Protocol):
 def forgotten(wrapper: Wrapper) -> ParallelError:
     return ParallelError(
         f"finish_gradient_synchronization was not called in step {wrapper.steps}",
-        "call it between backward and the optimizer",
+        "call it between the backward and the optimizer step",
     )
 
 
 class NotCopied:
-    """A wrapper that belongs to a process group and to hooks on its parameters: no copy would
-    synchronize anything."""
+    """Base of wrappers that cannot be copied: they are bound to a process group and to hooks on
+    their parameters, so a copy would not synchronize anything."""
 
     label: str
     instead: str
-    """What to do in place of copying it."""
+    """What to do instead of copying it; the hint of the error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ParallelError(f"{self.label} cannot be copied", self.instead)
@@ -45,23 +45,23 @@ class NotCopied:
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raise for embeddings whose gradients are sparse: messages between ranks are dense."""
+    """Raise for embeddings with sparse gradients: messages between ranks are dense."""
     for name, inner in module.named_modules():
         trained = any(p.requires_grad for p in inner.parameters(recurse=False))
         if trained and getattr(inner, "sparse", False) is True:
             raise ParallelError(
                 f"{name or 'the module'} is an {type(inner).__name__} with sparse=True, and sparse"
                 " gradients are not averaged between ranks",
-                "make it with sparse=False, or freeze it",
+                "create it with sparse=False, or freeze it",
             )
 
 
 def refuse_early_steps(wrapper: nn.Module) -> None:
-    """Any optimizer of the wrapper's parameters raises while gradients are pending."""
-    held = weakref.ref(wrapper)
+    """Make any optimizer of the wrapper's parameters raise while gradients are pending."""
+    reference = weakref.ref(wrapper)
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        alive: Any = held()
+        alive: Any = reference()
         if alive is None or not alive.pending:
             return
         own = {id(parameter) for parameter in alive.parameters()}

@@ -1,9 +1,9 @@
-"""A rank's sign of life: a page of shared memory that its supervisor reads.
+"""Heartbeat of a rank: a page of shared memory that its supervisor reads.
 
-A thread beats while the process is scheduled; the training loop says which step it is in, and
-wrappers say when they wait for other ranks. So a stopped process (no beat), a stuck one (beats,
-no progress) and one that only waits for another are told apart. Where nobody supervises, every
-call is a no-op.
+A thread writes a beat while the process is scheduled; the training loop reports its step, and
+wrappers report when they wait for other ranks. This distinguishes a stopped process (no beat), a
+stuck one (beats, no progress) and one that only waits for another. Without a supervisor every call
+is a no-op.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ import psutil
 
 BEAT_EVERY_S = 0.1
 _FIELDS = 8
-"""Of 8 bytes for each rank; the first are those of `Pulse`."""
+"""Fields of 8 bytes per rank; the first ones are those of `Pulse`."""
 
 
 class State(IntEnum):
+    """State of a rank, as its supervisor sees it."""
+
     STARTING = 0
     WORKING = 1
     WAITING = 2
-    """Inside a collective: the cause of a halt is elsewhere."""
+    """Inside a collective: the cause of a hang is on another rank."""
     RAISED = 3
     FINISHED = 4
 
 
 class Pulse(NamedTuple):
-    """Times are of the monotonic clock, which all processes of a machine share."""
+    """State of one rank. Times are of the monotonic clock, common to all local processes."""
 
     beat_s: float
     progress_s: float
@@ -44,12 +46,12 @@ class Pulse(NamedTuple):
 
 
 class Page:
-    """The pulses of all ranks of a job in one file."""
+    """The pulses of all ranks of a job in one memory-mapped file."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), ranks * _FIELDS * 8)
-        # Written field by field, 8 aligned bytes at a time: a reader never sees half a number.
+        # Written field by field, 8 aligned bytes at a time, so a reader never sees a torn value.
         self._times = memoryview(self._memory).cast("d")
         self._numbers = memoryview(self._memory).cast("q")
 
@@ -63,25 +65,32 @@ class Page:
         return page
 
     def read(self, rank: int) -> Pulse:
-        at = rank * _FIELDS
+        base = rank * _FIELDS
         return Pulse(
-            self._times[at], self._times[at + 1], self._numbers[at + 2],
-            State(self._numbers[at + 3]),
-        )  # fmt: skip
+            self._times[base],
+            self._times[base + 1],
+            self._numbers[base + 2],
+            State(self._numbers[base + 3]),
+        )
 
     def write(
-        self, rank: int, *, beat_s: float | None = None, progress_s: float | None = None,
-        step: int | None = None, state: State | None = None,
-    ) -> None:  # fmt: skip
-        at = rank * _FIELDS
+        self,
+        rank: int,
+        *,
+        beat_s: float | None = None,
+        progress_s: float | None = None,
+        step: int | None = None,
+        state: State | None = None,
+    ) -> None:
+        base = rank * _FIELDS
         if beat_s is not None:
-            self._times[at] = beat_s
+            self._times[base] = beat_s
         if progress_s is not None:
-            self._times[at + 1] = progress_s
+            self._times[base + 1] = progress_s
         if step is not None:
-            self._numbers[at + 2] = step
+            self._numbers[base + 2] = step
         if state is not None:
-            self._numbers[at + 3] = state
+            self._numbers[base + 3] = state
 
     def close(self) -> None:
         self._times.release()
@@ -90,7 +99,7 @@ class Page:
 
 
 class Heartbeat:
-    """The rank's side."""
+    """Writes the pulse of this rank."""
 
     def __init__(self) -> None:
         self._page: Page | None = None
@@ -103,7 +112,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def step(self, number: int) -> None:
-        """The training loop begins that step: progress."""
+        """Report that the training loop begins this step; counts as progress."""
         self.step_number = number
         self._update(step=number, progress_s=time.monotonic(), state=State.WORKING)
 
@@ -112,7 +121,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for other ranks."""
+        """Mark the enclosed code as a wait for other ranks."""
         self._update(state=State.WAITING)
         try:
             yield
@@ -127,7 +136,7 @@ class Heartbeat:
         while True:
             self._update(beat_s=time.monotonic())
             if not _alive(self._supervisor):
-                # Nobody waits for the result any more, and nobody would end this process.
+                # No process waits for the result any more, and none would end this process.
                 for process in descendants(os.getpid()):
                     with suppress(psutil.Error):
                         process.kill()
@@ -136,7 +145,7 @@ class Heartbeat:
 
 
 def _alive(process: psutil.Process) -> bool:
-    """Also False for one whose number another process has, and one that nobody has waited for."""
+    """Also False for a reused process id and for a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -144,13 +153,13 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def descendants(*processes: int) -> list[psutil.Process]:
-    """What these processes have started, and what those have started."""
-    found: list[psutil.Process] = []
+    """All direct and indirect child processes of these processes."""
+    children: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            found += psutil.Process(process).children(recursive=True)
-    return found
+            children += psutil.Process(process).children(recursive=True)
+    return children
 
 
 HEARTBEAT = Heartbeat()
-"""Of this process: a process is at most one rank."""
+"""The heartbeat of this process; a process is at most one rank."""

@@ -1,4 +1,4 @@
-"""The optimizer that a rank runs on its part, and the buffers that its parameters are views of."""
+"""The optimizer that a rank runs on its shard, and the flat buffers behind its parameters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Make = Callable[[list[Tensor], dict[str, Any]], Optimizer]
 
 
 def on_its_device(value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Where an optimizer with that group wants a part of its state: a count of steps is on the
-    host, except in the forms that read it on the device."""
+    """Copy a saved state tensor to the device where an optimizer with this group expects it. Step
+    counts are on the host, except in fused and capturable variants, which read them on the
+    device."""
     if value.dim() or group.get("fused") or group.get("capturable"):
-        # A copy: two pieces of one parameter must not share a count of steps.
+        # A copy: two pieces of one parameter must not share a step count.
         return value.to(parameter.device, copy=True)
     return value.clone()
 
 
 def follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Schedulers change the outer group; the inner one follows."""
+    """Copy the options of the outer group, which schedulers change, to the inner optimizer."""
     for key, value in group.items():
         if key != "params":
             optimizer.param_groups[0][key] = value
@@ -30,7 +31,7 @@ def follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def as_views(tensors: list[Tensor], elements: int | None = None) -> Tensor:
-    """One buffer that the tensors become views of; `elements` makes it longer."""
+    """Allocate one flat buffer and make the tensors views of it; `elements` adds padding."""
     flat = tensors[0].new_zeros(elements or sum(tensor.numel() for tensor in tensors))
     offset = 0
     for tensor in tensors:

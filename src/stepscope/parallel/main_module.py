@@ -17,13 +17,13 @@ GUARD = 'call launch under `if __name__ == "__main__":`'
 
 
 def main_to_import() -> dict[str, str]:
-    """The script or module that ranks import, as multiprocessing names it; empty where there is
-    none: a notebook, standard input, `python -c`, the `__main__` of a package."""
+    """Return the script or module that ranks import, as multiprocessing names it. Empty if there
+    is none: a notebook, standard input, `python -c`, the `__main__` of a package."""
     data = spawn.get_preparation_data("rank")
     name, path = data.get("init_main_from_name"), data.get("init_main_from_path")
     if name is not None and name.rpartition(".")[2] != "__main__":
         return {"init_main_from_name": name}
-    # multiprocessing imports no script of that name either.
+    # multiprocessing does not import a script of that name either.
     if path is not None and Path(path).is_file() and Path(path).stem != "ipython":
         return {"init_main_from_path": path}
     return {}
@@ -31,8 +31,8 @@ def main_to_import() -> dict[str, str]:
 
 @contextlib.contextmanager
 def ranks_import_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing the script before a rank could report an error: ranks
-    do it themselves. For processes that this thread starts."""
+    """Keep multiprocessing from importing the script before a rank can report an error: the ranks
+    import it themselves. Applies to processes started by this thread."""
     original, thread = spawn.get_preparation_data, threading.get_ident()
 
     def prepared(name: str) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def ranks_import_main() -> Iterator[None]:
 
 
 def refuse_unguarded(main: dict[str, str]) -> None:
-    """Raise at once where a rank that imports the script is certain to call `launch` again.
+    """Raise immediately if a rank that imports the script is certain to call `launch` again.
 
-    Where that is not certain (the call is in a branch, the script asks for `__name__`) the rank
-    finds out.
+    If that is not certain (the call is in a branch, or the script reads `__name__`), the rank
+    detects it.
     """
     path = getattr(sys.modules["__main__"], "__file__", None)
     if not main or path is None:
@@ -65,18 +65,18 @@ def refuse_unguarded(main: dict[str, str]) -> None:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, ValueError, SyntaxError):
         return
-    asked = any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(tree))
+    reads_name = any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(tree))
     branches = (ast.If, ast.Try, ast.While, ast.Match)
     within = any(
         isinstance(node, branches) and node.lineno <= line <= (node.end_lineno or node.lineno)
         for node in ast.walk(tree)
     )
-    if not asked and not within:
+    if not reads_name and not within:
         raise UsageError(f"every rank imports {path}, which calls launch in line {line}", GUARD)
 
 
 def _line_in(path: str) -> int | None:
-    """The line at the top level of the script that this call comes from, if it does."""
+    """Line of the script's top level from which this call comes; None if there is none."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

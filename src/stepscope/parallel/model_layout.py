@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Names, shapes, formats and order, before the first gradient."""
+"""Check that all ranks have the same model: names, shapes, dtypes and order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Line = tuple[str, tuple[int, ...], str, bool]
 
 
 def layout_of(module: nn.Module) -> list[Line]:
-    held: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-    return [tensor_line(name, tensor) for name, tensor in held]
+    tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return [tensor_line(name, tensor) for name, tensor in tensors]
 
 
 def tensor_line(name: str, tensor: Tensor) -> Line:
@@ -25,7 +25,7 @@ def tensor_line(name: str, tensor: Tensor) -> Line:
 
 
 def require_same_layout(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank, with rank and parameter, where two ranks hold different models."""
+    """Raise on every rank, with rank and parameter, if two ranks have different models."""
     require_same_lines(layout_of(module), "model", group)
 
 
@@ -40,19 +40,19 @@ def require_same_lines(lines: list[Line], of: str, group: dist.ProcessGroup | No
     dist.all_gather_object(layouts, lines, group=group)
     rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
     raise ParallelError(
-        f"rank {rank} holds another {of} than rank 0: {_difference(layouts[0], layouts[rank])}"
+        f"rank {rank} has a different {of} than rank 0: {_difference(layouts[0], layouts[rank])}"
     )
 
 
 def _difference(first: list[Line], second: list[Line]) -> str:
-    for place, (mine, theirs) in enumerate(zip(first, second, strict=False)):
+    for index, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         if mine != theirs:
-            return f"entry {place} is {_words(theirs)}, on rank 0 {_words(mine)}"
+            return f"entry {index} is {_description(theirs)}, on rank 0 {_description(mine)}"
     extra = max(first, second, key=len)[min(len(first), len(second))]
-    return f"{len(second)} entries against {len(first)}; {_words(extra)} has no counterpart"
+    return f"{len(second)} entries against {len(first)}; {_description(extra)} has no counterpart"
 
 
-def _words(line: Line) -> str:
+def _description(line: Line) -> str:
     name, shape, dtype, trained = line
     return f"{name} ({_size(shape)}, {dtype}{'' if trained else ', frozen'})"
 

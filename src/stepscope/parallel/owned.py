@@ -1,4 +1,4 @@
-"""Parameters, or rows of them, with an owner each; the owner updates, everyone receives."""
+"""Parameters, or rows of them, with one owner each: the owner updates and broadcasts them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from stepscope.parallel.reshard import Saved, Span, concatenated
 
 
 class Share(NamedTuple):
-    """What one rank owns of a parameter."""
+    """The part of a parameter that one rank owns."""
 
-    place: int
-    """Of the parameter among all that the optimizer has."""
+    index: int
+    """Index of the parameter in the optimizer."""
     parameter: Tensor
     rows: Span | None
-    """None for all of it."""
+    """None for the full parameter."""
     own: Tensor
-    """The inner optimizer's parameter: that parameter itself, or a view of its rows."""
+    """The inner optimizer's parameter: the parameter itself or a view of its rows."""
 
 
 class Parcel(NamedTuple):
-    """Shares of one group and one owner that travel together."""
+    """Shares of one group and one owner that are sent together."""
 
     owner: int
     group: int
     shares: list[Share]
     buffer: Tensor
     optimizer: Optimizer | None
-    """On the owner's rank."""
+    """None except on the owner's rank."""
 
 
 class OwnedParameters:
+    """The `broadcast` division: each parameter, or range of rows, has one owner."""
+
     def __init__(
         self, make: Make, bucket_mb: float, group: dist.ProcessGroup | None, by_rows: bool
     ) -> None:
-        """`by_rows`: a matrix may be divided, because the optimizer treats elements one by one."""
+        """`by_rows`: a matrix may be divided because the optimizer is element-wise."""
         self._make = make
         self._limit = bucket_mb * MEGABYTE
         self._group = group
@@ -53,20 +55,21 @@ class OwnedParameters:
         self._groups = 0
         self._parameters = 0
         self._rounds: list[list[Parcel]] = []
-        """In a round every owner updates and sends one parcel; the next is updated meanwhile."""
+        """In each round every owner updates and sends one parcel, which overlaps with the update
+        of the next."""
 
     def add_group(self, group: dict[str, Any]) -> None:
-        held: list[Tensor] = group["params"]
+        params: list[Tensor] = group["params"]
         options = {key: value for key, value in group.items() if key != "params"}
-        pieces = share_out([self._rows(parameter) for parameter in held], self._loads)
+        pieces = share_out([self._rows(parameter) for parameter in params], self._loads)
         queues = [
-            list(self._queue(owner, [p for p in pieces if p.owner == owner], held, options))
+            list(self._queue(owner, [p for p in pieces if p.owner == owner], params, options))
             for owner in range(len(self._loads))
         ]
         for number in range(max(map(len, queues), default=0)):
             self._rounds.append([queue[number] for queue in queues if number < len(queue)])
         self._groups += 1
-        self._parameters += len(held)
+        self._parameters += len(params)
 
     def _rows(self, parameter: Tensor) -> Rows:
         size = parameter.numel() * parameter.element_size()
@@ -75,22 +78,22 @@ class OwnedParameters:
         return Rows(parameter.shape[0], size // parameter.shape[0])
 
     def _queue(
-        self, owner: int, pieces: list[OwnedRows], held: list[Tensor], options: dict[str, Any]
+        self, owner: int, pieces: list[OwnedRows], params: list[Tensor], options: dict[str, Any]
     ) -> Iterator[Parcel]:
-        """Whole parameters in buckets, then rows, which travel from where they are."""
-        whole = [piece for piece in pieces if piece.whole]
-        items = [_item(held[piece.place]) for piece in whole]
+        """Yield complete parameters in buckets, then rows, which are sent without a copy."""
+        complete = [piece for piece in pieces if piece.complete]
+        items = [_item(params[piece.place]) for piece in complete]
         for bucket in plan_buckets(items, self._limit):
-            own = [held[whole[place].place] for place in bucket.items]
+            own = [params[complete[index].place] for index in bucket.items]
             buffer = as_views(own)
             shares = [
-                Share(self._parameters + whole[place].place, tensor, None, tensor)
-                for place, tensor in zip(bucket.items, own, strict=True)
+                Share(self._parameters + complete[index].place, tensor, None, tensor)
+                for index, tensor in zip(bucket.items, own, strict=True)
             ]
             yield self._parcel(owner, shares, buffer, options)
         for piece in pieces:
-            if not piece.whole:
-                tensor, rows = held[piece.place], Span(piece.begin, piece.end)
+            if not piece.complete:
+                tensor, rows = params[piece.place], Span(piece.begin, piece.end)
                 own_rows = torch.nn.Parameter(rows.of(tensor.detach()))
                 share = Share(self._parameters + piece.place, tensor, rows, own_rows)
                 yield self._parcel(owner, [share], own_rows.detach(), options)
@@ -104,7 +107,7 @@ class OwnedParameters:
         return Parcel(owner, self._groups, shares, buffer, optimizer)
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        flying = []
+        in_flight = []
         for parcels in self._rounds:
             for parcel in parcels:
                 if parcel.optimizer is not None:
@@ -114,14 +117,14 @@ class OwnedParameters:
                 if self._group is not None:
                     sender = dist.get_global_rank(self._group, sender)
                 work = dist.broadcast(parcel.buffer, sender, group=self._group, async_op=True)
-                flying.append(work)
+                in_flight.append(work)
         with HEARTBEAT.waiting():
-            for work in flying:
+            for work in in_flight:
                 work.wait()
 
     def local_state(self) -> dict[str, Any]:
         return {
-            Saved(share.place, share.rows, kind).name: value
+            Saved(share.index, share.rows, kind).name: value
             for share, optimizer in self._owned()
             for kind, value in optimizer.state[share.own].items()
         }
@@ -130,7 +133,7 @@ class OwnedParameters:
         saved = [Saved.parse(name) for name in sorted(names)]
         for share, optimizer in self._owned():
             state: dict[str, Any] = {}
-            own = [one for one in saved if one.place == share.place]
+            own = [one for one in saved if one.index == share.index]
             for kind in dict.fromkeys(one.kind for one in own):
                 parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
                 value = concatenated(share.rows, [(one, find(one.name)) for one in parts])
@@ -139,9 +142,9 @@ class OwnedParameters:
                 state[kind] = value
             optimizer.state[share.own] = state
 
-    def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         one = Saved.parse(name)
-        meets = any(one.place == h.place and one.meets(h.rows) for h, _ in self._owned())
+        meets = any(one.index == h.index and one.meets(h.rows) for h, _ in self._owned())
         return torch.empty(size, dtype=dtype) if meets else None
 
     def _owned(self) -> Iterator[tuple[Share, Optimizer]]:

@@ -1,7 +1,8 @@
-"""Detects parameters that change after wrapping: added, removed, replaced, (un)frozen, converted.
+"""Detect parameters that change after wrapping: added, removed, replaced, (un)frozen, converted.
 
-Fine-tuning does all of it: layers are unfrozen one by one, adapters are added. A wrapper compares a
-snapshot before each forward, which costs microseconds: identities and a few attributes, read in C.
+Fine-tuning does all of these: layers are unfrozen one by one, adapters are added. A wrapper
+compares a snapshot before each forward, which takes microseconds: identities and a few attributes,
+read in C.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class ParameterWatch:
         return chain.from_iterable(map(dict.values, self._tables))
 
     def _quick_traits(self) -> list[object]:
-        """A conversion allocates new memory, so the address shows it; a third of the time."""
+        """Cheap check, a third of the time: a conversion allocates memory, so the address
+        changes."""
         return [*map(_trainable, self._parameters), *map(Tensor.data_ptr, self._parameters)]
 
     def changed(self) -> bool:
-        """Whether anything differs from when the snapshot was taken."""
+        """True if anything differs from the time of the snapshot."""
         now = list(self._current())
         if any(self._empty) or len(now) != len(self._entries):
             return True
@@ -58,7 +60,7 @@ class ParameterWatch:
         return False
 
     def new_since(self, before: ParameterWatch) -> list[nn.Parameter]:
-        """The parameters whose values the ranks have not agreed on yet."""
+        """Return the parameters whose values the ranks have not agreed on yet."""
         known = dict(zip(map(id, before._parameters), before._traits, strict=True))
         return [
             parameter
@@ -67,7 +69,7 @@ class ParameterWatch:
         ]
 
     def changes_since(self, before: ParameterWatch) -> list[str]:
-        """One line for each parameter that differs, the same on ranks that changed alike."""
+        """Return one line per parameter that differs; equal on ranks with the same changes."""
         then = dict(zip(before.named, before._traits, strict=True))
         now = dict(zip(self.named, self._traits, strict=True))
         lines = [f"{name} was removed" for name in then if name not in now]
@@ -80,7 +82,7 @@ class ParameterWatch:
                 lines.append(f"{name} was resized to {shape_and_dtype(self.named[name])}")
             elif traits[1:3] != then[name][1:3]:
                 dtype = str(traits[1]).removeprefix("torch.")
-                # Without the index, which differs between ranks.
+                # Without the device index, which differs between ranks.
                 lines.append(f"{name} was converted to {dtype} on {traits[2].type}")
             if name in then and traits[0] != then[name][0]:
                 lines.append(f"{name} was {'unfrozen' if traits[0] else 'frozen'}")
@@ -88,7 +90,7 @@ class ParameterWatch:
 
 
 def unplanned_gradient(watch: ParameterWatch, planned: set[int]) -> str | None:
-    """The name of a trainable parameter that has a gradient nobody averages."""
+    """Name of a trainable parameter with a gradient that is not averaged; None if there is none."""
     for name, parameter in watch.named.items():
         if id(parameter) not in planned and _has_gradient(parameter):
             return name

@@ -1,9 +1,10 @@
-"""Pickles functions, arguments and results that travel between a launcher and its ranks.
+"""Pickle functions, arguments and results that are sent between a launcher and its ranks.
 
-Pickle sends a function or class as a name that the other process imports. That fails for what has
-no name there: a lambda, a local function, and everything that was defined in a notebook, on
+Pickle sends a function or class as a name that the other process imports. That fails for objects
+without an importable name: a lambda, a local function, and everything defined in a notebook, on
 standard input, with `python -c` or by `exec`. Those are sent by value: the code, the closure, and
-the globals that the code uses. Both processes run the same interpreter, so code objects fit.
+the globals that the code uses. Both processes run the same interpreter, so code objects are
+compatible.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from stepscope.errors import UsageError
 
-_OF_THE_CLASS_ITSELF = {"__dict__", "__weakref__", "_abc_impl"}
+_CLASS_INTERNALS = {"__dict__", "__weakref__", "_abc_impl"}
 _HEAP_TYPE = 1 << 9
-"""The flag of a class that Python code has made; those of C modules are not sent by value."""
+"""Flag of a class created by Python code; classes of C modules are not sent by value."""
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 _SENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Functions and classes that this process has sent by value, by their identity."""
+"""Functions and classes that this process has sent by value, by id."""
 _ORIGINS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Those that this process was sent, with their identity where they come from: a result that
-refers to one is then the launcher's own."""
+"""Functions and classes that this process received, with their id in the sending process. A result
+that refers to one resolves to the launcher's original."""
 Main = Literal["script", "all", "none"]
-"""What the other process has of `__main__` under the same names: what the script's file defines
-(and not what `exec` added to it), all of it, nothing."""
+"""The names of `__main__` that exist in the other process: those defined by the script's file (and
+not those that `exec` added), all of them, or none."""
 
 
 def dumps(value: Any, main: Main) -> bytes:
@@ -50,11 +51,11 @@ def dumps(value: Any, main: Main) -> bytes:
 
 
 loads = pickle.loads
-"""Of data that a live process of this job has sent, never of a file."""
+"""Only for data from a live process of this job, never from a file."""
 
 
 def why_not(value: Any, main: Main, seen: frozenset[int] = frozenset()) -> str | None:
-    """Which part of a value cannot be sent, and why; None if all of it can."""
+    """Describe the part of a value that cannot be sent, and why; None if all of it can."""
     try:
         dumps(value, main)
     except Exception as error:
@@ -69,21 +70,21 @@ def why_not(value: Any, main: Main, seen: frozenset[int] = frozenset()) -> str |
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value consists of, by names that its author knows."""
+    """Yield the parts of a value with names that its author recognizes."""
     if isinstance(value, functools.partial):
         yield "its function", value.func
-        yield from ((f"its argument {number}", held) for number, held in enumerate(value.args))
+        yield from ((f"its argument {number}", part) for number, part in enumerate(value.args))
         yield from value.keywords.items()
     elif isinstance(value, types.MethodType):
         yield "its object", value.__self__
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield from ((name, held) for held in _content(cell))
+            yield from ((name, part) for part in _content(cell))
         yield from _used_globals(value).items()
     elif isinstance(value, dict):
-        yield from ((repr(key), held) for key, held in value.items())
+        yield from ((repr(key), part) for key, part in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"item {number}", held) for number, held in enumerate(value))
+        yield from ((f"item {number}", part) for number, part in enumerate(value))
     elif not isinstance(value, type):
         yield from getattr(value, "__dict__", {}).items()
 
@@ -95,14 +96,14 @@ class _Pickler(ForkingPickler):
         self._namespaces: dict[int, _Namespace] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        made = isinstance(value, type) and value.__flags__ & _HEAP_TYPE
-        if isinstance(value, types.FunctionType) or made:
+        python_class = isinstance(value, type) and value.__flags__ & _HEAP_TYPE
+        if isinstance(value, types.FunctionType) or python_class:
             if self._main == "all" and value in _ORIGINS:
                 return _original, (_ORIGINS[value],)
             if self._has_name(value):
                 return NotImplemented
             _SENT[id(value)] = value
-            return self._class(value) if made else self._function(value)
+            return self._class(value) if python_class else self._function(value)
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, types.CodeType):
@@ -116,19 +117,19 @@ class _Pickler(ForkingPickler):
         if isinstance(value, types.MappingProxyType):
             return _proxy, (dict(value),)
         if type(value).__module__ == "dataclasses":
-            # Its markers are compared by identity.
-            for name, held in vars(dataclasses).items():
-                if held is value:
+            # The markers of dataclasses are compared by identity.
+            for name, marker in vars(dataclasses).items():
+                if marker is value:
                     return getattr, (dataclasses, name)
         return NotImplemented
 
     def _has_name(self, value: Any) -> bool:
-        """Whether the other process finds this function or class by its name."""
+        """True if the other process can import this function or class by its name."""
         module = sys.modules.get(value.__module__ or "")
-        found: Any = module
+        resolved: Any = module
         for part in value.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if module is None or found is not value:
+            resolved = getattr(resolved, part, None)
+        if module is None or resolved is not value:
             return False
         if module is sys.modules["__main__"]:
             in_file = not _file_of(value).startswith("<")
@@ -142,34 +143,40 @@ class _Pickler(ForkingPickler):
             "modules": [] if namespace.exists else _used_modules(value),
             "attributes": {
                 name: getattr(value, name)
-                for name in ("__module__", "__qualname__", "__doc__", "__defaults__",
-                             "__kwdefaults__", "__annotations__")
+                for name in (
+                    "__module__",
+                    "__qualname__",
+                    "__doc__",
+                    "__defaults__",
+                    "__kwdefaults__",
+                    "__annotations__",
+                )
             },
             "dict": vars(value),
             "origin": id(value),
-        }  # fmt: skip
+        }
         args = value.__code__, namespace, value.__name__, value.__closure__
         return _make_function, args, state, None, None, _fill_function
 
     def _namespace(self, value: types.FunctionType) -> _Namespace:
-        """One for all functions with the same globals."""
-        held = value.__globals__
-        if id(held) not in self._namespaces:
-            name = str(held.get("__name__", "__main__"))
+        """One namespace for all functions with the same globals."""
+        variables = value.__globals__
+        if id(variables) not in self._namespaces:
+            name = str(variables.get("__name__", "__main__"))
             module = sys.modules.get(name)
-            own = module is not None and vars(module) is held
+            own = module is not None and vars(module) is variables
             main = module is sys.modules["__main__"]
             exists = own and (self._main != "none" if main else _importable(module))
-            self._namespaces[id(held)] = _Namespace(name, exists, exists or (own and main))
-        return self._namespaces[id(held)]
+            self._namespaces[id(variables)] = _Namespace(name, exists, exists or (own and main))
+        return self._namespaces[id(variables)]
 
     def _class(self, value: type) -> Any:
         if issubclass(value, enum.Enum):
             raise UsageError(f"{value.__qualname__} is an Enum", "define it in a module")
         members = {
-            name: held
-            for name, held in vars(value).items()
-            if name not in _OF_THE_CLASS_ITSELF and not isinstance(held, _DESCRIPTORS)
+            name: member
+            for name, member in vars(value).items()
+            if name not in _CLASS_INTERNALS and not isinstance(member, _DESCRIPTORS)
         }
         slots = {name: members.pop(name) for name in ("__slots__",) if name in members}
         names = {name: getattr(value, name) for name in ("__module__", "__qualname__")}
@@ -178,7 +185,7 @@ class _Pickler(ForkingPickler):
 
 
 class _Namespace:
-    """The globals of functions: a module's in the other process, or new ones."""
+    """The globals of functions: those of a module in the other process, or new ones."""
 
     def __init__(self, name: str, exists: bool, of_module: bool) -> None:
         self.name, self.exists, self._of_module = name, exists, of_module
@@ -213,13 +220,13 @@ def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
 
 
 def _make_class(kind: Any, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
-    return types.new_class(name, bases, {"metaclass": kind}, lambda held: held.update(members))
+    return types.new_class(name, bases, {"metaclass": kind}, lambda body: body.update(members))
 
 
-def _fill_class(made: type, state: tuple[dict[str, Any], int]) -> None:
-    members, _ORIGINS[made] = state
+def _fill_class(cls: type, state: tuple[dict[str, Any], int]) -> None:
+    members, _ORIGINS[cls] = state
     for name, value in members.items():
-        setattr(made, name, value)
+        setattr(cls, name, value)
 
 
 def _original(origin: int) -> Any:
@@ -236,15 +243,15 @@ def _fill_cell(cell: types.CellType, content: tuple[Any, ...]) -> None:
 
 
 def _content(cell: types.CellType) -> tuple[Any, ...]:
-    """Of one element, or of none while nothing has been assigned."""
+    """The content in a tuple; empty if nothing has been assigned."""
     try:
         return (cell.cell_contents,)
     except ValueError:
         return ()
 
 
-def _proxy(held: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
-    return types.MappingProxyType(held)
+def _proxy(mapping: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
+    return types.MappingProxyType(mapping)
 
 
 def _importable(module: types.ModuleType | None) -> bool:
@@ -252,7 +259,7 @@ def _importable(module: types.ModuleType | None) -> bool:
 
 
 def _file_of(value: Any) -> str:
-    """The file that defines a function or a class, as the compiler was given it."""
+    """The file that defines a function or class, as passed to the compiler."""
     functions = [value] if isinstance(value, types.FunctionType) else vars(value).values()
     files = (f.__code__.co_filename for f in functions if isinstance(f, types.FunctionType))
     return next(files, "")
@@ -272,27 +279,28 @@ def _used_globals(function: types.FunctionType) -> dict[str, Any]:
         for step in dis.get_instructions(code)
         if step.opname in _LOADS
     }
-    held = function.__globals__
-    return {name: held[name] for name in sorted(names) if name in held}
+    variables = function.__globals__
+    return {name: variables[name] for name in sorted(names) if name in variables}
 
 
 def _used_modules(function: types.FunctionType) -> list[str]:
-    """Loaded submodules of the packages that a function uses: `import a.b` binds `a` alone."""
+    """Loaded submodules of the packages that a function uses: `import a.b` only binds `a`."""
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     used = _used_globals(function).values()
     packages = {value.__name__ for value in used if isinstance(value, types.ModuleType)}
     return [
-        module for module in sorted(sys.modules)
+        module
+        for module in sorted(sys.modules)
         if any(
             module.startswith(f"{package}.")
             and names.issuperset(module.removeprefix(f"{package}.").split("."))
             for package in packages
         )
-    ]  # fmt: skip
+    ]
 
 
 class Sent:
-    """A value that is pickled when the process that gets it is started."""
+    """A value that is pickled when the process that receives it is started."""
 
     def __init__(self, value: Any, main: Main) -> None:
         self.value, self.main = value, main
@@ -302,7 +310,7 @@ class Sent:
 
 
 class Received:
-    """The same value in the process that got it, which opens it where it can report an error."""
+    """The value in the receiving process, unpickled where an error can be reported."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -312,8 +320,8 @@ class Received:
 
 
 class Result:
-    """What a rank returned. Opened as soon as it is read: its tensors may be shared with a process
-    that ends then."""
+    """The return value of a rank. Unpickled as soon as it is read, because its tensors may be
+    shared with a process that is about to exit."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -323,6 +331,8 @@ class Result:
 
 
 class Opened:
+    """A result after unpickling: its value, or the error."""
+
     def __init__(self, data: bytes) -> None:
         self.value: Any = None
         self.error: str | None = None

@@ -1,7 +1,7 @@
-"""A rank's process: what `launch` runs in it around the given function.
+"""Entry point of a rank's process: what `launch` runs around the given function.
 
-Everything that can fail in it, from the import of the script on, is written to a file that the
-supervisor reads, so that an error reaches the caller of `launch` with its text and its stack.
+Every failure in it, from the import of the script on, is written to a file that the supervisor
+reads, so that an error reaches the caller of `launch` with its message and stack.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from stepscope.parallel.world import World
 
 _UNTIL_ENDED_S = 5.0
 _importing: str | None = None
-"""The script that this rank imports at the moment."""
+"""The script that this rank is importing, if any."""
 
 
 class CannotStart(UsageError):  # noqa: N818
-    """The function never ran, for a reason that lies with the caller of `launch`."""
+    """The function never ran, for a reason that the caller of `launch` can fix."""
 
 
 class _Unsendable(Exception):  # noqa: N818
@@ -48,31 +48,37 @@ def refuse_within_import() -> None:
 
 
 def run_rank(
-    task: Received, main: dict[str, str], folder: str, backend: str, device: str,
-    patience_s: float, threads: int, supervisor: int,
-) -> Result:  # fmt: skip
+    task: Received,
+    main: dict[str, str],
+    folder: str,
+    backend: str,
+    device: str,
+    patience_s: float,
+    threads: int,
+    supervisor: int,
+) -> Result:
     job, rank = Path(folder), int(os.environ["RANK"])
-    # Stays open for as long as the process lives: the handler writes to it.
+    # Stays open while the process lives: the signal handler writes to it.
     stacks = (job / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     HEARTBEAT.start(Page(job / "pulses", int(os.environ["WORLD_SIZE"])), rank, supervisor)
     torch.set_num_threads(threads)
-    with _certified(job / f"raised-{rank}", connected=False):
+    with _reported(job / f"raised-{rank}", connected=False):
         _import_main(main)
         function, arguments = _opened(task)
         world = World.from_environment(backend, device)
-        # Inside as well: leaving the group makes the others fail, and they must not be first.
-        with world.connected(patience_s), _certified(job / f"raised-{rank}", connected=True):
+        # Inside as well: leaving the group makes the others fail, and this rank must report first.
+        with world.connected(patience_s), _reported(job / f"raised-{rank}", connected=True):
             result = Result(_pickled(function(world, *arguments)))
     HEARTBEAT.state(State.FINISHED)
     return result
 
 
 def _import_main(main: dict[str, str]) -> None:
-    """As multiprocessing does when it starts a process, but where an error can be reported."""
+    """Import the script as multiprocessing does, but at a point where errors can be reported."""
     global _importing
     if not main:
-        # Functions that were defined there bring along what they use of it.
+        # Functions defined there carry the globals that they use.
         spawn.old_main_modules.append(sys.modules["__main__"])
         sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
         return
@@ -80,7 +86,7 @@ def _import_main(main: dict[str, str]) -> None:
         return
     process: Any = multiprocessing.current_process()
     (_importing,) = main.values()
-    # What multiprocessing itself refuses to start during such an import.
+    # With this flag multiprocessing refuses to start processes during the import.
     process._inheriting = True
     try:
         spawn.prepare(main)
@@ -88,7 +94,8 @@ def _import_main(main: dict[str, str]) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise CannotStart(
-            f"a rank cannot import {_importing}: {_said(error)}", f"if it starts the job, {GUARD}"
+            f"a rank cannot import {_importing}: {_summary(error)}",
+            f"if it starts the job, {GUARD}",
         ) from error
     finally:
         del process._inheriting
@@ -100,7 +107,7 @@ def _opened(task: Received) -> tuple[Any, tuple[Any, ...]]:
         function, arguments = task.open()
     except Exception as error:
         raise CannotStart(
-            f"a rank cannot load the function or its arguments: {_said(error)}",
+            f"a rank cannot load the function or its arguments: {_summary(error)}",
             "define them in a module that a rank can import, or at the top level of the script",
         ) from error
     return function, arguments
@@ -110,29 +117,30 @@ def _pickled(result: Any) -> bytes:
     try:
         return dumps(result, "all")
     except Exception as error:
-        raise _Unsendable(why_not(result, "all") or _said(error)) from error
+        raise _Unsendable(why_not(result, "all") or _summary(error)) from error
 
 
 @contextlib.contextmanager
-def _certified(path: Path, *, connected: bool) -> Iterator[None]:
+def _reported(path: Path, *, connected: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _certify(path, error, connected=connected)
+        _write_report(path, error, connected=connected)
         HEARTBEAT.state(State.RAISED)
-        # The supervisor ends this process; until then only a rank that died is dead.
+        # The supervisor ends this process. Until then it stays alive, so that only a rank that
+        # really died counts as dead.
         time.sleep(_UNTIL_ENDED_S)
         raise
 
 
-def _certify(path: Path, error: BaseException, *, connected: bool) -> None:
-    """Say what ended this rank and when; whole or not at all."""
-    what, cause = f"raised {_said(error)}", error
+def _write_report(path: Path, error: BaseException, *, connected: bool) -> None:
+    """Write atomically what ended this rank and when."""
+    what, cause = f"raised {_summary(error)}", error
     if isinstance(error, _Unsendable):
-        what = f"finished, but what it returned cannot be sent: {error}"
+        what = f"finished, but its return value cannot be sent: {error}"
     if isinstance(error, CannotStart) and error.__cause__ is not None:
         cause = error.__cause__
-    certificate = {
+    report = {
         "at_s": time.monotonic(),
         "what": what,
         "cannot_start": str(error) if isinstance(error, CannotStart) else None,
@@ -140,10 +148,10 @@ def _certify(path: Path, error: BaseException, *, connected: bool) -> None:
         "stack": "".join(traceback.format_exception(cause)),
     }
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(certificate))
+    unfinished.write_text(json.dumps(report))
     unfinished.rename(path)
 
 
-def _said(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

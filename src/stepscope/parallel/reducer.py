@@ -1,9 +1,9 @@
-"""Gradients of all ranks become their average, by one of four strategies.
+"""Average the gradients of all ranks, with one of four strategies.
 
-Every rank issues the same reductions in the same order, whatever order its backward finished in:
-that of the plan. A gradient that is ready early waits for its turn; one that never comes is sent
-as zeros at the end. So gradients cannot mix; whether they belong together is what the ranks agree
-on (`agreement.py`).
+Every rank issues the same reductions in the order of the plan, regardless of the order in which
+its backward produced the gradients. A gradient that is ready early waits for its position; a
+missing one is sent as zeros at the end. Gradients therefore cannot mix. `agreement.py` checks that
+they belong together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class Reducer:
-    """Holds the plan and the reductions in flight."""
+    """The bucket plan and the reductions in flight."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Reducer:
         self.buckets = plan_buckets(self.items, limit)
         self.identity = identity(self.buckets, self.items)
         self.eager = strategy in ("overlap", "bucketed")
-        """Reductions leave during the backward."""
+        """True if reductions are issued during the backward."""
         self._blocking = strategy == "naive"
         self._group = group
         self.observer: Callable[[int, dist.Work], None] | None = None
-        """Told of every reduction that leaves: its bytes, and how to know when it is done."""
+        """Called with the bytes and the work of every reduction as it is issued."""
         self._views: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         if strategy in ("flat", "bucketed"):
@@ -61,64 +61,64 @@ class Reducer:
             first = self.parameters[bucket.items[0]]
             buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
             self._buffers[number] = buffer
-            for place, offset in zip(bucket.items, bucket.offsets, strict=True):
-                parameter = self.parameters[place]
+            for index, offset in zip(bucket.items, bucket.offsets, strict=True):
+                parameter = self.parameters[index]
                 flat = buffer[offset : offset + parameter.numel()]
-                self._views[place] = flat.view(parameter.shape)
+                self._views[index] = flat.view(parameter.shape)
 
     def reset(self) -> None:
         self.ready: set[int] = set()
-        self._left = [len(bucket.items) for bucket in self.buckets]
+        self._missing = [len(bucket.items) for bucket in self.buckets]
         self._next = 0
-        self._flying: list[dist.Work] = []
+        self._in_flight: list[dist.Work] = []
 
-    def gradient_is_ready(self, place: int, factor: float) -> None:
-        """The backward finished this gradient; send what is complete and has its turn."""
-        if place in self.ready:
+    def gradient_is_ready(self, index: int, factor: float) -> None:
+        """Record a gradient that the backward produced; send complete buckets in order."""
+        if index in self.ready:
             raise ParallelError(
-                f"a second backward reached {self.names[place]} before"
+                f"a second backward reached {self.names[index]} before"
                 " finish_gradient_synchronization",
                 "run all but the last backward of a step inside no_sync()",
             )
-        self.ready.add(place)
+        self.ready.add(index)
         if not self.eager:
             return
-        self._pack(place, factor)
-        self._left[self._bucket_of[place]] -= 1
-        while self._next < len(self.buckets) and self._left[self._next] == 0:
+        self._pack(index, factor)
+        self._missing[self._bucket_of[index]] -= 1
+        while self._next < len(self.buckets) and self._missing[self._next] == 0:
             self._send(self._next)
             self._next += 1
 
     def send_rest(self, used: Sequence[bool], factor: float) -> None:
-        """Send what has not left yet; what no rank uses is left out where it can be."""
+        """Send what has not been sent yet; skip buckets that no rank uses."""
         packed = self.ready if self.eager else frozenset()
         for number in range(self._next, len(self.buckets)):
             bucket = self.buckets[number]
-            if not any(used[place] for place in bucket.items):
+            if not any(used[index] for index in bucket.items):
                 continue
-            for place in bucket.items:
-                if place not in packed:
-                    self._pack(place, factor)
+            for index in bucket.items:
+                if index not in packed:
+                    self._pack(index, factor)
             self._send(number)
         self._next = len(self.buckets)
 
     def wait(self, used: Sequence[bool]) -> None:
         with HEARTBEAT.waiting():
-            for work in self._flying:
+            for work in self._in_flight:
                 work.wait()
-        for place, parameter in enumerate(self.parameters):
-            if not used[place]:
+        for index, parameter in enumerate(self.parameters):
+            if not used[index]:
                 parameter.grad = None
 
-    def _pack(self, place: int, factor: float) -> None:
-        """Scale the gradient, in its bucket where it has one."""
-        parameter = self.parameters[place]
-        gradient, view = parameter.grad, self._views.get(place)
+    def _pack(self, index: int, factor: float) -> None:
+        """Scale the gradient, in its bucket if it has one."""
+        parameter = self.parameters[index]
+        gradient, view = parameter.grad, self._views.get(index)
         if gradient is not None and gradient.is_sparse:
             raise ParallelError(
-                f"the gradient of {self.names[place]} is sparse, and sparse gradients are not"
+                f"the gradient of {self.names[index]} is sparse, and sparse gradients are not"
                 " averaged between ranks",
-                "make dense gradients",
+                "use dense gradients",
             )
         if gradient is None:
             parameter.grad = torch.zeros_like(parameter) if view is None else view.zero_()
@@ -144,11 +144,11 @@ class Reducer:
             with HEARTBEAT.waiting():
                 work.wait()
         else:
-            self._flying.append(work)
+            self._in_flight.append(work)
 
     def message_bytes(self) -> list[int]:
-        """The reductions of a step in which every parameter has a gradient."""
+        """Bytes of the reductions of a step in which every parameter has a gradient."""
         return [
-            sum(self.items[place].elements * self.items[place].element_bytes for place in b.items)
+            sum(self.items[index].elements * self.items[index].element_bytes for index in b.items)
             for b in self.buckets
         ]

@@ -1,4 +1,4 @@
-"""Parts of a saved optimizer state, of whole parameters or of rows, cut anew for other ranks."""
+"""Reshard a saved optimizer state, of full parameters or rows, for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.parallel.errors import ParallelError
 
 
 class Span(NamedTuple):
-    """Rows of a parameter."""
+    """A range of rows of a parameter."""
 
     begin: int
     end: int
@@ -23,24 +23,24 @@ class Span(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """One part: of which parameter, which rows (None for all), which kind of state."""
+    """One saved part: parameter index, rows (None for all) and kind of state."""
 
-    place: int
+    index: int
     rows: Span | None
     kind: str
 
     @classmethod
     def parse(cls, name: str) -> Saved:
-        found = re.fullmatch(r"(\d+)(?:\[(\d+):(\d+)\])?\.(.+)", name)
-        if found is None:
-            raise ParallelError(f"the state has {name}, which is of another form of optimizer")
-        place, begin, end, kind = found.groups()
-        return cls(int(place), Span(int(begin), int(end)) if begin else None, kind)
+        match = re.fullmatch(r"(\d+)(?:\[(\d+):(\d+)\])?\.(.+)", name)
+        if match is None:
+            raise ParallelError(f"the state contains {name}, written by another form of optimizer")
+        index, begin, end, kind = match.groups()
+        return cls(int(index), Span(int(begin), int(end)) if begin else None, kind)
 
     @property
     def name(self) -> str:
         rows = "" if self.rows is None else f"[{self.rows.begin}:{self.rows.end}]"
-        return f"{self.place}{rows}.{self.kind}"
+        return f"{self.index}{rows}.{self.kind}"
 
     def meets(self, rows: Span | None) -> bool:
         if self.rows is None or rows is None:
@@ -49,22 +49,23 @@ class Saved(NamedTuple):
 
 
 def concatenated(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
-    """What these parts hold of those rows (None for all). A number is the same in every part."""
+    """Assemble these rows (None for all) from the parts. A scalar is the same in every part."""
     saved, value = parts[0]
     if not (isinstance(value, Tensor) and value.dim()) or (saved.rows is None and rows is None):
         return value
     known = sorted(
-        ((one.rows or Span(0, len(held)), held) for one, held in parts), key=lambda part: part[0]
+        ((one.rows or Span(0, len(tensor)), tensor) for one, tensor in parts),
+        key=lambda part: part[0],
     )
     wanted = rows or Span(0, max(span.end for span, _ in known))
-    pieces, at = [], wanted.begin
-    for span, held in known:
+    pieces, begin = [], wanted.begin
+    for span, tensor in known:
         end = min(wanted.end, span.end)
-        if span.begin <= at < end:
-            pieces.append(held[at - span.begin : end - span.begin])
-            at = end
-    if at != wanted.end:
+        if span.begin <= begin < end:
+            pieces.append(tensor[begin - span.begin : end - span.begin])
+            begin = end
+    if begin != wanted.end:
         raise ParallelError(
-            f"the state {saved.kind} of parameter {saved.place} lacks rows {at} to {wanted.end}"
+            f"the state {saved.kind} of parameter {saved.index} lacks rows {begin} to {wanted.end}"
         )
     return torch.cat(pieces)

@@ -1,4 +1,4 @@
-"""A module of a sharded model in its forward: full weights by their names, in the right dtype."""
+"""Forward of a module in a sharded model: full weights under their names, in the right dtype."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
 if TYPE_CHECKING:
     from stepscope.parallel.fsdp import FSDP
 
-IN_PLACE_OF_A_COPY = (
-    "for averages of weights keep copies of its parameters(); for a model of one process load"
+COPY_HINT = (
+    "for averages of weights copy its parameters(); for a model of one process load"
     " gather_full_params() into a new module"
 )
 
 
 class Unit(NotCopied):
-    """A module that owns parameters: they are full, in the dtype of computation, while it runs."""
+    """A module that owns parameters. They are full and in the compute dtype while it runs."""
 
-    label = "a module that FSDP wraps"
-    instead = IN_PLACE_OF_A_COPY
+    label = "a module wrapped by FSDP"
+    instead = COPY_HINT
 
     def __init__(self, owner: nn.Module, root: FSDP) -> None:
         self._root = root
         self._runs: list[Run] = []
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, always_call=True)
-        # Torch sets an attribute of the hook, which a bound method cannot have.
+        # Torch sets an attribute on the hook, which a bound method does not allow.
         owner.register_state_dict_post_hook(partial(self._as_dtensors))  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(self._own_rows)  # type: ignore[no-untyped-call]
 
     def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
-        # By all its names: one parameter may have two.
+        # By name, because one parameter may have two names.
         owned = {name: p for name, p in owner._parameters.items() if p is not None}
-        # In its place even if a gather fails: `_after` is called then, too.
+        # Appended even if a gather fails: `_after` is called in that case as well.
         run = Run({name: owner.__dict__.get(name) for name in owned})
         self._runs.append(run)
-        wholes: dict[int, ShardedParameter] = {}
+        gathered: dict[int, ShardedParameter] = {}
         dtype = self._dtype_of(owner, owned)
         for name, parameter in owned.items():
-            held = self._root.sharded.get(parameter)
-            if held is not None:
-                shown = Gather.apply(parameter, held)  # type: ignore[no-untyped-call]
-                wholes[shown.untyped_storage().data_ptr()] = held
-                self._root.used(held)
+            shard = self._root.sharded.get(parameter)
+            if shard is not None:
+                value = Gather.apply(parameter, shard)  # type: ignore[no-untyped-call]
+                gathered[value.untyped_storage().data_ptr()] = shard
+                self._root.used(shard)
             else:
-                shown = _cast(parameter, dtype) if dtype else parameter
-            # An attribute of the instance is found before a registered parameter.
-            owner.__dict__[name] = shown
-        notes = saved_tensors_hooks(Notes(wholes), _from_note)
-        notes.__enter__()
-        run.notes = notes
+                value = _cast(parameter, dtype) if dtype else parameter
+            # An instance attribute takes precedence over a registered parameter.
+            owner.__dict__[name] = value
+        references = saved_tensors_hooks(SaveReferences(gathered), _unpack)
+        references.__enter__()
+        run.references = references
         if dtype is None:
             return inputs, named
         if dtype is not self._root.compute_dtype:
-            run.answer = _common_dtype((inputs, named))
+            run.output_dtype = _common_dtype((inputs, named))
         return tree_map(lambda t: _cast(t, dtype), (inputs, named))  # type: ignore[no-any-return]
 
     def _dtype_of(self, owner: nn.Module, owned: dict[str, nn.Parameter]) -> torch.dtype | None:
-        """In which the module computes; None where it may be any."""
+        """The dtype in which the module computes; None if it is not restricted."""
         if self._root.compute_dtype is None or not owned:
             return None
         if any(p in self._root.sharded for p in owned.values()) or owner._modules:
@@ -78,31 +78,31 @@ class Unit(NotCopied):
 
     def _after(self, owner: nn.Module, _: Any, output: Any) -> Any:
         run = self._runs.pop()
-        run.notes.__exit__(None, None, None)
-        for name, shown in run.around.items():
-            if shown is None:
+        run.references.__exit__(None, None, None)
+        for name, value in run.outer.items():
+            if value is None:
                 owner.__dict__.pop(name, None)
             else:
-                owner.__dict__[name] = shown
+                owner.__dict__[name] = value
             parameter = owner._parameters[name]
             if parameter in self._root.sharded:
                 self._root.sharded[parameter].release()
-        dtype = run.answer
+        dtype = run.output_dtype
         return None if dtype is None else tree_map(lambda t: _cast(t, dtype), output)
 
     def _as_dtensors(self, owner: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-        """Rows of this rank in a state_dict, as parts of the full parameters."""
-        for name, held in self._sharded(owner):
+        """Convert this rank's rows in a state_dict to DTensors of the full shape."""
+        for name, shard in self._sharded(owner):
             value = entries.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                entries[prefix + name] = held.divided(value.detach())
+                entries[prefix + name] = shard.divided(value.detach())
 
     def _own_rows(self, owner: nn.Module, entries: dict[str, Any], prefix: str, *_: Any) -> None:
-        """This rank's rows of the full parameters of a state_dict."""
-        for name, held in self._sharded(owner):
+        """Replace full parameters in a state_dict by this rank's rows."""
+        for name, shard in self._sharded(owner):
             value = entries.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == held.shape:
-                entries[prefix + name] = held.rows_of(value)
+            if isinstance(value, Tensor) and value.shape == shard.shape:
+                entries[prefix + name] = shard.rows_of(value)
 
     def _sharded(self, owner: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
         for name, parameter in owner._parameters.items():
@@ -112,59 +112,59 @@ class Unit(NotCopied):
 
 @dataclass
 class Run:
-    """A module within its forward."""
+    """State of one forward of a module."""
 
-    around: dict[str, Any]
-    """What it shows by its names to a run around this one."""
-    notes: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    answer: torch.dtype | None = None
-    """The dtype of what it returns, where that is not the one in which it computes."""
+    outer: dict[str, Any]
+    """Attributes of an enclosing forward of the same module, restored afterwards."""
+    references: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    output_dtype: torch.dtype | None = None
+    """The dtype of the output if it differs from the one in which the module computes."""
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Handed(NamedTuple):
-    """What is kept by whoever was asked before, such as a checkpointed stretch, which drops it."""
+class Delegated(NamedTuple):
+    """A tensor packed by the enclosing hooks, for example those of a checkpointed segment."""
 
-    bring: Callable[[Any], Tensor]
-    kept: Any
+    unpack: Callable[[Any], Tensor]
+    packed: Any
 
 
 def _hooks_around() -> Hooks | None:
-    """Torch asks the innermost alone, so that one has to ask the others."""
+    """The enclosing hooks. Torch only calls the innermost ones, which must call the others."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 
 
-class Notes:
-    """What autograd keeps: for a whole weight, who can bring it again and how it was seen."""
+class SaveReferences:
+    """Pack hook: save a reference and the view's geometry instead of a full weight."""
 
-    def __init__(self, wholes: dict[int, ShardedParameter]) -> None:
-        self._wholes = wholes
+    def __init__(self, gathered: dict[int, ShardedParameter]) -> None:
+        self._gathered = gathered
         self.around = _hooks_around()
-        """Where others look who want to know in what this runs."""
+        """The enclosing hooks; other code reads this attribute to find them."""
 
     def __call__(self, tensor: Tensor) -> Any:
-        held = self._wholes.get(tensor.untyped_storage().data_ptr())
-        if held is not None:
-            return held, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor if self.around is None else Handed(self.around[1], self.around[0](tensor))
+        shard = self._gathered.get(tensor.untyped_storage().data_ptr())
+        if shard is not None:
+            return shard, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor if self.around is None else Delegated(self.around[1], self.around[0](tensor))
 
 
-def _from_note(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    if isinstance(kept, Handed):
-        return kept.bring(kept.kept)
-    held, shape, stride, offset = kept
-    whole: Tensor = held.whole("regather")
-    if held.before is not None:
-        held.before.prefetch("regather")
-    if not held.parameter.requires_grad:
-        # No gradient will come that says when it is done with.
-        held.release()
-    return whole.as_strided(shape, stride, offset)
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, Delegated):
+        return packed.unpack(packed.packed)
+    shard, shape, stride, offset = packed
+    full: Tensor = shard.full("regather")
+    if shard.before is not None:
+        shard.before.prefetch("regather")
+    if not shard.parameter.requires_grad:
+        # No gradient will mark the end of its use.
+        shard.release()
+    return full.as_strided(shape, stride, offset)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -173,7 +173,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _common_dtype(values: Any) -> torch.dtype | None:
-    """Of all floating-point tensors among the values; None if they differ."""
+    """The dtype common to all floating-point tensors among the values; None if they differ."""
     dtypes = {
         t.dtype for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()
     }

@@ -1,28 +1,28 @@
-"""An optimizer whose state is divided among the ranks: stage 1 of ZeRO, in two forms.
+"""An optimizer whose state is sharded across the ranks: ZeRO stage 1, in two forms.
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-`broadcast`: parameters have an owner, balanced by bytes, that updates them and sends them to all.
-Gradients are averaged by someone else (DDP), so a step moves the gradients twice and the parameters
-once. Where the optimizer treats elements one by one, a matrix is divided by rows where whole ones
-do not come out even: state is within 1 % of an equal share. That is known of torch's own (Adam,
-AdamW, SGD and their kin); `by_rows=True` says it of another. One that needs a parameter whole
-(Adafactor, Muon, a norm for each layer) has whole ones, and no rank can then hold less than the
-largest parameter.
+`broadcast`: each parameter has an owner, balanced by bytes, that updates it and broadcasts it.
+Gradients are averaged elsewhere (DDP), so a step moves the gradients twice and the parameters once.
+If the optimizer is element-wise, matrices are divided by rows where complete ones cannot be
+balanced: state is within 1 % of an equal share. Torch's own element-wise optimizers (Adam, AdamW,
+SGD and similar) are recognized; `by_rows=True` declares another one element-wise. An optimizer that
+needs a full parameter (Adafactor, Muon, a norm per layer) gets complete parameters, and then no
+rank can store less than the largest parameter.
 
-`scatter`: gradients are averaged here, each rank receiving only its slice (reduce-scatter), and the
-updated slices are gathered: gradients once, parameters once, and state divided to the element. The
-optimizer must treat elements one by one (AdamW, SGD), and a missing gradient counts as zero, so
-frozen parameters are refused: weight decay and momentum would move them. Do not average gradients
-before: use it without DDP, or with backward passes inside `no_sync()`.
+`scatter`: gradients are averaged here, each rank receives only its slice (reduce-scatter), and the
+updated slices are gathered: gradients once, parameters once, and state divided evenly by elements.
+The optimizer must be element-wise (AdamW, SGD). A missing gradient counts as zero, so frozen
+parameters are rejected: weight decay and momentum would move them. Do not average gradients before:
+use it without DDP, or with backward passes inside `no_sync()`.
 
-A parameter that is unfrozen later joins with `add_param_group`, or, in the `broadcast` form, may be
-there from the beginning: as in torch, a parameter without a gradient is skipped.
+A parameter that is unfrozen later is added with `add_param_group`, or, in the `broadcast` form, may
+be present from the start: as in torch, a parameter without a gradient is skipped.
 
-In both, parameters become views of the buffers that travel, so nothing is copied to send them.
-The options are the caller's: the update is that of `optimizer_cls(params, **kwargs)`, to the last
-bit, also where a matrix is divided by rows. `fused=True` chooses torch's fused kernels, which pass
-over the memory once and round differently. The `scatter` form averages the gradients itself, so its
+In both forms parameters become views of the communication buffers, so sending them needs no copy.
+The options are passed through: the update is that of `optimizer_cls(params, **kwargs)`, bit for
+bit, also if a matrix is divided by rows. `fused=True` selects torch's fused kernels, which read and
+write memory once and round differently. The `scatter` form averages the gradients itself, so its
 updates are those of the averages as that reduction rounds them.
 """
 
@@ -45,32 +45,40 @@ from stepscope.parallel.slices import SlicedParameters
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
 _BY_ELEMENT = (
-    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adadelta,
-    torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-)  # fmt: skip
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
 
 
 class Division(Protocol):
-    """How the parameters of an optimizer are divided among the ranks."""
+    """Strategy for dividing the parameters of an optimizer among the ranks."""
 
     def add_group(self, group: dict[str, Any]) -> None: ...
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        """Update what this rank owns, with the hyperparameters of the groups; then share it."""
+        """Update this rank's part with the hyperparameters of the groups, then share it."""
 
     def local_state(self) -> dict[str, Any]:
-        """What this rank holds, by names that do not depend on the number of ranks."""
+        """State of this rank, by names that do not depend on the number of ranks."""
 
-    def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """An empty tensor for this rank's part of a saved one; None if it has none."""
+    def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Allocate a tensor for this rank's part of a saved one; None if it has no part."""
 
     def load(self, find: Callable[[str], Any], names: set[str]) -> None:
-        """Take this rank's part of a saved state."""
+        """Load this rank's part of a saved state."""
 
 
 class Entry(NamedTuple):
-    """One parameter, and where its data was when the buffers were made."""
+    """One parameter, and the address of its data when the buffers were created."""
 
     label: str
     parameter: Tensor
@@ -78,6 +86,8 @@ class Entry(NamedTuple):
 
 
 class ShardedOptimizer(Optimizer):
+    """Any torch optimizer with its state sharded across the ranks (ZeRO stage 1)."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -96,8 +106,8 @@ class ShardedOptimizer(Optimizer):
 
         params = [_readable_twice(entry) for entry in params]
 
-        def make(held: list[Tensor], options: dict[str, Any]) -> Optimizer:
-            return optimizer_cls([{**options, "params": held}], **kwargs)
+        def make(params: list[Tensor], options: dict[str, Any]) -> Optimizer:
+            return optimizer_cls([{**options, "params": params}], **kwargs)
 
         self.process_group = group
         self._form = form
@@ -108,7 +118,7 @@ class ShardedOptimizer(Optimizer):
             self.division = OwnedParameters(make, bucket_mb, group, rows)
         else:
             self.division = SlicedParameters(make, group)
-        # Which hyperparameters there are, and their defaults, is the inner optimizer's to say.
+        # The inner optimizer defines which hyperparameters exist and their defaults.
         probe = optimizer_cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)
         super().__init__(params, dict(probe.defaults))
 
@@ -128,7 +138,7 @@ class ShardedOptimizer(Optimizer):
                 self._require_trainable(label, parameter)
             self.division.add_group(group)
         except ParallelError:
-            # A caller that goes on without the group must not step with half of it.
+            # A caller that continues without the group must not step with half of it.
             self.param_groups.pop()
             raise
         self._entries += [Entry(label, p, p.data_ptr()) for label, p in named]
@@ -145,13 +155,13 @@ class ShardedOptimizer(Optimizer):
         if parameter.data_ptr() != address:
             raise ParallelError(
                 f"{label} {tuple(parameter.shape)} was moved or converted after this optimizer was"
-                " made, which would update the old tensor",
-                "make the optimizer after the model was moved or converted",
+                " created, which would update the old tensor",
+                "create the optimizer after the model was moved or converted",
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ParallelError(
                 f"the gradient of {label} is sparse, which ShardedOptimizer does not update",
-                "make its embedding with sparse=False",
+                "create its embedding with sparse=False",
             )
         self._require_trainable(label, parameter)
 
@@ -163,7 +173,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update this rank's part, then bring every rank all parameters."""
+        """Update this rank's part, then send the parameters to every rank."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,7 +184,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part. Save and load it with `save_optimizer` and `load_optimizer`."""
+        """Return this rank's part. Save and load it with `save_optimizer` and `load_optimizer`."""
         options = [
             {key: value for key, value in group.items() if key != "params"}
             | {"shapes": [list(parameter.shape) for parameter in group["params"]]}
@@ -183,26 +193,27 @@ class ShardedOptimizer(Optimizer):
         return {"state": self.division.local_state(), "param_groups": options}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a part that `state_dict` gave, on the same rank of as many ranks."""
-        held = state_dict["state"]
-        self.load_parts(lambda name: held[name], set(held), state_dict["param_groups"])
+        """Load a part returned by `state_dict`, on the same rank of the same number of ranks."""
+        state = state_dict["state"]
+        self.load_parts(lambda name: state[name], set(state), state_dict["param_groups"])
 
     def load_parts(
         self, find: Callable[[str], Any], names: set[str], groups: list[dict[str, Any]]
     ) -> None:
-        """Take this rank's part of a state, wherever `find` gets it from."""
+        """Load this rank's part of a state, reading its entries with `find`."""
         own = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
         saved = [[list(shape) for shape in group["shapes"]] for group in groups]
         if [len(shapes) for shapes in own] != [len(shapes) for shapes in saved]:
             raise ParallelError(
-                f"the state is of another optimizer: groups of {[len(s) for s in saved]}"
+                f"the state belongs to another optimizer: groups of {[len(s) for s in saved]}"
                 f" parameters, here {[len(s) for s in own]}"
             )
         for number, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
-            for place, (shape, other) in enumerate(zip(mine, theirs, strict=True)):
+            for index, (shape, other) in enumerate(zip(mine, theirs, strict=True)):
                 if shape != other:
                     raise ParallelError(
-                        f"the state is of another optimizer: parameter {place} of group {number}"
+                        f"the state belongs to another optimizer: parameter {index} of group"
+                        f" {number}"
                         f" is {tuple(other)}, here {tuple(shape)}"
                     )
         self.division.load(find, names)
@@ -210,9 +221,9 @@ class ShardedOptimizer(Optimizer):
             group.update({key: value for key, value in options.items() if key != "shapes"})
 
     def state_bytes(self) -> int:
-        """What this rank's optimizer state takes."""
-        held = self.division.local_state().values()
-        return sum(_local(t).numel() * t.element_size() for t in held if isinstance(t, Tensor))
+        """Size of this rank's optimizer state in bytes."""
+        state = self.division.local_state().values()
+        return sum(_local(t).numel() * t.element_size() for t in state if isinstance(t, Tensor))
 
 
 def _readable_twice(entry: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One parameter of which this rank keeps some rows, whole only while it is used."""
+"""A parameter of which this rank stores some rows; full only while it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 
 
 class ShardedParameter:
-    """Rows are cut as torch.chunk cuts them: the last ranks may have fewer, or none."""
+    """A parameter sharded by rows as by torch.chunk: the last ranks may have fewer rows or none."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class ShardedParameter:
         self._chunk = -(-self.shape[0] // self._size)
         self._begin = min(dist.get_rank(group) * self._chunk, self.shape[0])
         self.rows = min(self._begin + self._chunk, self.shape[0]) - self._begin
-        # A copy: a view would keep the whole.
+        # A copy: a view would keep the full tensor alive.
         parameter.data = self.rows_of(parameter.data).clone()
         self.before: ShardedParameter | None = None
         self.after: ShardedParameter | None = None
-        """Neighbours in the order of the last forward: what will be needed next."""
-        self._whole: Tensor | None = None
-        self._coming: tuple[Tensor, dist.Work] | None = None
+        """Neighbours in the order of the last forward, for prefetching."""
+        self._full: Tensor | None = None
+        self._pending: tuple[Tensor, dist.Work] | None = None
         self._reducing: list[tuple[Tensor, dist.Work]] = []
 
     @property
@@ -63,33 +63,33 @@ class ShardedParameter:
         return bool(self._reducing)
 
     def prefetch(self, verb: Verb) -> None:
-        if self._whole is None and self._coming is None:
+        if self._full is None and self._pending is None:
             self._order.use(verb, self.name)
-            # Of now: the module may have been converted since it was wrapped.
-            self._coming = self._start_gather(self._compute_dtype or self.parameter.dtype)
+            # The current dtype: the module may have been converted since it was wrapped.
+            self._pending = self._start_gather(self._compute_dtype or self.parameter.dtype)
 
-    def whole(self, verb: Verb) -> Tensor:
-        """All rows in the compute dtype, gathered now unless they are on their way."""
-        if self._whole is None:
+    def full(self, verb: Verb) -> Tensor:
+        """All rows in the compute dtype; waits for the prefetch or gathers them now."""
+        if self._full is None:
             self.prefetch(verb)
-            assert self._coming is not None
-            (padded, work), self._coming = self._coming, None
+            assert self._pending is not None
+            (padded, work), self._pending = self._pending, None
             self._order.wait(work)
-            self._whole = padded[: self.shape[0]]
-        return self._whole
+            self._full = padded[: self.shape[0]]
+        return self._full
 
     def release(self) -> None:
-        self._whole = None
+        self._full = None
 
     def forget(self) -> None:
-        """Also what was fetched ahead of a use that did not come."""
+        """Release the full parameter and discard a prefetch that was not used."""
         self.release()
-        if self._coming is not None:
-            self._order.wait(self._coming[1])
-            self._coming = None
+        if self._pending is not None:
+            self._order.wait(self._pending[1])
+            self._pending = None
 
     def gather_master(self) -> Tensor:
-        """All rows in the format in which they are kept."""
+        """All rows in the dtype in which they are stored."""
         padded, work = self._start_gather(self.parameter.dtype)
         with HEARTBEAT.waiting():
             work.wait()
@@ -102,12 +102,12 @@ class ShardedParameter:
         return padded, work
 
     def reduce(self, gradient: Tensor) -> None:
-        """Start to average a gradient of the whole; each rank receives that of its rows."""
+        """Start averaging a gradient of the full shape; each rank receives its rows."""
         if gradient.layout != torch.strided:
             raise ParallelError(
                 f"the gradient of {self.name} is sparse, and sparse gradients are not averaged"
                 " between ranks",
-                "make dense gradients",
+                "use dense gradients",
             )
         self._order.use("reduce", self.name)
         gradient = gradient.to(self._reduce_dtype or self.parameter.dtype)
@@ -117,7 +117,7 @@ class ShardedParameter:
         self._reducing.append((own, work))
 
     def finish(self) -> None:
-        """Add what was reduced to the gradient."""
+        """Add the reduced gradients to the parameter's gradient."""
         for own, work in self._reducing:
             with HEARTBEAT.waiting():
                 work.wait()
@@ -138,7 +138,7 @@ class ShardedParameter:
         return padded
 
     def divided(self, tensor: Tensor) -> DTensor:
-        """Rows of this rank (of the parameter or of its optimizer state) as part of a whole."""
+        """Wrap this rank's rows (of the parameter or its optimizer state) as a DTensor."""
         group = self._group or dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, tensor.device.type)
@@ -149,16 +149,16 @@ class ShardedParameter:
 
 
 class Gather(torch.autograd.Function):
-    """Rows of this rank in, the whole out; backward, gradients of the whole are scattered."""
+    """Gather the full parameter from the rows; the backward reduce-scatters its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, held: ShardedParameter) -> Tensor:  # noqa: ARG004
-        ctx.held = held
-        return held.whole("gather").view(held.shape)
+    def forward(ctx: Any, rows: Tensor, shard: ShardedParameter) -> Tensor:  # noqa: ARG004
+        ctx.shard = shard
+        return shard.full("gather").view(shard.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        held: ShardedParameter = ctx.held
-        held.release()
-        held.reduce(gradients[0])
+        shard: ShardedParameter = ctx.shard
+        shard.release()
+        shard.reduce(gradients[0])
         return None, None

@@ -1,4 +1,4 @@
-"""Parameters as one line of elements, cut into equal slices: reduce-scatter, update, all-gather."""
+"""Parameters flattened into one buffer and sliced evenly: reduce-scatter, update, all-gather."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_de
 
 
 class Line(NamedTuple):
-    """All parameters of one group in one format, end to end."""
+    """All parameters of one group and dtype, flattened end to end."""
 
     name: str
     group: int
     parameters: list[Tensor]
     elements: int
     buffer: Tensor
-    """Of all ranks' slices; the last ones may be padding."""
+    """The slices of all ranks; the end may be padding."""
     own: Tensor
-    """This rank's slice of the buffer without padding, the inner optimizer's parameter."""
+    """This rank's slice without padding; the inner optimizer's parameter."""
     optimizer: Optimizer
 
 
 class SlicedParameters:
+    """The `scatter` division: each rank owns an equal slice of the flattened parameters."""
+
     def __init__(self, make: Make, group: dist.ProcessGroup | None) -> None:
         self._make = make
         self._group = group
@@ -46,15 +48,15 @@ class SlicedParameters:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in group["params"]:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for (dtype, _), held in kinds.items():
-            elements = sum(parameter.numel() for parameter in held)
+        for (dtype, _), members in kinds.items():
+            elements = sum(parameter.numel() for parameter in members)
             chunk = -(-elements // self._size)
-            buffer = as_views(held, chunk * self._size)
+            buffer = as_views(members, chunk * self._size)
             begin = min(self._rank * chunk, elements)
             own = torch.nn.Parameter(buffer[begin : min(begin + chunk, elements)])
             name = f"group{self._groups}.{str(dtype).removeprefix('torch.')}"
             optimizer = self._make([own], options)
-            self._lines.append(Line(name, self._groups, held, elements, buffer, own, optimizer))
+            self._lines.append(Line(name, self._groups, members, elements, buffer, own, optimizer))
         self._groups += 1
 
     def step(self, groups: list[dict[str, Any]]) -> None:
@@ -69,7 +71,7 @@ class SlicedParameters:
             line.own.grad = None
             chunk = line.buffer.numel() // self._size
             mine = line.buffer[self._rank * chunk : (self._rank + 1) * chunk]
-            # A copy: not every backend may read what it writes.
+            # A copy: not every backend allows overlapping input and output.
             leaving.append(all_gather(line.buffer, mine.clone(), group=self._group, async_op=True))
         with HEARTBEAT.waiting():
             for work in leaving:
@@ -95,13 +97,17 @@ class SlicedParameters:
         }
 
     def _divided(self, line: Line, value: Any) -> Any:
-        """A slice as part of a whole that knows its place, so that it can be cut anew."""
+        """Wrap a slice as a DTensor of the full size, so that it can be resharded."""
         if not isinstance(value, Tensor) or value.shape != line.own.shape or not value.dim():
             return value
         return DTensor.from_local(
-            value, self._mesh(value.device.type), [Shard(0)], run_check=False,
-            shape=torch.Size((line.elements,)), stride=(1,),
-        )  # fmt: skip
+            value,
+            self._mesh(value.device.type),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((line.elements,)),
+            stride=(1,),
+        )
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         group = self._group or dist.group.WORLD
@@ -126,11 +132,13 @@ class SlicedParameters:
                 state[name.removeprefix(prefix)] = value
             line.optimizer.state[line.own] = state
 
-    def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         for line in self._lines:
             if name.startswith(f"{line.name}."):
                 if not len(size):
                     return torch.empty(size, dtype=dtype)
-                held: Tensor = self._divided(line, torch.empty_like(line.own.detach(), dtype=dtype))
-                return held
+                empty: Tensor = self._divided(
+                    line, torch.empty_like(line.own.detach(), dtype=dtype)
+                )
+                return empty
         return None

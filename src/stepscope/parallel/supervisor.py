@@ -1,8 +1,8 @@
-"""Starts the ranks of a job on this machine and ends it, with a name, when one of them fails.
+"""Start the ranks of a job on this machine; end the job and name the rank when one fails.
 
-The processes are torch's (its elastic multiprocessing). What is added is the watch: a rank that
-dies is named within a fraction of a second, one that is stopped or stuck when its limit is over,
-with its step and its stack; and no rank outlives the job or the process that started it.
+The processes are started by torch's elastic multiprocessing. This module adds supervision: a rank
+that dies is reported within a fraction of a second, a stopped or stuck one when its limit expires,
+with its step and stack. No rank outlives the job or the process that started it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02
 _GRACE_S = 0.06
-"""A rank that dies takes its peers along within this time; the first of them is the cause."""
+"""Ranks fail within this time after a peer died; the first of them is the cause."""
 _STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
 _CONNECT_AGAIN = 2
 _MESH = "connectFullMesh"
-"""Of Gloo, whose ranks sometimes fail to connect to each other on a busy machine. Nothing of the
-caller's has run by then, so the ranks are started again."""
+"""Function of Gloo in which ranks sometimes fail to connect on a busy machine. No user code has run
+at that point, so the ranks are started again."""
 
 
 class _NotConnectedError(Exception):
@@ -60,14 +60,14 @@ class _NotConnectedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a job may be silent, in seconds."""
+    """Time limits of a job in seconds."""
 
     start: float = 60.0
     """Until a rank has joined the group and begun its first step."""
     step: float = 60.0
-    """Without a new step."""
+    """Between two steps."""
     beat: float = 5.0
-    """Without a beat: the process is stopped, or something holds the interpreter."""
+    """Between two heartbeats: the process is stopped, or something holds the GIL."""
     total: float = 600.0
 
 
@@ -81,18 +81,18 @@ def launch(
     limits: Limits = Limits(),  # noqa: B008
     threads: int | None = None,
 ) -> list[Any]:
-    """Run `function(world, *arguments)` in `ranks` processes; what each returned, by rank.
+    """Run `function(world, *arguments)` in `ranks` processes; return the results by rank.
 
     Every rank imports the script that calls this, so a script calls it under
     `if __name__ == "__main__":`. In a notebook, on standard input, under `python -c` and `exec`
-    nothing can be imported: functions and classes are sent by value there (as lambdas and local
-    functions are everywhere), with the globals that they use; settings of the launching process,
-    such as torch's default dtype, are then not those of the ranks.
+    nothing can be imported. Functions and classes are then sent by value (as lambdas and local
+    functions always are) with the globals that they use; settings of the launching process, such
+    as torch's default dtype, do not apply to the ranks.
 
     A signal that would end this process (SIGTERM, SIGINT, SIGHUP, SIGQUIT) ends the ranks first
-    and then takes its effect: SIGTERM ends it with status 143 as a shell counts.
+    and then takes effect: after SIGTERM a shell reports status 143.
 
-    `threads` is torch's per rank: by default the cores are shared out.
+    `threads` is the number of torch threads per rank; by default the cores are divided evenly.
     """
     refuse_within_import()
     if ranks < 1:
@@ -102,14 +102,14 @@ def launch(
     main = main_to_import()
     refuse_unguarded(main)
     task = Sent((function, arguments), "script" if main else "none")
-    # Longer than the supervisor's patience, which can name the rank.
+    # Longer than the limits of the supervisor, which can name the rank.
     patience_s = 2 * max(limits.start, limits.step)
     inner = (backend, device, patience_s, threads, os.getpid())
     try:
         return _connected(lambda: _supervised(task, main, inner, ranks, limits))
     except SignalException as caught:
         number = signal.Signals(caught.sigval)
-    # By now the handlers are the caller's again, and what the job has used is freed.
+    # The caller's signal handlers are restored by now, and the resources of the job are freed.
     signal.raise_signal(number)
     raise ParallelError(f"{number.name} ended the ranks")
 
@@ -185,11 +185,11 @@ def _refuse_unsendable(task: Sent, error: Exception) -> None:
 
 
 def _preloaded() -> list[str]:
-    """What the server of forks imports, once for all ranks, which then start in a moment.
+    """Modules that the fork server imports once, so that all ranks start quickly.
 
-    The second line is what sharding and the first optimizer of a process import, two seconds of
-    it. A process that has so much as counted GPUs cannot use them in a fork; so not where there
-    are some.
+    The second list is what sharding and the first optimizer of a process import, which takes two
+    seconds. A process that has only counted GPUs cannot use them after a fork, so these modules
+    are not preloaded on a machine with GPUs.
     """
     lean = ["torch.distributed", __name__]
     rich = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
@@ -223,18 +223,18 @@ class Watch:
                     self._fail_by_end()
                 return [self._value(rank, done.return_values[rank]) for rank in self._ranks]
             if time.monotonic() > deadline:
-                self._fail_stuck(pulses, f"was not done after {self._limits.total:g} s")
+                self._fail_stuck(pulses, f"was not finished after {self._limits.total:g} s")
             time.sleep(_POLL_S)
 
     def end_all(self) -> None:
-        """End the ranks and every process that they have started."""
+        """End the ranks and every process that they started."""
         started = descendants(*self._pids.values())
         self._context.close(death_sig=signal.SIGKILL, timeout=5)
-        place = _rendezvous(str(self._job))
+        rendezvous = _rendezvous(str(self._job))
         for process in psutil.process_iter():
-            # Also what has lost its parent, and is in a session of its own.
+            # Includes orphans in a session of their own.
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(RENDEZVOUS) == place:
+                if process.environ().get(RENDEZVOUS) == rendezvous:
                     started.append(process)
         for process in started:
             with contextlib.suppress(psutil.Error):
@@ -242,7 +242,7 @@ class Watch:
 
     def _value(self, rank: int, result: Opened) -> Any:
         if result.error is not None:
-            what = f"finished, but what it returned cannot be loaded: {result.error}"
+            what = f"finished, but its return value cannot be loaded: {result.error}"
             raise RankFailed(rank, self._page.read(rank).step, what, {})
         return result.value
 
@@ -257,7 +257,7 @@ class Watch:
             return False
 
     def _fail_by_end(self) -> None:
-        """A rank that died without a word is the cause; else the first that raised."""
+        """Fail with the rank that died without a report; otherwise with the first that raised."""
         time.sleep(_GRACE_S)
         pulses = [self._page.read(rank) for rank in self._ranks]
         raised = {}
@@ -265,11 +265,11 @@ class Watch:
             with contextlib.suppress(FileNotFoundError):
                 raised[rank] = json.loads((self._job / f"raised-{rank}").read_text())
         silent = [rank for rank in self._dead(pulses) if rank not in raised]
-        stacks = {rank: held["stack"] for rank, held in raised.items()}
+        stacks = {rank: report["stack"] for rank, report in raised.items()}
         if silent:
             others = [rank for rank in self._ranks if rank not in (*silent, *raised)]
             stacks |= self._stacks(*others) if others else {}
-            # When torch has noticed an end before us, it has ended the other ranks by SIGTERM.
+            # If torch noticed the end first, it has ended the other ranks by SIGTERM.
             known = [r for r in silent if self._exit_codes.get(r) not in (None, -signal.SIGTERM)]
             lost = (known or silent)[0]
             raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
@@ -280,7 +280,7 @@ class Watch:
         first = min(raised, key=lambda rank: raised[rank]["at_s"])
         if raised[first]["cannot_start"] is not None:
             refused = UsageError(raised[first]["cannot_start"])
-            refused.add_note(f"rank {first} was here:\n{stacks[first]}")
+            refused.add_note(f"stack of rank {first}:\n{stacks[first]}")
             raise refused
         failed = RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
         if not raised[first]["connected"] and _MESH in raised[first]["what"]:
@@ -290,7 +290,7 @@ class Watch:
     def _death(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
         until = time.monotonic() + _EXIT_CODE_WAIT_S
-        # On a busy machine the exit code comes a moment after the end.
+        # On a busy machine the exit code arrives shortly after the end.
         while rank not in self._exit_codes and time.monotonic() < until:
             self._poll()
             time.sleep(_POLL_S)
@@ -302,7 +302,7 @@ class Watch:
         )
 
     def _poll(self) -> RunProcsResult | None:
-        """Torch tells of an end once; it is remembered here."""
+        """Poll torch, which reports an end only once, and store the exit codes."""
         result = self._context.wait(timeout=0)
         if result is not None:
             self._exit_codes |= {r: failure.exitcode for r, failure in result.failures.items()}
@@ -313,7 +313,7 @@ class Watch:
             started = pulse.state is not State.STARTING or pulse.step >= 0
             allowed = self._limits.beat if started else max(self._limits.beat, self._limits.start)
             if pulse.state is not State.FINISHED and now - pulse.beat_s > allowed:
-                what = f"stopped: no sign of life for {allowed:g} s"
+                what = f"stopped: no heartbeat for {allowed:g} s"
                 raise RankFailed(rank, pulse.step, what, self._stacks())
         running = [rank for rank in self._ranks if pulses[rank].state is not State.FINISHED]
         for rank in running:
@@ -322,7 +322,7 @@ class Watch:
                 self._fail_stuck(pulses, f"is stuck: no progress for {allowed:g} s")
 
     def _fail_stuck(self, pulses: list[Pulse], what: str) -> None:
-        """Who waits for others is late because of one who does not, or who lags behind."""
+        """Fail with a rank that does not wait for others, or with the one furthest behind."""
         stacks = self._stacks()
 
         def blame(rank: int) -> tuple[bool, bool, int]:
@@ -334,12 +334,12 @@ class Watch:
         raise RankFailed(cause, pulses[cause].step, what, stacks)
 
     def _stacks(self, *ranks: int) -> dict[int, str]:
-        """What the ranks are doing. A stopped one answers as well, once it is woken."""
-        asked = ranks or tuple(self._ranks)
-        self._signal(signal.SIGUSR1, *asked)
-        self._signal(signal.SIGCONT, *asked)
+        """Stack traces of the ranks. SIGCONT wakes a stopped rank so that it answers as well."""
+        requested = ranks or tuple(self._ranks)
+        self._signal(signal.SIGUSR1, *requested)
+        self._signal(signal.SIGCONT, *requested)
         until = time.monotonic() + _STACK_WAIT_S
-        files = {rank: self._job / f"stack-{rank}" for rank in asked}
+        files = {rank: self._job / f"stack-{rank}" for rank in requested}
         before: list[int] = []
         while time.monotonic() < until:
             sizes = [file.stat().st_size if file.exists() else 0 for file in files.values()]
@@ -357,16 +357,16 @@ class Watch:
 
 
 def in_collective(stack: str) -> bool:
-    """Whether a thread of this dump (most recent call first) is inside torch.distributed."""
+    """True if a thread of this dump (most recent call first) is inside torch.distributed."""
     heads = (thread.splitlines()[1:2] for thread in stack.split("\n\n"))
     return any("torch/distributed/" in line for head in heads for line in head)
 
 
 class _Signals:
-    """Turns signals that would end this process into an exception, once, so that ranks are ended
-    before it; leaves the caller's own handlers, and what it ignores, in place.
+    """Convert signals that would end this process into one exception, so that the ranks are ended
+    first. Handlers installed by the caller, and ignored signals, are left in place.
 
-    Torch's launcher takes the handlers over and logs what is reported here: both are undone.
+    Torch's launcher replaces the handlers and logs what is reported here; both are undone.
     """
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ class _Signals:
         self._loggers = [logging.getLogger(name) for name in names]
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main else ()
-        # None: not installed from Python, and so not to be restored from it.
+        # None: not installed from Python, so it cannot be restored from Python.
         self._before = {n: was for n in numbers if (was := signal.getsignal(n)) is not None}
         self._caught = False
 
@@ -393,7 +393,7 @@ class _Signals:
     def _catch(self, number: int, _: object) -> None:
         if not self._caught:
             self._caught = True
-            raise SignalException("the launcher was ended", signal.Signals(number))
+            raise SignalException("the launcher received a signal", signal.Signals(number))
 
     def __exit__(self, *_: object) -> None:
         for logger, was_disabled in zip(self._loggers, self._were_disabled, strict=True):

@@ -1,8 +1,8 @@
-"""Who this rank is among how many, on which device, over which backend.
+"""Rank, world size, device and backend of a process.
 
 Everything is read from the variables that torchrun sets, so a script runs unchanged under torchrun
-on one node or many, and under `launch`. Groups that `launch` starts meet in a file and talk over
-the loopback interface: nothing listens on a network.
+on one node or several, and under `launch`. Groups started by `launch` use a file for the rendezvous
+and communicate over the loopback interface: nothing listens on a network.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 
 BACKENDS = ("gloo", "nccl")
 RENDEZVOUS = "STEPSCOPE_RENDEZVOUS"
-"""Where the ranks meet, as init_process_group takes it; torchrun's own variables if unset."""
+"""Rendezvous URL as init_process_group takes it; torchrun's variables are used if it is unset."""
 
 
 @dataclass(frozen=True)
 class World:
+    """Rank, world size, device and backend of this process."""
+
     rank: int
     size: int
     local_rank: int
@@ -52,15 +54,22 @@ class World:
         if backend == "auto":
             backend = "nccl" if device == "cuda" and gpus >= local_size else "gloo"
         _check_backend(backend, device, gpus, local_size)
-        place = torch.device(device, local_rank % gpus) if device == "cuda" else torch.device("cpu")
+        rank_device = (
+            torch.device(device, local_rank % gpus) if device == "cuda" else torch.device("cpu")
+        )
         return cls(
-            rank, size, local_rank, local_size, backend, place,
+            rank,
+            size,
+            local_rank,
+            local_size,
+            backend,
+            rank_device,
             variables.get(RENDEZVOUS, "env://"),
-        )  # fmt: skip
+        )
 
     @contextmanager
     def connected(self, timeout_s: float = 60.0, store: Store | None = None) -> Iterator[World]:
-        """Join the process group for the length of the block; meet in `store`, if one is given."""
+        """Join the process group for the duration of the block, through `store` if given."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
@@ -75,7 +84,7 @@ class World:
         except (dist.DistError, ValueError) as error:
             raise ParallelError(
                 f"rank {self.rank} of {self.size} cannot join: {_first_line(error)}",
-                "is the port free, and did every rank start?",
+                "check that the port is free and that every rank was started",
             ) from error
         try:
             yield self
@@ -83,7 +92,7 @@ class World:
             dist.destroy_process_group()
 
     def step(self, number: int) -> None:
-        """Say which step begins, so that a halt can be told with its step."""
+        """Report which step begins, so that a hang is reported with its step."""
         HEARTBEAT.step(number)
 
 
@@ -93,19 +102,19 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     except KeyError:
         raise UsageError(f"{name} is not set", "start through torchrun or `launch`") from None
     except ValueError:
-        raise UsageError(f"{name} is {variables[name]!r}", "it must be a whole number") from None
+        raise UsageError(f"{name} is {variables[name]!r}", "it must be an integer") from None
 
 
 def _check_backend(backend: str, device: str, gpus: int, local_size: int) -> None:
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r} does not exist", f"one of: {', '.join(BACKENDS)}")
     if device == "cuda" and not gpus:
-        raise UsageError("device cuda was asked for and torch sees no GPU", "use --device cpu")
+        raise UsageError("device cuda was requested but torch sees no GPU", "use --device cpu")
     if backend == "nccl" and device != "cuda":
         raise UsageError("backend nccl needs GPUs", "use gloo on a CPU")
     if backend == "nccl" and local_size > gpus:
         raise UsageError(
-            f"backend nccl needs a GPU for each rank: {local_size} ranks, {gpus} here",
+            f"backend nccl needs one GPU per rank: {local_size} ranks, {gpus} GPUs here",
             "use gloo, or fewer ranks",
         )
 

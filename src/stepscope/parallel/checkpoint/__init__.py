@@ -1,8 +1,8 @@
 """Sharded checkpoints through torch.distributed.checkpoint: saved by N ranks, loaded by M.
 
-The format is torch's, with checksums of every file beside it (`checksums.json`), which loading
-verifies. Loading a checkpoint runs no code from it. A checkpoint that is refused leaves model and
-optimizer as they were, and all ranks raise the same error.
+The files are those of torch, plus checksums of every file (`checksums.json`), which loading
+verifies. Loading a checkpoint does not run code from it. A rejected checkpoint leaves the model and
+optimizer unchanged, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 _OPTIONS = "options"
 _PLAIN = (str, int, float, bool, type(None))
 T = TypeVar("T")
-Room = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""An empty tensor for a saved one of that name, size and dtype; None if this rank needs none."""
+EmptyFor = Callable[[str, torch.Size, torch.dtype], Tensor | None]
+"""Allocates a tensor for a saved one of this name, size and dtype; None if this rank needs none."""
 
 
 def save_optimizer(optimizer: ShardedOptimizer, path: Path | str) -> None:
-    """Write every rank's part; collective. A checkpoint is there whole or not at all."""
-    held = optimizer.state_dict()
-    _save(held["state"], held["param_groups"], Path(path), optimizer.process_group)
+    """Write every rank's part; collective. The checkpoint appears under its name only if it is
+    complete."""
+    state = optimizer.state_dict()
+    _save(state["state"], state["param_groups"], Path(path), optimizer.process_group)
 
 
 def load_optimizer(optimizer: ShardedOptimizer, path: Path | str) -> None:
-    """Read this rank's part of a checkpoint that any number of ranks wrote; collective."""
-    found, groups = _load(optimizer.division.room, Path(path), optimizer.process_group)
-    optimizer.load_parts(found.__getitem__, set(found), groups)
+    """Read this rank's part of a checkpoint written by any number of ranks; collective."""
+    entries, groups = _load(optimizer.division.empty_for, Path(path), optimizer.process_group)
+    optimizer.load_parts(entries.__getitem__, set(entries), groups)
 
 
 def save_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | str) -> None:
     """Write a fully sharded model and its optimizer; collective."""
-    held: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, parameter in model.module.named_parameters():
-        held[f"model.{name}"] = _divided(model, parameter, parameter.detach())
+        entries[f"model.{name}"] = _divided(model, parameter, parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
-            held[f"optimizer.{key}.{name}"] = _divided(model, parameter, value)
+            entries[f"optimizer.{key}.{name}"] = _divided(model, parameter, value)
     for name, buffer in model.module.named_buffers():
-        held[f"buffer.{name}"] = buffer
-    _save(held, _options(optimizer), Path(path), model.process_group)
+        entries[f"buffer.{name}"] = buffer
+    _save(entries, _options(optimizer), Path(path), model.process_group)
 
 
 def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | str) -> None:
-    """Read what `save_training` wrote with any number of ranks; collective."""
+    """Read a checkpoint written by `save_training` with any number of ranks; collective."""
     parameters = dict(model.module.named_parameters())
     buffers = dict(model.module.named_buffers())
 
-    def room(entry: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def empty_for(entry: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         kind, _, name = entry.partition(".")
         if kind == "buffer":
             return torch.empty_like(buffers[name]) if name in buffers else None
@@ -75,57 +76,55 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
             name = name.partition(".")[2]
         parameter = parameters.get(name)
         if parameter is None:
-            raise ParallelError(f"{path} is of another model: here is no {name}")
-        whole = model.sharded[parameter].shape if parameter in model.sharded else parameter.shape
-        if len(size) and size != whole:
+            raise ParallelError(f"{path} belongs to another model: there is no {name} here")
+        full = model.sharded[parameter].shape if parameter in model.sharded else parameter.shape
+        if len(size) and size != full:
             raise ParallelError(
-                f"{path} is of another model: {name} is {tuple(size)}, here {tuple(whole)}"
+                f"{path} belongs to another model: {name} is {tuple(size)}, here {tuple(full)}"
             )
         if not len(size):
             return torch.empty(size, dtype=dtype)
         empty: Tensor = _divided(model, parameter, torch.empty_like(parameter, dtype=dtype))
         return empty
 
-    found, groups = _load(room, Path(path), model.process_group)
-    missing = [name for name in parameters if f"model.{name}" not in found]
+    entries, groups = _load(empty_for, Path(path), model.process_group)
+    missing = [name for name in parameters if f"model.{name}" not in entries]
     if missing:
-        raise ParallelError(f"{path} is of another model: it has no {missing[0]}")
+        raise ParallelError(f"{path} belongs to another model: it has no {missing[0]}")
     if len(groups) != len(optimizer.param_groups):
         raise ParallelError(
-            f"{path} is of another optimizer: {len(groups)} groups of parameters,"
+            f"{path} belongs to another optimizer: {len(groups)} parameter groups,"
             f" here {len(optimizer.param_groups)}"
         )
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     moments: list[tuple[Tensor, str, Any]] = []
-    for entry, value in found.items():
+    for entry, value in entries.items():
         kind, _, rest = entry.partition(".")
         if kind == "optimizer":
             key, _, name = rest.partition(".")
             if parameters[name] not in group_of:
-                raise ParallelError(
-                    f"{path} has moments of {name}, which this optimizer does not have"
-                )
+                raise ParallelError(f"{path} has state for {name}, which is not in this optimizer")
             moments.append((parameters[name], key, _local(value)))
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_local(found[f"model.{name}"]))
+            parameter.copy_(_local(entries[f"model.{name}"]))
         for name, buffer in buffers.items():
-            if f"buffer.{name}" in found:
-                buffer.copy_(found[f"buffer.{name}"])
+            if f"buffer.{name}" in entries:
+                buffer.copy_(entries[f"buffer.{name}"])
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(options)
     optimizer.state.clear()
     for owner, key, moment in moments:
-        kept = isinstance(moment, Tensor)
+        is_tensor = isinstance(moment, Tensor)
         optimizer.state[owner][key] = (
-            on_its_device(moment, owner, group_of[owner]) if kept else moment
+            on_its_device(moment, owner, group_of[owner]) if is_tensor else moment
         )
 
 
 def _divided(model: FSDP, parameter: Tensor, value: Any) -> Any:
-    held = model.sharded.get(parameter)  # type: ignore[call-overload]
+    shard = model.sharded.get(parameter)  # type: ignore[call-overload]
     matches = isinstance(value, Tensor) and value.shape == parameter.shape
-    return held.divided(value.detach()) if held is not None and matches else value
+    return shard.divided(value.detach()) if shard is not None and matches else value
 
 
 def _local(value: Any) -> Any:
@@ -155,17 +154,17 @@ def _save(
             parts = value if type(value) is tuple else (value,)
             if not all(isinstance(part, (Tensor, *_PLAIN)) for part in parts):
                 raise ParallelError(
-                    f"{name} is a {type(value).__name__}, which a checkpoint cannot hold",
+                    f"{name} is a {type(value).__name__}, which a checkpoint cannot store",
                     "optimizer state must be tensors, numbers and strings",
                 )
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
-        # As one text: lists would be taken apart into entries of their own.
+        # As one string: lists would be flattened into separate entries.
         return json.dumps(groups, default=float)
 
     options = _on_all_ranks(prepare, ranks)
     writer = SummingWriter(unfinished)
-    # The second entry tells a checkpoint that has lost its checksums from one that never had any.
+    # The second entry distinguishes a checkpoint that lost its checksums from one without any.
     entries = state | {_OPTIONS: options, CHECKSUMS: CHECKSUMS}
     try:
         save(entries, storage_writer=writer, process_group=ranks)
@@ -183,19 +182,19 @@ def _save(
 
 
 def _load(
-    room: Room, place: Path, ranks: dist.ProcessGroup | None
+    empty_for: EmptyFor, path: Path, ranks: dist.ProcessGroup | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     def prepare() -> tuple[VerifyingReader, dict[str, Any]]:
-        reader = VerifyingReader(place)
+        reader = VerifyingReader(path)
         entries = reader.metadata.state_dict_metadata
         if _OPTIONS not in entries:
-            raise ParallelError(f"{place} is not a checkpoint of a sharded optimizer or model")
+            raise ParallelError(f"{path} is not a checkpoint of a sharded optimizer or model")
         wanted: dict[str, Any] = {}
         for name, entry in entries.items():
             if not isinstance(entry, TensorStorageMetadata):
                 wanted[name] = None
                 continue
-            empty = room(name, entry.size, entry.properties.dtype)
+            empty = empty_for(name, entry.size, entry.properties.dtype)
             if empty is not None:
                 wanted[name] = empty
         return reader, wanted
@@ -203,51 +202,54 @@ def _load(
     reader, wanted = _on_all_ranks(prepare, ranks)
     if reader.sums is None and dist.get_rank(ranks) == 0:
         warnings.warn(
-            f"{place} has no checksums (an earlier version wrote it): damage in it goes unnoticed;"
+            f"{path} has no checksums (an earlier version wrote it), so damage is not detected;"
             " save it again to add them",
             stacklevel=3,
         )
     try:
         load(wanted, storage_reader=reader, planner=DataPlanner(), process_group=ranks)
     except CheckpointException as error:
-        raise _failure(f"{place} cannot be loaded", error) from error
+        raise _failure(f"{path} cannot be loaded", error) from error
     wanted.pop(CHECKSUMS, None)
     text = wanted.pop(_OPTIONS)
-    return wanted, _on_all_ranks(lambda: _parsed_options(text, place), ranks)
+    return wanted, _on_all_ranks(lambda: _parsed_options(text, path), ranks)
 
 
-def _parsed_options(text: Any, place: Path) -> list[dict[str, Any]]:
+def _parsed_options(text: Any, path: Path) -> list[dict[str, Any]]:
     try:
         return [
-            {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()
-             if key != "params"}
+            {
+                key: tuple(v) if isinstance(v, list) else v
+                for key, v in group.items()
+                if key != "params"
+            }
             for group in json.loads(text)
-        ]  # fmt: skip
+        ]
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ParallelError(f"{place} has no readable options of its optimizer") from error
+        raise ParallelError(f"the optimizer options in {path} are not readable") from error
 
 
 def _on_all_ranks(work: Callable[[], T], ranks: dist.ProcessGroup | None) -> T:
-    """Run `work` on every rank; where it fails on one, raise the same error on all."""
-    said: str | None = None
+    """Run `work` on every rank. If it fails on one, raise the same error on all."""
+    message: str | None = None
     cause: Exception | None = None
     try:
         result = work()
     except Exception as error:
         cause = error
         ours = isinstance(error, ParallelError)
-        said = str(error) if ours else f"{type(error).__name__}: {error}"
-    words: list[str | None] = [None] * dist.get_world_size(ranks)
+        message = str(error) if ours else f"{type(error).__name__}: {error}"
+    messages: list[str | None] = [None] * dist.get_world_size(ranks)
     with HEARTBEAT.waiting():
-        dist.all_gather_object(words, said, group=ranks)
-    failed = next((word for word in words if word is not None), None)
+        dist.all_gather_object(messages, message, group=ranks)
+    failed = next((text for text in messages if text is not None), None)
     if failed is not None:
         raise ParallelError(failed) from cause
     return result
 
 
 def _failure(what: str, error: CheckpointException) -> ParallelError:
-    """The failure of the lowest rank: all ranks raise the same error."""
+    """The failure of the lowest rank, so that all ranks raise the same error."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     if isinstance(cause, ParallelError):

@@ -1,8 +1,8 @@
 """Checksums of the files of a checkpoint: CRC-32 of each block, computed while it is written.
 
-Blocks, so that a rank that reads a part of a file verifies that part and no more. They are kept in
-`checksums.json`: eight hexadecimal digits, the CRC-32 of what follows, then a line of JSON.
-They find damage, and files of another checkpoint; they are no protection against forgery.
+Checksums are per block, so that a rank that reads a part of a file only verifies that part. They
+are stored in `checksums.json`: eight hexadecimal digits, the CRC-32 of what follows, then a line of
+JSON. They detect damage and files of another checkpoint; they do not protect against forgery.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class FileSums:
             self.size += len(part)
 
     def matches(self, data: bytes) -> bool:
-        """Whether this is the whole content of the file."""
+        """True if this is the full content of the file."""
         other = FileSums()
         other.add(data)
         return other == self
 
 
 class _SummedFile(io.BufferedWriter):
-    """Adds what is written to the sums. Written from front to back only."""
+    """Add what is written to the checksums. Only sequential writes are possible."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -61,7 +61,7 @@ class _SummedFile(io.BufferedWriter):
         return super().write(data)
 
     def seek(self, offset: int, whence: int = 0) -> int:  # noqa: ARG002
-        raise io.UnsupportedOperation("a file whose checksum is computed is written in one pass")
+        raise io.UnsupportedOperation("a file with a checksum must be written sequentially")
 
 
 class _SummedFiles(FileSystem):
@@ -72,7 +72,7 @@ class _SummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         if mode != "wb":
-            raise io.UnsupportedOperation(f"{path} is opened with mode {mode} to write it")
+            raise io.UnsupportedOperation(f"{path} must be opened with mode wb, not {mode}")
         with _SummedFile(Path(path)) as stream:
             yield stream
         self.sums[Path(path).name] = stream.sums
@@ -83,7 +83,7 @@ class _SummedFiles(FileSystem):
 
 
 class SummingWriter(FileSystemWriter):
-    """Writes the format of torch.distributed.checkpoint and knows the checksums of its files."""
+    """Write a torch.distributed.checkpoint and record the checksums of its files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -92,12 +92,12 @@ class SummingWriter(FileSystemWriter):
 
     @property
     def sums(self) -> dict[str, FileSums]:
-        """Of the files that this rank has written."""
+        """Checksums of the files that this rank has written."""
         return self._files.sums
 
 
 def write_checksums(folder: Path, sums: Mapping[str, FileSums]) -> None:
-    files = {name: [held.size, held.crcs] for name, held in sorted(sums.items())}
+    files = {name: [file_sums.size, file_sums.crcs] for name, file_sums in sorted(sums.items())}
     body = json.dumps({"block": BLOCK, "files": files}).encode()
     with (folder / CHECKSUMS).open("wb") as file:
         file.write(b"%08x\n" % zlib.crc32(body) + body)
@@ -106,7 +106,7 @@ def write_checksums(folder: Path, sums: Mapping[str, FileSums]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, FileSums] | None:
-    """By file; None where there are none: earlier versions wrote none."""
+    """Checksums by file; None if there are none, as in checkpoints of earlier versions."""
     path = folder / CHECKSUMS
     try:
         data = path.read_bytes()
@@ -117,7 +117,7 @@ def read_checksums(folder: Path) -> dict[str, FileSums] | None:
     head, body = data[:9], data[9:]
     if head != b"%08x\n" % zlib.crc32(body):
         raise ParallelError(f"{path} is damaged: it does not match its own checksum")
-    held = json.loads(body)
-    if held["block"] != BLOCK:
-        raise ParallelError(f"{path} has checksums of {held['block']} bytes, not of {BLOCK}")
-    return {name: FileSums(size, crcs) for name, (size, crcs) in held["files"].items()}
+    content = json.loads(body)
+    if content["block"] != BLOCK:
+        raise ParallelError(f"{path} has blocks of {content['block']} bytes, expected {BLOCK}")
+    return {name: FileSums(size, crcs) for name, (size, crcs) in content["files"].items()}

@@ -1,8 +1,8 @@
-"""Reads the metadata of a torch.distributed.checkpoint without running code from the file.
+"""Read the metadata of a torch.distributed.checkpoint without running code from the file.
 
-`.metadata` is a pickle, and `FileSystemReader` unpickles it as it is: whatever the file names is
+`.metadata` is a pickle, and `FileSystemReader` unpickles it directly: whatever the file names is
 imported and called. Here an unpickler builds inert stand-ins for the few classes that metadata
-consists of, refuses every other name, and the real objects are made from checked values.
+consists of, rejects every other name, and the real objects are created from validated values.
 """
 
 from __future__ import annotations
@@ -29,22 +29,28 @@ from stepscope.parallel.errors import ParallelError
 
 T = TypeVar("T")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
-"""Names that `FileSystemWriter` gives; a path from the file must not lead out of the folder."""
+"""File names of `FileSystemWriter`; a path from the file must not leave the folder."""
 _NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
-}  # fmt: skip
+}
 
 
 class _StandIn:
-    """Holds the arguments and the state that the pickle gives an object."""
+    """Stores the arguments and the state that the pickle gives an object."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -56,7 +62,7 @@ class _StandIn:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        # Classes of this call alone: a pickle can set attributes of a class that it is given.
+        # New classes for each call: a pickle can set attributes of a class that it is given.
         self._stand_ins: dict[str, type[_StandIn]] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -64,9 +70,8 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, global_name)
         if global_name not in _NAMES.get(module_name, ()):
             raise ParallelError(
-                f"it names {module_name}.{global_name}, which the metadata of a checkpoint does"
-                " not need",
-                "loading it elsewhere could run code",
+                f"it names {module_name}.{global_name}, which checkpoint metadata does not need",
+                "loading it with other tools could run code",
             )
         if global_name not in self._stand_ins:
             self._stand_ins[global_name] = type(global_name, (_StandIn,), {})
@@ -77,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The tensors of a checkpoint and where each part is stored. Raises on anything unexpected."""
+    """Parse the tensors of a checkpoint and their locations. Raise on anything unexpected."""
     try:
         fields = _state(_Unpickler(data).load(), "Metadata")
         entries = {
@@ -90,14 +95,14 @@ def parse_metadata(data: bytes) -> Metadata:
         }
     except ParallelError:
         raise
-    # A damaged pickle can fail in any way that its opcodes allow.
+    # A damaged pickle can raise any exception that its opcodes allow.
     except Exception as error:
         raise ParallelError(f"it is damaged: {type(error).__name__}") from error
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
 
 
 def _state(value: Any, *kinds: str) -> Mapping[str, Any]:
-    """The attributes of a stand-in for a class of one of these names."""
+    """Attributes of a stand-in for a class with one of these names."""
     if not isinstance(value, _StandIn) or type(value).__name__ not in kinds:
         raise TypeError(f"{type(value).__name__} instead of {' or '.join(kinds)}")
     return _checked(getattr(value, "state", {}), dict)

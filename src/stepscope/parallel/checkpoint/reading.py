@@ -1,4 +1,4 @@
-"""Reads a checkpoint: every byte is verified before it is used, and nothing in it is executed."""
+"""Read a checkpoint: every byte is verified before it is used, and no code in it is executed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from stepscope.parallel.errors import ParallelError
 
 _METADATA = ".metadata"
 _NAMED = 3
-"""Parameters that an error names; the rest is counted."""
+"""Number of parameters listed in an error message; the others are counted."""
 _HINT = "restore the file or load another checkpoint"
 
 
 class VerifyingReader(FileSystemReader):
-    """Opens the checkpoint in `folder`; raises if its files are not those that were written."""
+    """Open the checkpoint in `folder`; raise if its files are not those that were written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
         self.sums = read_checksums(folder)
-        """None in a checkpoint that was written without checksums."""
+        """None for a checkpoint that was written without checksums."""
         self._verified: set[tuple[str, int]] = set()
         self.metadata = self._parsed()
         self._check_files()
@@ -43,7 +43,7 @@ class VerifyingReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            # One by one, so that an error has a file and a parameter.
+            # One by one, so that an error names the file and the parameter.
             self._read(item, plan, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -56,7 +56,7 @@ class VerifyingReader(FileSystemReader):
             super().read_data(dataclasses.replace(plan, items=[item]), planner).wait()
         except ParallelError:
             raise
-        # Whatever a damaged file makes torch raise, some of it without a text.
+        # A damaged file can make torch raise anything, some of it without a message.
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
             raise ParallelError(
@@ -84,22 +84,22 @@ class VerifyingReader(FileSystemReader):
         return metadata
 
     def _check_files(self) -> None:
-        """Every file is there, as long as it was written, and there is no other data file."""
+        """Check that every file exists in its full size and that there is no other data file."""
         expected = {} if self.sums is None else {n: s.size for n, s in self.sums.items()}
         for index, stored in self.metadata.storage_data.items():
             name, end = stored.relative_path, stored.offset + stored.length
             if self.sums is not None and end > expected.get(name, 0):
                 raise ParallelError(
-                    f"{self._folder / _METADATA} places {index.fqn} outside of {name}", _HINT
+                    f"{self._folder / _METADATA} locates {index.fqn} outside of {name}", _HINT
                 )
             expected[name] = max(expected.get(name, 0), end)
         for name, size in expected.items():
             path = self._folder / name
-            found = path.stat().st_size if path.is_file() else None
+            actual = path.stat().st_size if path.is_file() else None
             # Without checksums only the end of the last parameter is known.
-            if found is None or found < size or (self.sums is not None and found != size):
-                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise ParallelError(f"{path} {what}{self._holds(name, 0, size)}", _HINT)
+            if actual is None or actual < size or (self.sums is not None and actual != size):
+                what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+                raise ParallelError(f"{path} {what}{self._contents(name, 0, size)}", _HINT)
         for path in sorted(self._folder.iterdir()):
             if path.suffix == ".distcp" and path.name not in expected:
                 raise ParallelError(
@@ -118,28 +118,32 @@ class VerifyingReader(FileSystemReader):
                 if zlib.crc32(file.read(BLOCK)) != self.sums[name].crcs[block]:
                     raise ParallelError(
                         f"{self._folder / name} is damaged: its checksum does not match"
-                        f"{self._holds(name, block * BLOCK, (block + 1) * BLOCK)}",
+                        f"{self._contents(name, block * BLOCK, (block + 1) * BLOCK)}",
                         _HINT,
                     )
                 self._verified.add((name, block))
 
-    def _holds(self, name: str, begin: int, end: int) -> str:
-        """The parameters in these bytes of a file: those that are damaged, if that can be seen."""
-        found = {
-            index.fqn: stored for index, stored in self.metadata.storage_data.items()
+    def _contents(self, name: str, begin: int, end: int) -> str:
+        """Name the parameters in these bytes of a file; only the damaged ones if known."""
+        stored_here = {
+            index.fqn: stored
+            for index, stored in self.metadata.storage_data.items()
             if stored.relative_path == name
-            and stored.offset < end and begin < stored.offset + stored.length
-        }  # fmt: skip
+            and stored.offset < end
+            and begin < stored.offset + stored.length
+        }
         path = self._folder / name
-        names = [n for n, s in found.items() if not _intact(path, s.offset, s.length)] or [*found]
+        names = [n for n, s in stored_here.items() if not _intact(path, s.offset, s.length)] or [
+            *stored_here
+        ]
         if not names:
             return ""
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return f"; it holds {', '.join(names[:_NAMED])}{more}"
+        return f"; it contains {', '.join(names[:_NAMED])}{more}"
 
 
 def _intact(path: Path, offset: int, length: int) -> bool:
-    """Whether an item, which is a zip archive, matches the checksums inside of it."""
+    """True if an item, which is a zip archive, matches its internal checksums."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -150,7 +154,7 @@ def _intact(path: Path, offset: int, length: int) -> bool:
 
 
 class DataPlanner(DefaultLoadPlanner):
-    """Loads what is not a tensor as data alone; torch's own planner unpickles it."""
+    """Load non-tensor entries with `weights_only=True`; torch's default planner unpickles them."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
