@@ -159,8 +159,8 @@ def _refuse_other(record: Record, existing: Record) -> None:
     # Compared after a round trip: an int and the equal float have different encodings.
     if decode(encode(record)) != decode(encode(existing)):
         raise StepscopeError(
-            f"record {record.id} ({record.study} {record.case}) differs from the existing record"
-            " with that id",
+            f"record {record.id} ({record.study} {record.case}) differs from the record that is"
+            " already stored with that id",
             "import into another store to keep both",
         )
 
