@@ -99,7 +99,7 @@ def value_of(quantities: Iterable[Quantity], name: str, **dimensions: Any) -> fl
 
 
 def step_series(step: float = 100.0, issued: float = 0.4, **how: Any) -> tuple[Series, ...]:
-    """A train step whose phases add up; issuing it takes the host the share `issued` of its time."""
+    """A train step whose phases add up; issuing it takes the share `issued` of its time."""
     phases = (times(name, step * share, **how) for name, share in PHASE_SHARES.items())
     launches = (
         times(name, step * share * issued, "host", **how) for name, share in PHASE_SHARES.items()
