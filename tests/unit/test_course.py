@@ -47,12 +47,12 @@ def test_areas_are_drawn_with_their_spans_and_the_peak() -> None:
             y_label="MiB",
             curves=(
                 Curve(label="weights", x=(1.0, 50.0, 100.0), y=(2.0, 2.0, 2.0)),
-                Curve(label="kept", x=(1.0, 50.0, 100.0), y=(0.0, 3.0, 0.0)),
+                Curve(label="saved", x=(1.0, 50.0, 100.0), y=(0.0, 3.0, 0.0)),
             ),
             marks=(LimitLine(label="peak", value=5.0),),
             spans=(Span(label="forward", start=1.0), Span(label="backward", start=50.0)),
         )
     )
-    for word in ("forward", "backward", "weights", "kept", "peak, 5"):
+    for word in ("forward", "backward", "weights", "saved", "peak, 5"):
         assert word in drawn
     assert "no data" not in drawn
