@@ -1,4 +1,4 @@
-"""A device with a queue and a clock that only moves when told: exact times for the timer."""
+"""A device with a queue and a manually advanced clock: exact times for the timer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.records.schema import Reading
 
 
 class FakeClock:
-    """Stands in for the `time` module, in seconds."""
+    """Replaces the `time` module; in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -28,10 +28,10 @@ class FakeClock:
 
 
 class FakeDevice(Device):
-    """Work is issued by the host and done by the device one after the other.
+    """Work is issued by the host and executed by the device in order.
 
-    Without a queue it is a CPU: work is done when the call returns. `mark_cost` is what every mark
-    adds to the device's work.
+    Without a queue it is a CPU: work is done when the call returns. `mark_cost` is the device time
+    of every mark.
     """
 
     kind = "cuda"
@@ -45,7 +45,7 @@ class FakeDevice(Device):
         self.log: list[str] = []
 
     def work(self, name: str, host: float, device: float = 0.0) -> Phase:
-        """A phase that takes the host and then the device that many seconds."""
+        """A phase that takes `host` seconds on the host and then `device` seconds on the device."""
 
         def run() -> None:
             self.log.append(name)

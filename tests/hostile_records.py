@@ -1,4 +1,4 @@
-"""Records of every study, changed at random places as a hostile or damaged file may be."""
+"""Records of every study with random changes, like a hostile or damaged file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,24 @@ NUMBERS = (
     0, 0.0, -1, -1.5, 1e308, -1e308, 5e-324, 1e-300, 1, 2**63, 10**400, 1e15, 0.5, 10**30,
 )  # fmt: skip
 TEXTS = (
-    "", "x", "../../x", "/x", "\x1b[31mred", "a\nb", "{", "[]", "null", "{}", "\u202e", "NaN",
-    "[" * 100_000, "-1", "1e999", "é" * 300, "latest",
-)  # fmt: skip
+    "",
+    "x",
+    "../../x",
+    "/x",
+    "\x1b[31mred",
+    "a\nb",
+    "{",
+    "[]",
+    "null",
+    "{}",
+    "\u202e",
+    "NaN",
+    "[" * 100_000,
+    "-1",
+    "1e999",
+    "é" * 300,
+    "latest",
+)
 WRONG = (None, [], {}, "", 0, True, [[[[]]]])
 _LONGEST_LINE = 60_000
 _MOST_OF_A_STUDY = 40
@@ -31,22 +46,22 @@ Json = dict[str, Any]
 
 @cache
 def real_records() -> dict[str, list[Json]]:
-    """The committed records by study, as JSON; studies without any have made ones."""
-    found: dict[str, list[Json]] = defaultdict(list)
+    """The committed records by study, as JSON; synthetic records for studies without any."""
+    by_study: dict[str, list[Json]] = defaultdict(list)
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             if len(line) > _LONGEST_LINE:
                 continue
             record = json.loads(line)
-            if "run" in record and len(found[record["study"]]) < _MOST_OF_A_STUDY:
-                found[record["study"]].append(record)
-    found["own"] = [json.loads(encode(own_record()))]
-    return {study: records for study, records in found.items() if records}
+            if "run" in record and len(by_study[record["study"]]) < _MOST_OF_A_STUDY:
+                by_study[record["study"]].append(record)
+    by_study["own"] = [json.loads(encode(own_record()))]
+    return {study: records for study, records in by_study.items() if records}
 
 
 @cache
 def upgraded_records() -> dict[str, list[Json]]:
-    """The same records in the schema of this version."""
+    """The same records in the current schema."""
     return {
         study: [json.loads(encode(decode(json.dumps(record)))) for record in records]
         for study, records in real_records().items()
@@ -54,7 +69,7 @@ def upgraded_records() -> dict[str, list[Json]]:
 
 
 def hostile(chance: Random) -> tuple[list[Json], list[Json]]:
-    """Some records of one study, and the same with a few changes."""
+    """Some records of one study, and the same records with a few changes."""
     records = chance.choice((real_records, upgraded_records))()[
         chance.choice(sorted(real_records()))
     ]
@@ -67,21 +82,24 @@ def hostile(chance: Random) -> tuple[list[Json], list[Json]]:
     return base, changed
 
 
-def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     entries = (
-        list(node.items()) if isinstance(node, dict)
-        else list(enumerate(node[:6])) if isinstance(node, list) else []
-    )  # fmt: skip
+        list(node.items())
+        if isinstance(node, dict)
+        else list(enumerate(node[:6]))
+        if isinstance(node, list)
+        else []
+    )
     return [
-        place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))
+        inner for key, value in entries for inner in ((*path, key), *_paths(value, (*path, key)))
     ]
 
 
 def _change(record: Json, chance: Random) -> None:
-    """One change anywhere, most often in what was measured; also inside JSON that a note holds."""
+    """Make one change, most often in measured values; also inside the JSON of a note."""
     by_part = defaultdict(list)
-    for place in _places(record):
-        by_part[place[0]].append(place)
+    for location in _paths(record):
+        by_part[location[0]].append(location)
     likely = [part for part in by_part if part in _PARTS]
     part = chance.choice(likely if likely and chance.random() < 0.85 else list(by_part))
     *path, last = chance.choice(by_part[part])

@@ -1,4 +1,4 @@
-"""Folders and disks that do not let themselves be written."""
+"""Folders and disks that cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MountTmpfs = Callable[[str], Path]
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Without the super-user's right to write what is read-only."""
+    """Drop root's permission to write read-only files."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Records of every study with every outcome that a case can have."""
+"""Records of every study with every possible status of a case."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ COLD = [300.0, 150.0, *[100.0] * 10]
 
 def mixed_records() -> dict[str, list[Record]]:
     modes = ("forward", "forward-backward", "train-step")
-    sound = [
+    valid = [
         benchmark_record(mode, context=context, dtype=dtype, phases={"forward": 30.0})
         for mode in modes
         for context in (128, 512)
         for dtype in ("float32", "bfloat16")
     ]
-    lost = [
+    failed = [
         benchmark_record(mode, size=size, status=status, reason=FAILURES[status])
         for size, status in zip(("medium", "large", "xl", "2.7b"), FAILURES, strict=True)
         for mode in modes
     ]
-    half = benchmark_record("forward", size="tiny")
-    half_lost = benchmark_record(size="tiny", status="oom", reason=FAILURES["oom"])
+    partial = benchmark_record("forward", size="tiny")
+    partial_failed = benchmark_record(size="tiny", status="oom", reason=FAILURES["oom"])
     return {
         "allreduce": [
             *(collective_record(ranks=ranks) for ranks in (1, 2, 4)),
@@ -63,22 +63,22 @@ def mixed_records() -> dict[str, list[Record]]:
         "ddp": [
             *(ddp_record(ranks=ranks) for ranks in (1, 2)),
             *(
-                ddp_record(context=64 * place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=1)
+                ddp_record(context=64 * index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "sharding": [
             *(sharding_record(ranks=ranks) for ranks in (1, 2, 4)),
             *(
-                sharding_record(context=64 * place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=3)
+                sharding_record(context=64 * index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=3)
             ),
         ],
         "fsdp": [
             *(fsdp_record(ranks=ranks) for ranks in (1, 2, 4)),
             *(
-                fsdp_record(context=64 * place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=3)
+                fsdp_record(context=64 * index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=3)
             ),
         ],
         "rehearsal": [
@@ -86,12 +86,12 @@ def mixed_records() -> dict[str, list[Record]]:
             recorded_record(context=256),
             check_record(),
             *(
-                recorded_record(context=64 * place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=5)
+                recorded_record(context=64 * index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=5)
             ),
             check_record(ranks=4, status="error", reason=FAILURES["error"]),
         ],
-        "benchmark": [*sound, *lost, half, half_lost],
+        "benchmark": [*valid, *failed, partial, partial_failed],
         "attention": [
             *(
                 attention_record(mode, seq=seq, head=head, step=seq / 10)
@@ -145,8 +145,8 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
             checkpointing_record("1", peak=300 << 20, budget_gib=0.5),
             *(
-                checkpointing_record(str(2**place), status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=1)
+                checkpointing_record(str(2**index), status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "memory": [
@@ -158,8 +158,8 @@ def mixed_records() -> dict[str, list[Record]]:
                 for attention in ("reference", "sdpa")
             ),
             *(
-                memory_record(context=64 * place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=1)
+                memory_record(context=64 * index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "profile": [
@@ -172,8 +172,8 @@ def mixed_records() -> dict[str, list[Record]]:
             profile_record("forward", size="medium"),
             profile_record(experiments={"graph_replay": 0.3, "larger_batch": 1.1}, size="large"),
             *(
-                profile_record(size="xl", batch=place, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=1)
+                profile_record(size="xl", batch=index, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "compile": [
@@ -202,15 +202,15 @@ def mixed_records() -> dict[str, list[Record]]:
             own_record(),
             own_record(50.0, setting={"dtype": "bfloat16"}),
             *(
-                own_record(setting={"batch": place}, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=1)
+                own_record(setting={"batch": index}, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "inspect": [
             *(inspected_record(rank, ranks=2, step=1.0 + rank) for rank in (0, 1)),
             *(
-                inspected_record(place, ranks=6, status=status, reason=FAILURES[status])
-                for place, status in enumerate(FAILURES, start=2)
+                inspected_record(index, ranks=6, status=status, reason=FAILURES[status])
+                for index, status in enumerate(FAILURES, start=2)
             ),
         ],
         "advise": [
@@ -232,7 +232,12 @@ def flash_records() -> list[Record]:
     return [
         *(
             flash_record(
-                attention, seq=seq, dtype=dtype, both=seq / 1000, peak=seq * 9.0, error=1.1,
+                attention,
+                seq=seq,
+                dtype=dtype,
+                both=seq / 1000,
+                peak=seq * 9.0,
+                error=1.1,
                 registers=200 if attention == "triton" else None,
             )
             for attention in ("triton", "reference")
@@ -241,7 +246,8 @@ def flash_records() -> list[Record]:
         ),
         race_record({"triton": 4.0, "sdpa_flash": 7.0, "auto": 4.1}, out={"flex": "refused: no"}),
         race_record(
-            {"triton": 0.1, "sdpa": 0.1, "auto": 0.1}, "1x1x128x64",
+            {"triton": 0.1, "sdpa": 0.1, "auto": 0.1},
+            "1x1x128x64",
             in_a_row={"triton": 0.1, "sdpa": 0.1, "auto": 0.1},
         ),
         tiles_record(out={"128x128": "does not fit: out of resource: shared memory"}),
@@ -251,4 +257,4 @@ def flash_records() -> list[Record]:
         ),
         race_record({"triton": 1.0}, "4x16x4096x64", status="oom", reason=FAILURES["oom"]),
         tiles_record("query", status="skipped", reason=FAILURES["skipped"]),
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,4 @@
-"""A page as a real run makes it, for the tests of the writers."""
+"""A page like that of a real run, for the tests of the writers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = 4
 
 
 def step_ms(billions: float, context: int) -> float:
-    """A step that is bound by launches at first and by arithmetic later."""
+    """Time of a step that is launch-bound at small sizes and compute-bound at large ones."""
     return max(9.0 * billions**0.35 + 8, billions * context * BATCH * 6 / 420 * (1 + context / 6e3))
 
 
@@ -47,13 +47,13 @@ def fits(billions: float, context: int) -> bool:
 def headline() -> Table:
     return Table(
         name="headline",
-        title="What the runs say",
+        title="Summary of the runs",
         columns=(
             Column(title="Training step"),
             Column(title="Time", kind="number", unit="ms"),
             Column(title="Throughput", kind="rate", unit="tokens/s"),
             Column(title="Arithmetic", kind="rate", unit="FLOP/s", hint="Model FLOPs per second."),
-            Column(title="MFU", kind="percent", hint="Model FLOPs over the measured matrix rate."),
+            Column(title="MFU", kind="percent", hint="Model FLOPs over the measured matmul rate."),
             Column(title="Peak memory", kind="bytes"),
         ),
         rows=(
@@ -124,7 +124,7 @@ def benchmark_table() -> Table:
             Column(title="Throughput", kind="rate", unit="tokens/s"),
             Column(title="Arithmetic", kind="rate", unit="FLOP/s"),
             Column(title="MFU", kind="percent"),
-            Column(title="Peak", kind="bytes", hint="Highest bytes that were allocated at once."),
+            Column(title="Peak", kind="bytes", hint="Peak of the allocated bytes."),
         ),
         rows=tuple(rows),
         caption="Batch 4, bfloat16. Mean ± standard deviation of 10 steps after 5 warm-up steps.",
@@ -135,12 +135,12 @@ def benchmark_table() -> Table:
 def step_figure() -> Figure:
     curves = []
     for name, *_, billions in SIZES:
-        held = tuple(context for context in CONTEXTS if fits(billions, context))
-        y = tuple(step_ms(billions, context) for context in held)
+        fitting = tuple(context for context in CONTEXTS if fits(billions, context))
+        y = tuple(step_ms(billions, context) for context in fitting)
         curves.append(
             Curve(
                 label=name,
-                x=tuple(float(context) for context in held),
+                x=tuple(float(context) for context in fitting),
                 y=y,
                 low=tuple(value * 0.93 for value in y),
                 high=tuple(value * 1.08 for value in y),
@@ -155,7 +155,7 @@ def step_figure() -> Figure:
         y_label="step (ms)",
         x_log=True,
         y_log=True,
-        caption="Bars are the 95 % interval of the mean. A curve ends where memory does.",
+        caption="Bars are the 95 % interval of the mean. A curve ends at the first out-of-memory.",
     )
 
 
@@ -202,7 +202,7 @@ def warmup_figure() -> Figure:
 
 
 def kernel_table(count: int = 40) -> Table:
-    """A long table with details, as the profile study makes it."""
+    """A long table with details, like that of the profile study."""
     total = sum(1 / (rank + 1) for rank in range(count))
     return Table(
         name="kernels",
@@ -246,11 +246,11 @@ def sample_page() -> Page:
                 "How long do forward, backward and the optimizer take, by size and context?",
                 Finding(
                     text="The backward pass takes 2.00 times as long as the forward pass at every "
-                    "size, as its arithmetic says.",
+                    "size, as its FLOPs predict.",
                     tone="good",
                 ),
                 Finding(
-                    text="Below context 512 the small size is bound by launches, not by arithmetic."
+                    text="Below context 512 the small size is launch-bound, not compute-bound."
                 ),
                 Finding(
                     text="Size 2.7b does not fit at context 2,048 with AdamW in float32.",
@@ -275,7 +275,7 @@ def sample_page() -> Page:
                 "Profile",
                 "Which kernels take the time?",
                 Finding(
-                    text="Matrix products take 61.4 % of the device time, element-wise ones 27.8 %."
+                    text="Matmuls take 61.4 % of the device time, element-wise kernels 27.8 %."
                 ),
                 kernel_table(),
             ),
@@ -287,7 +287,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)> ${x} {{ 7*7 }} \"'`| \\n & %s [
 
 
 def hostile_page() -> Page:
-    """Text that would do harm in every field that holds text."""
+    """A page with malicious text in every text field."""
     h = HOSTILE
     table = Table(
         name=h,

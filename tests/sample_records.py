@@ -1,4 +1,4 @@
-"""Records as a measurement on a GPU would give them, for tests that need no device."""
+"""Synthetic records like those of a measurement on a GPU, for tests without a device."""
 
 from __future__ import annotations
 
@@ -42,38 +42,56 @@ def samples(
 
 
 def times(
-    name: str, median: float, clock: Clock = "device", *,
-    variant: str = "", phase: str = "", rank: int = 0, size: int = 0, **how: Any,
-) -> Series:  # fmt: skip
+    name: str,
+    median: float,
+    clock: Clock = "device",
+    *,
+    variant: str = "",
+    phase: str = "",
+    rank: int = 0,
+    size: int = 0,
+    **how: Any,
+) -> Series:
     return Series(
-        name=name, unit="ms", values=samples(median, **how), clock=clock,
-        variant=variant, phase=phase, rank=rank, size=size,
-    )  # fmt: skip
+        name=name,
+        unit="ms",
+        values=samples(median, **how),
+        clock=clock,
+        variant=variant,
+        phase=phase,
+        rank=rank,
+        size=size,
+    )
 
 
 def merged(*groups: Iterable[Quantity]) -> tuple[Quantity, ...]:
-    """Quantities of all groups; one of a later group replaces that of the same name and dimensions
-    in an earlier group."""
-    found = {
+    """Quantities of all groups; a quantity replaces an earlier one with the same name and
+    dimensions."""
+    by_key = {
         (one.name, one.variant, one.phase, one.rank, one.size): one
         for group in groups
         for one in group
     }
-    return tuple(found.values())
+    return tuple(by_key.values())
 
 
 def quantity_of(
-    quantities: Iterable[Quantity], name: str, *,
-    variant: str = "", phase: str = "", rank: int = 0, size: int = 0,
-) -> Quantity:  # fmt: skip
-    """The only quantity of that name with these dimensions."""
+    quantities: Iterable[Quantity],
+    name: str,
+    *,
+    variant: str = "",
+    phase: str = "",
+    rank: int = 0,
+    size: int = 0,
+) -> Quantity:
+    """The only quantity with that name and these dimensions."""
     wanted = (name, variant, phase, rank, size)
-    (found,) = (
+    (match,) = (
         one
         for one in quantities
         if (one.name, one.variant, one.phase, one.rank, one.size) == wanted
     )
-    return found
+    return match
 
 
 def value_of(quantities: Iterable[Quantity], name: str, **dimensions: Any) -> float:
@@ -81,7 +99,7 @@ def value_of(quantities: Iterable[Quantity], name: str, **dimensions: Any) -> fl
 
 
 def step_series(step: float = 100.0, issued: float = 0.4, **how: Any) -> tuple[Series, ...]:
-    """A train step whose phases add up; the host takes the share `issued` of it to launch it."""
+    """A train step whose phases add up; issuing it takes the share `issued` of its time."""
     phases = (times(name, step * share, **how) for name, share in PHASE_SHARES.items())
     launches = (
         times(name, step * share * issued, "host", **how) for name, share in PHASE_SHARES.items()
@@ -104,7 +122,7 @@ def ceilings(bfloat16: float = 700e12, sheet: float = 989e12) -> tuple[Ceiling, 
 
 
 def record(**changes: Any) -> Record:
-    """A sound record of a train step; its case and id follow from its config unless given."""
+    """A valid record of a train step; its case and id follow from its config unless given."""
     config = {
         "size": "xl",
         "context": 512,

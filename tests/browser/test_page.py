@@ -1,4 +1,4 @@
-"""The page in a real browser: it sorts, opens, filters, follows the scheme, and loads nothing."""
+"""The page in a real browser: sorting, expanding, filtering, colour schemes; it loads nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 TABLE = "#benchmark-2"
 STEP = 8
-"""The column of the step time."""
+"""Index of the column with the step time."""
 
 LEAST_CONTRAST = """() => {
   const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
@@ -74,27 +74,27 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("page")
-    made = {
+    pages = {
         "sample": sample_page(),
         "hostile": hostile_page(),
         "advice": make_page(read_records(RESULTS / "advise-slow_h200.jsonl")),
     }
-    for name, page in made.items():
+    for name, page in pages.items():
         (folder / f"{name}.html").write_text(html_page(page), encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in made}
+    return {name: folder / f"{name}.html" for name in pages}
 
 
 @pytest.fixture(params=["sample"])
 def page(
     request: pytest.FixtureRequest, browser: Browser, files: dict[str, Path]
 ) -> Iterator[Page]:
-    """An open page; whatever it complains about or asks for fails the test."""
+    """An open page; any console message or network request fails the test."""
     opened = browser.new_page(viewport={"width": 1200, "height": 900})
-    complaints: list[str] = []
+    messages: list[str] = []
     requests: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    opened.on("console", lambda message: messages.append(message.text))
+    opened.on("pageerror", lambda error: messages.append(str(error)))
+    opened.on("dialog", lambda dialog: (messages.append(dialog.message), dialog.dismiss()))
     opened.on("request", lambda sent: requests.append(sent.url))
     url = files[request.param].as_uri()
     opened.goto(url)
@@ -102,7 +102,7 @@ def page(
         opened.evaluate("for (const d of document.querySelectorAll('.evidence')) d.open = true")
     yield opened
     opened.close()
-    assert complaints == []
+    assert messages == []
     assert [sent for sent in requests if sent != "data:,"] == [url]
 
 
@@ -115,7 +115,7 @@ def values(page: Page, index: int) -> list[float]:
     return [float(value) for value in cells.evaluate_all("c => c.map(e => e.dataset.value)")]
 
 
-def test_a_click_sorts_by_value_and_a_second_one_turns_it(page: Page) -> None:
+def test_a_click_sorts_by_value_and_a_second_click_reverses(page: Page) -> None:
     header = page.locator(f"{TABLE} th").nth(STEP)
     before = column(page, STEP)
     assert header.get_attribute("aria-sort") == "none"
@@ -130,7 +130,7 @@ def test_a_click_sorts_by_value_and_a_second_one_turns_it(page: Page) -> None:
     assert sorted(column(page, STEP)) == sorted(before)
 
 
-def test_missing_values_stay_last_and_words_before_them(page: Page) -> None:
+def test_missing_values_sort_last_and_text_before_them(page: Page) -> None:
     button = page.locator(f"{TABLE} th button").nth(6)
     for _ in range(2):
         button.click()
@@ -147,7 +147,7 @@ def test_sorting_is_stable(page: Page) -> None:
 
 
 @pytest.mark.parametrize("key", ["Enter", "Space"])
-def test_the_keyboard_sorts_too(page: Page, key: str) -> None:
+def test_sorting_with_the_keyboard(page: Page, key: str) -> None:
     button = page.locator(f"{TABLE} th button").nth(STEP)
     button.focus()
     page.keyboard.press(key)
@@ -157,7 +157,7 @@ def test_the_keyboard_sorts_too(page: Page, key: str) -> None:
     assert values(page, STEP) == rising[::-1]
 
 
-def test_a_row_opens_moves_with_its_row_and_closes(page: Page) -> None:
+def test_details_open_move_with_their_row_and_close(page: Page) -> None:
     opener = page.locator(f"{TABLE} .opener").first
     opener.click()
     assert opener.get_attribute("aria-expanded") == "true"
@@ -182,7 +182,7 @@ def test_the_filter_keeps_matching_rows(page: Page) -> None:
     assert shown.count() == 25
 
 
-def test_a_hint_is_shown_on_focus_and_leaves_on_escape(page: Page) -> None:
+def test_a_hint_is_shown_on_focus_and_hidden_on_escape(page: Page) -> None:
     page.locator(f"{TABLE} th button").nth(STEP).focus()
     tip = page.locator("#tip")
     assert tip.inner_text() == "Forward, backward and optimizer."
@@ -194,7 +194,7 @@ def test_a_hint_is_shown_on_focus_and_leaves_on_escape(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_in_both_schemes(page: Page, scheme: str) -> None:
+def test_text_has_enough_contrast_in_both_schemes(page: Page, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(253, 253, 251)", "dark": "rgb(22, 24, 28)"}[scheme]
@@ -221,7 +221,7 @@ def test_a_wide_table_scrolls_in_its_own_box(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", ["hostile"], indirect=True)
-def test_hostile_text_is_shown_and_does_nothing(page: Page) -> None:
+def test_hostile_text_is_shown_as_text(page: Page) -> None:
     assert page.title() == HOSTILE
     assert page.locator("h1").inner_text() == HOSTILE
     page.locator(".opener").first.click()
@@ -231,7 +231,7 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page) -> None:
     assert page.locator("img").count() == 0
 
 
-def test_an_injected_script_would_be_refused(
+def test_an_injected_script_is_blocked(
     browser: Browser, files: dict[str, Path], tmp_path: Path
 ) -> None:
     text = files["sample"].read_text(encoding="utf-8")

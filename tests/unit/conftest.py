@@ -1,4 +1,4 @@
-"""Places that several tests need."""
+"""Fixtures shared by several unit tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from media import MountTmpfs
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that others may enter, unlike pytest's own."""
+    """A folder that other users may enter, unlike pytest's own."""
     folder = Path(tempfile.mkdtemp(prefix="stepscope-test-"))
     folder.chmod(0o755)
     yield folder
@@ -44,18 +44,23 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
 
 @pytest.fixture
 def torch_as_it_was() -> Iterator[None]:
-    """Changes last for a process: here they end with the test."""
+    """Restore torch after the test: `apply` changes it for the entire process."""
     import torch.utils.checkpoint
     from torch.utils.data import DataLoader
 
-    held = [
-        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"), (torch.autocast, "__init__"),
-        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "zero_grad"),
-        (torch.nn.Module, "zero_grad"), (DataLoader, "__init__"),
-        (torch.utils.checkpoint, "checkpoint"), (torch.Tensor, "item"),
+    patched = [
+        (torch.autograd, "backward"),
+        (torch.amp.GradScaler, "scale"),
+        (torch.autocast, "__init__"),
+        (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "zero_grad"),
+        (torch.nn.Module, "zero_grad"),
+        (DataLoader, "__init__"),
+        (torch.utils.checkpoint, "checkpoint"),
+        (torch.Tensor, "item"),
         (torch.Tensor, "__float__"),
-    ]  # fmt: skip
-    before = [(place, name, getattr(place, name)) for place, name in held]
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name in patched]
     yield
-    for place, name, value in before:
-        setattr(place, name, value)
+    for owner, name, value in before:
+        setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""The autocast study: formats as the dispatcher tells them, measured here and from records."""
+"""The autocast study: dtypes as recorded at the dispatcher, measured here and from records."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_the_small_net_of_the_course(dtype: str) -> None:
     named = done.attachments["formats"]
     assert named["parameters"] == named["gradients"] == named["loss"] == "float32"
     assert named["fc1 output"] == named["logits"] == dtype
-    products = [o for o in done.attachments["forward"] if o.operator == "mm"]
-    assert products == [OperatorDtypes(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
-    # The input and both matrices; on the way back the logits' gradient and those of the matrices.
+    matmuls = [o for o in done.attachments["forward"] if o.operator == "mm"]
+    assert matmuls == [OperatorDtypes(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
+    # The input and both matrices; in the backward the gradients of the logits and of the matrices.
     assert value_of(done.quantities, "casts") == 6
 
 
-def test_the_model_keeps_its_stream_and_norms_in_float32() -> None:
+def test_the_residual_stream_and_norms_stay_in_float32() -> None:
     done = measured("tiny", "bfloat16")
     named = done.attachments["formats"]
     assert named["embedding output"] == named["norm output"] == "float32"
     assert named["blocks.0.attention.query output"] == "bfloat16"
     assert not any(name.startswith("blocks.1") for name in named)
-    # Every matrix once, and every input of a product: at least 15 weights and 15 inputs.
+    # Every matrix once, and every input of a matmul: at least 15 weights and 15 inputs.
     assert value_of(done.quantities, "casts") >= 30
     errors = {one.variant: one.value for one in done.quantities if one.name == "norm_error"}
     assert errors["float32"] < 1e-5 < errors["bfloat16"]
@@ -68,7 +68,7 @@ def test_casts_are_counted_and_views_are_not() -> None:
     assert {name for name, _, _ in recorder.operators} == {"_to_copy", "add"}
 
 
-def test_findings_say_the_formats_and_the_cost_of_casts() -> None:
+def test_findings_give_the_dtypes_and_the_cost_of_casts() -> None:
     said = findings([autocast_record()])
     assert "parameters float32, logits float16, loss float32" in said
     assert "fc1 output float16" in said
@@ -76,7 +76,7 @@ def test_findings_say_the_formats_and_the_cost_of_casts() -> None:
     assert "keeps in float32: pow" in said
 
 
-def test_formats_of_one_subject_are_told_together() -> None:
+def test_dtypes_of_one_subject_are_reported_together() -> None:
     said = findings([autocast_record(), autocast_record(dtype="bfloat16"), autocast_record("tiny")])
     assert (
         "The small net of the course under float16 and bfloat16 autocast: parameters float32,"
@@ -86,14 +86,14 @@ def test_formats_of_one_subject_are_told_together() -> None:
     assert "The tiny model under float16 autocast: " in said
 
 
-def test_it_says_why_a_norm_reduces_in_float32() -> None:
+def test_the_finding_explains_why_a_norm_reduces_in_float32() -> None:
     errors = {"float16": 0.005, "bfloat16": 0.037, "float32": 2e-7}
-    held = tuple(
-        Quantity(name="norm_error", variant=form, value=v, unit="1") for form, v in errors.items()
+    quantities = tuple(
+        Quantity(name="norm_error", variant=dtype, value=v, unit="1") for dtype, v in errors.items()
     )
-    lost_less = tuple(msgspec.structs.replace(one, value=one.value / 2) for one in held)
+    halved = tuple(msgspec.structs.replace(one, value=one.value / 2) for one in quantities)
     said = findings(
-        [autocast_record(quantities=lost_less), autocast_record("tiny", quantities=held)]
+        [autocast_record(quantities=halved), autocast_record("tiny", quantities=quantities)]
     )
     assert (
         "what the norms of the tiny model really read is off by 3.7 % at most when the sum is kept"
@@ -118,6 +118,6 @@ def test_one_table_compares_the_cases() -> None:
 @pytest.mark.parametrize(
     "fields", [{"dtype": ("float32",)}, {"subject": ("huge",)}, {"context": 0}, {"attention": "x"}]
 )
-def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+def test_invalid_flags_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         AutocastFlags(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ceilings: what is measured, and how the cache behaves when it is good, bad or absent."""
+"""Ceilings: the measurement, and the cache when it is valid, damaged or absent."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Ceiling]:
-    """Stands in for measuring: every call gives a new value and is written down here."""
-    made: list[Ceiling] = []
+    """Replaces the measurement: every call returns a new value, which is recorded here."""
+    recorded: list[Ceiling] = []
 
     def measure(device: Device, progress: object = None) -> tuple[Ceiling, ...]:  # noqa: ARG001
-        value = 1e12 + len(made)
-        made.append(Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured"))
-        return (made[-1],)
+        value = 1e12 + len(recorded)
+        recorded.append(
+            Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
+        )
+        return (recorded[-1],)
 
     monkeypatch.setattr(module, "measure_ceilings", measure)
-    return made
+    return recorded
 
 
-def test_they_are_measured_once_and_then_read(cache: Path, measured: list[Ceiling]) -> None:
+def test_ceilings_are_measured_once_and_then_cached(cache: Path, measured: list[Ceiling]) -> None:
     first = ceilings(CpuDevice(), HERE)
     assert first == ceilings(CpuDevice(), HERE) == tuple(measured)
     assert len(measured) == 1
     assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
-def test_again_measures_and_replaces(cache: Path, measured: list[Ceiling]) -> None:
+def test_again_measures_and_replaces_the_cache(cache: Path, measured: list[Ceiling]) -> None:
     ceilings(CpuDevice(), HERE)
     assert ceilings(CpuDevice(), HERE, again=True) == (measured[1],)
     assert ceilings(CpuDevice(), HERE) == (measured[1],)
@@ -65,7 +67,7 @@ def test_again_measures_and_replaces(cache: Path, measured: list[Ceiling]) -> No
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_machine_has_its_own(
+def test_another_machine_has_a_separate_cache(
     cache: Path, measured: list[Ceiling], change: dict[str, object]
 ) -> None:
     ceilings(CpuDevice(), HERE)
@@ -76,7 +78,7 @@ def test_another_machine_has_its_own(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"[{}]", b'[{"name": "matmul.float32", "value": null}]']
 )
-def test_a_spoilt_cache_is_measured_again_and_mended(
+def test_a_damaged_cache_is_measured_again_and_replaced(
     cache: Path, measured: list[Ceiling], content: bytes
 ) -> None:
     ceilings(CpuDevice(), HERE)
@@ -86,7 +88,7 @@ def test_a_spoilt_cache_is_measured_again_and_mended(
     assert ceilings(CpuDevice(), HERE) == (measured[1],)
 
 
-def test_a_place_without_a_cache_still_measures(
+def test_without_a_writable_cache_every_call_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[Ceiling]
 ) -> None:
     file = tmp_path / "file"
@@ -97,7 +99,7 @@ def test_a_place_without_a_cache_still_measures(
     assert file.read_text() == "not a folder"
 
 
-def test_a_cache_that_cannot_be_replaced_leaves_nothing_behind(
+def test_a_cache_that_cannot_be_replaced_leaves_no_files(
     cache: Path, measured: list[Ceiling], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -109,32 +111,32 @@ def test_a_cache_that_cannot_be_replaced_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_known_device_has_its_data_sheet_beside_it(measured: list[Ceiling]) -> None:
-    found = ceilings(CpuDevice(), environment(device_name="NVIDIA H200"))
-    assert found == (*measured, *datasheet_ceilings("NVIDIA H200"))
-    assert {c.source for c in found} == {"measured", "NVIDIA H200 Tensor Core GPU datasheet"}
+def test_a_known_device_also_has_datasheet_ceilings(measured: list[Ceiling]) -> None:
+    results = ceilings(CpuDevice(), environment(device_name="NVIDIA H200"))
+    assert results == (*measured, *datasheet_ceilings("NVIDIA H200"))
+    assert {c.source for c in results} == {"measured", "NVIDIA H200 Tensor Core GPU datasheet"}
     assert datasheet_ceilings("NVIDIA H2000") == ()
 
 
-def test_measuring_gives_every_limit_that_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ceilings_of_the_device_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MATRIX_SIZES", {"cpu": (16,)})
     monkeypatch.setattr(module, "_COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(module, "_SECONDS_PER_SHAPE", {"cpu": 0.01})
     monkeypatch.setattr(module, "_LAUNCHES", 5)
-    told: list[tuple[int, int, str]] = []
+    reported: list[tuple[int, int, str]] = []
     precision = torch.get_float32_matmul_precision()
-    found = measure_ceilings(CpuDevice(), lambda *progress: told.append(progress))
-    assert [(c.name, c.unit) for c in found] == [
+    results = measure_ceilings(CpuDevice(), lambda *progress: reported.append(progress))
+    assert [(c.name, c.unit) for c in results] == [
         ("matmul.float32", "FLOP/s"),
         ("matmul.float16", "FLOP/s"),
         ("matmul.bfloat16", "FLOP/s"),
         ("memory.copy", "B/s"),
         ("launch.rate", "launches/s"),
     ]
-    assert all(c.value > 0 and c.source == "measured" for c in found)
-    assert found[0].detail.startswith("16×16×16 ")
-    assert [done for done, _, _ in told] == [0, 1, 2, 3, 4]
-    assert {total for _, total, _ in told} == {5}
+    assert all(c.value > 0 and c.source == "measured" for c in results)
+    assert results[0].detail.startswith("16×16×16 ")
+    assert [done for done, _, _ in reported] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in reported} == {5}
     assert torch.get_float32_matmul_precision() == precision
 
 

@@ -331,7 +331,7 @@ def test_a_disk_that_fills_up_keeps_what_was_measured(
     said = ended(cli(*words))
     assert (said.code, said.out) == (1, "")
     assert said.err.splitlines()[-1].startswith("stepscope: the disk of ")
-    assert "what was stored before is safe" in said.err
+    assert "the stored records are safe" in said.err
     assert "Traceback" not in said.err
     announced = said.err.count("] planted ok-")
     first = cli.records()

@@ -11,9 +11,9 @@ from stepscope.measure.consecutive import consecutive_steps, time_consecutive
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    made = FakeClock()
-    monkeypatch.setattr(consecutive, "time", made)
-    return made
+    fake = FakeClock()
+    monkeypatch.setattr(consecutive, "time", fake)
+    return fake
 
 
 def test_a_step_takes_the_longer_of_host_and_device(clock: FakeClock) -> None:
@@ -38,10 +38,10 @@ def test_a_step_takes_the_longer_of_host_and_device(clock: FakeClock) -> None:
 def test_blocks_alternate_in_reversed_order(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {name: device.work(name, host=0.01, device=0.01).run for name in "ab"}
-    followed: list[str] = []
-    before = {name: (lambda name=name: followed.append(name)) for name in runs}  # type: ignore[misc]
+    order: list[str] = []
+    before = {name: (lambda name=name: order.append(name)) for name in runs}  # type: ignore[misc]
     time_consecutive(runs, device, blocks=4, block_seconds=0.0, before=before)
-    assert followed == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
 
 
 def test_a_block_lasts_its_seconds_and_at_least_three_steps(clock: FakeClock) -> None:

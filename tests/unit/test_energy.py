@@ -1,4 +1,4 @@
-"""Energy from a counter that moves rarely: steps without a pause, counted from move to move."""
+"""Energy from a counter with rare updates: consecutive steps, measured from update to update."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BUSY_W, IDLE_W, TICK_S = 500.0, 100.0, 0.1
 
 
 class Metered(FakeDevice):
-    """Takes 500 W while it works and 100 W else, and says so every 100 ms. Its clock falls to
-    1.6 GHz once it has worked for 0.3 s."""
+    """Consumes 500 W while busy and 100 W while idle; its counter is updated every 100 ms. Its
+    clock drops to 1.6 GHz after 0.3 s of work."""
 
     fails_after_s = float("inf")
 
@@ -56,10 +56,10 @@ class Metered(FakeDevice):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    made = FakeClock()
-    monkeypatch.setattr(energy, "time", made)
+    fake = FakeClock()
+    monkeypatch.setattr(energy, "time", fake)
     monkeypatch.setattr(energy, "_watched", nullcontext)
-    return made
+    return fake
 
 
 @pytest.fixture
@@ -68,57 +68,55 @@ def metered(clock: FakeClock) -> Metered:
 
 
 def measured(device: Metered, host_s: float, device_s: float, seconds: float = 1.5) -> Energy:
-    found = measure_energy(partial(device.step, host_s, device_s), device, seconds)
-    assert isinstance(found, Energy), found
-    return found
+    result = measure_energy(partial(device.step, host_s, device_s), device, seconds)
+    assert isinstance(result, Energy), result
+    return result
 
 
-def test_no_pause_is_in_the_power_of_steps_that_follow_each_other(metered: Metered) -> None:
-    found = measured(metered, 0.002, 0.06)
-    assert found.watts == pytest.approx(BUSY_W, rel=0.002)
-    assert found.step_ms == pytest.approx(60.0)
-    assert found.joules == pytest.approx(0.06 * BUSY_W, rel=0.002)
-    # From 0.5 s on, up to the last move: 2.0 s after the first step.
-    assert found.steps == 25
-    assert found.resolution == pytest.approx(BUSY_W * TICK_S / 25)
-    # 0.54 s of lead, when the clock has fallen.
-    assert found.sm_clock_mhz == 1600.0
+def test_power_of_consecutive_steps_has_no_idle_time(metered: Metered) -> None:
+    result = measured(metered, 0.002, 0.06)
+    assert result.watts == pytest.approx(BUSY_W, rel=0.002)
+    assert result.step_ms == pytest.approx(60.0)
+    assert result.joules == pytest.approx(0.06 * BUSY_W, rel=0.002)
+    # From 0.5 s to the last update, 2.0 s after the first step.
+    assert result.steps == 25
+    assert result.resolution == pytest.approx(BUSY_W * TICK_S / 25)
+    # 0.54 s of lead, after which the clock has dropped.
+    assert result.sm_clock_mhz == 1600.0
     assert metered.log.count("step") == 9 + 25
 
 
-def test_where_the_host_is_slower_the_gaps_belong_to_a_step(metered: Metered) -> None:
-    found = measured(metered, 0.05, 0.02)
-    assert found.step_ms == pytest.approx(50.0)
+def test_with_a_slow_host_the_gaps_are_part_of_the_step(metered: Metered) -> None:
+    result = measured(metered, 0.05, 0.02)
+    assert result.step_ms == pytest.approx(50.0)
     mean_w = (0.02 * BUSY_W + 0.03 * IDLE_W) / 0.05
-    assert found.watts == pytest.approx(mean_w, rel=0.05)
-    assert found.joules == pytest.approx(found.watts * 0.05)
+    assert result.watts == pytest.approx(mean_w, rel=0.05)
+    assert result.joules == pytest.approx(result.watts * 0.05)
 
 
-def test_short_steps_are_queued_so_that_the_device_never_waits(metered: Metered) -> None:
-    found = measured(metered, 0.0001, 0.0005)
-    assert found.step_ms == pytest.approx(0.5)
-    assert found.watts == pytest.approx(BUSY_W, rel=0.002)
+def test_short_steps_are_queued_so_that_the_device_is_never_idle(metered: Metered) -> None:
+    result = measured(metered, 0.0001, 0.0005)
+    assert result.step_ms == pytest.approx(0.5)
+    assert result.watts == pytest.approx(BUSY_W, rel=0.002)
 
 
 @settings(max_examples=25, deadline=None)
 @given(host_s=st.floats(1e-4, TICK_S), device_s=st.floats(5e-3, 4.0))
-def test_a_host_that_looks_at_every_move_is_within_one_at_each_end(
-    host_s: float, device_s: float
-) -> None:
+def test_energy_is_within_one_counter_update_at_each_end(host_s: float, device_s: float) -> None:
     clock = FakeClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(energy, "time", clock)
         patch.setattr(energy, "_watched", nullcontext)
-        found = measured(Metered(clock), host_s, device_s)
+        result = measured(Metered(clock), host_s, device_s)
     each_s = max(host_s, device_s)
-    # Where host and device are equally fast, a look at the counter comes on top.
-    assert found.step_ms == pytest.approx(1e3 * each_s, abs=1.1)
+    # If host and device are equally fast, polling the counter adds to the step.
+    assert result.step_ms == pytest.approx(1e3 * each_s, abs=1.1)
     spent_j = BUSY_W * device_s + IDLE_W * (each_s - device_s)
-    assert found.joules == pytest.approx(spent_j, abs=2 * found.resolution + 0.0011 * IDLE_W)
+    assert result.joules == pytest.approx(spent_j, abs=2 * result.resolution + 0.0011 * IDLE_W)
 
 
 class Ticking(CpuDevice):
-    """Its counter moves at every look."""
+    """The counter changes at every reading."""
 
     joules = 0.0
 
@@ -127,58 +125,58 @@ class Ticking(CpuDevice):
         return self.joules
 
 
-def test_a_host_that_is_stuck_in_a_step_misses_no_move() -> None:
+def test_updates_are_seen_while_the_host_is_blocked_in_a_step() -> None:
     meter = energy._Meter(Ticking())
     with energy._watched(meter):
         time.sleep(0.3)
-    assert len(meter.moves) >= 3
-    after = len(meter.moves)
+    assert len(meter.updates) >= 3
+    after = len(meter.updates)
     time.sleep(0.05)
-    assert len(meter.moves) == after
+    assert len(meter.updates) == after
 
 
 @pytest.mark.parametrize(("step_s", "after_the_lead", "in_all"), [(5.0, 2, 3), (7.0, 1, 2)])
 def test_long_steps_are_few(
     metered: Metered, step_s: float, after_the_lead: int, in_all: int
 ) -> None:
-    found = measured(metered, 0.1, step_s)
-    assert (found.steps, metered.log.count("step")) == (after_the_lead, in_all)
-    assert found.joules == pytest.approx(step_s * BUSY_W, rel=0.01)
+    result = measured(metered, 0.1, step_s)
+    assert (result.steps, metered.log.count("step")) == (after_the_lead, in_all)
+    assert result.joules == pytest.approx(step_s * BUSY_W, rel=0.01)
 
 
-def test_without_a_queue_the_host_s_clock_tells(clock: FakeClock) -> None:
+def test_without_a_queue_the_host_clock_is_used(clock: FakeClock) -> None:
     device = Metered(clock, queue=False)
 
     def step() -> None:
         device.step(0.0, 0.02)
         device.synchronize()
 
-    found = measure_energy(step, device, 2.0)
-    assert isinstance(found, Energy)
-    assert found.step_ms == pytest.approx(20.0)
-    assert found.joules == pytest.approx(0.02 * BUSY_W, abs=found.resolution)
+    result = measure_energy(step, device, 2.0)
+    assert isinstance(result, Energy)
+    assert result.step_ms == pytest.approx(20.0)
+    assert result.joules == pytest.approx(0.02 * BUSY_W, abs=result.resolution)
 
 
 @pytest.mark.parametrize(
-    ("fails_after_s", "said"),
-    [(0.0, "did not go on: 0 moves in 2.0 s"), (0.65, "did not go on: 6 moves in 2.0 s")],
+    ("fails_after_s", "reason"),
+    [(0.0, "counter stopped: 0 updates in 2.0 s"), (0.65, "counter stopped: 6 updates in 2.0 s")],
 )
 def test_a_counter_that_stops_gives_a_reason(
-    metered: Metered, fails_after_s: float, said: str
+    metered: Metered, fails_after_s: float, reason: str
 ) -> None:
     metered.fails_after_s = fails_after_s
-    assert said in str(measure_energy(partial(metered.step, 0.001, 0.05), metered, 1.5))
+    assert reason in str(measure_energy(partial(metered.step, 0.001, 0.05), metered, 1.5))
 
 
-def test_a_counter_that_is_not_there_gives_a_reason() -> None:
+def test_a_missing_counter_gives_a_reason() -> None:
     quantities, notes = energy_quantities(measure_energy(lambda: None, CpuDevice()), 100)
     assert quantities == ()
-    assert "a CPU's counter" in notes["no_energy"]
+    assert "a CPU's energy counter" in notes["no_energy"]
 
 
-def test_energy_is_told_with_its_resolution() -> None:
-    found = Energy(10.0, 400.0, 25.0, 1600.0, 100, 0.5)
-    quantities, notes = energy_quantities(found, 2000, 8)
+def test_energy_is_reported_with_its_resolution() -> None:
+    result = Energy(10.0, 400.0, 25.0, 1600.0, 100, 0.5)
+    quantities, notes = energy_quantities(result, 2000, 8)
     assert notes == {}
     assert {
         Quantity(name="power_w", value=400.0, unit="W"),
@@ -187,18 +185,18 @@ def test_energy_is_told_with_its_resolution() -> None:
         Quantity(name="joules_per_token", value=0.005, unit="J"),
         Quantity(name="joules_per_sample", value=1.25, unit="J"),
     } <= set(quantities)
-    without, _ = energy_quantities(found._replace(sm_clock_mhz=None), None)
+    without, _ = energy_quantities(result._replace(sm_clock_mhz=None), None)
     assert "sm_clock_mhz" not in {one.name for one in without}
-    (told,) = energy_finding(own_record(quantities=quantities), "lab:build")
-    assert "takes 10.0 J by the device's own counter, 5.00 mJ for each token" in told.text
-    assert "One move of that counter is 0.50 J for each step, 5.0 % of it." in told.text
+    (finding,) = energy_finding(own_record(quantities=quantities), "lab:build")
+    assert "takes 10.0 J by the device's own counter, 5.00 mJ for each token" in finding.text
+    assert "One move of that counter is 0.50 J for each step, 5.0 % of it." in finding.text
     (why,) = energy_finding(own_record(notes={"no_energy": "there is no counter"}), "")
     assert why.text == "There is no energy of a step: there is no counter."
 
 
-def test_a_study_on_a_cpu_says_why_there_is_none() -> None:
+def test_a_study_on_a_cpu_gives_the_reason_for_missing_energy() -> None:
     flags = OwnFlags(model="own_models:causal_lm", batch=(2,), warmup=0, steps=1, traced=1)
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case, QuietBench())
-    assert not any("joules" in quantity.name for quantity in found.quantities)
-    assert "a CPU's counter" in found.notes["no_energy"]
+    result = OWN.measure(case, QuietBench())
+    assert not any("joules" in quantity.name for quantity in result.quantities)
+    assert "a CPU's energy counter" in result.notes["no_energy"]

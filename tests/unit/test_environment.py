@@ -1,4 +1,4 @@
-"""What a machine says of itself, and what it lacks."""
+"""The description of a machine, and the features it lacks."""
 
 from __future__ import annotations
 
@@ -32,16 +32,20 @@ class DriverError(Exception):
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
-    """A driver library that knows the answers given and refuses every other question."""
+    """A driver library with the given answers; every other query raises an error."""
 
     def refuse(*_: Any) -> None:
         raise DriverError
 
     questions = (
-        "nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature", "nvmlSystemGetDriverVersion",
-        "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo",
-    )  # fmt: skip
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetTemperature",
+        "nvmlSystemGetDriverVersion",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetMaxClockInfo",
+    )
     known = {
         name: (lambda *_, value=answers[name]: value) if name in answers else refuse
         for name in questions
@@ -71,10 +75,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> CudaDev
     return CudaDevice()
 
 
-def test_how_long_threads_had_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, held in {"1": "90 2000000000 7", "2": "5 500000000 1", "3": ""}.items():
+def test_time_of_threads_without_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"1": "90 2000000000 7", "2": "5 500000000 1", "3": ""}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "schedstat").write_text(held)
+        (tmp_path / name / "schedstat").write_text(text)
     (tmp_path / "ended").mkdir()
     monkeypatch.setattr(scheduling, "_THREADS", tmp_path)
     assert CpuDevice().read().waited_s == 2.5
@@ -85,7 +89,7 @@ def test_how_long_threads_had_no_core(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_telemetry_without_a_driver_knows_nothing() -> None:
+def test_telemetry_without_a_driver_is_empty() -> None:
     telemetry = Telemetry("1234")
     read = telemetry.read()
     assert read == Reading(at_s=read.at_s)
@@ -94,7 +98,7 @@ def test_telemetry_without_a_driver_knows_nothing() -> None:
     assert telemetry.max_sm_clock_mhz() is None
 
 
-def test_telemetry_gives_what_the_driver_answers_and_none_for_the_rest(
+def test_telemetry_returns_none_for_unsupported_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nvml = fake_nvml(
@@ -115,7 +119,7 @@ def test_telemetry_gives_what_the_driver_answers_and_none_for_the_rest(
     assert telemetry.max_sm_clock_mhz() is None
 
 
-def test_a_driver_without_that_gpu_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_know_the_gpu_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = fake_nvml(nvmlSystemGetDriverVersion="570.1")
 
     def unknown(name: str) -> None:
@@ -127,7 +131,7 @@ def test_a_driver_without_that_gpu_is_no_driver(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_an_old_gpu_lacks_the_formats_it_cannot_compute(
+def test_an_old_gpu_lacks_dtypes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = fake_gpu(monkeypatch, 7, 5).lacks()
@@ -142,26 +146,26 @@ def test_an_old_gpu_lacks_the_formats_it_cannot_compute(
 def test_a_gpu_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = fake_nvml(nvmlSystemGetDriverVersion="570.1", nvmlDeviceGetMaxClockInfo=1980)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = describe(fake_gpu(monkeypatch, 7, 5))
-    assert (found.device_kind, found.device_name) == ("cuda", "Tesla T4")
-    assert found.device_memory_bytes == 16 << 30
-    assert (found.driver, found.max_sm_clock_mhz) == ("570.1", 1980.0)
-    assert found.power_limit_w is None
+    environment = describe(fake_gpu(monkeypatch, 7, 5))
+    assert (environment.device_kind, environment.device_name) == ("cuda", "Tesla T4")
+    assert environment.device_memory_bytes == 16 << 30
+    assert (environment.driver, environment.max_sm_clock_mhz) == ("570.1", 1980.0)
+    assert environment.power_limit_w is None
 
 
 def test_a_cpu_describes_itself() -> None:
-    found = describe(CpuDevice())
-    assert found.device_kind == "cpu"
-    assert found.device_name == found.cpu != ""
-    assert found.device_memory_bytes == found.host_memory_bytes > 0
-    assert found.torch == str(torch.__version__)
-    assert found.stepscope == stepscope.__version__
-    assert found.threads == torch.get_num_threads()
-    assert (found.driver, found.cuda, found.power_limit_w) == (None, None, None)
+    environment = describe(CpuDevice())
+    assert environment.device_kind == "cpu"
+    assert environment.device_name == environment.cpu != ""
+    assert environment.device_memory_bytes == environment.host_memory_bytes > 0
+    assert environment.torch == str(torch.__version__)
+    assert environment.stepscope == stepscope.__version__
+    assert environment.threads == torch.get_num_threads()
+    assert (environment.driver, environment.cuda, environment.power_limit_w) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("told", "has"),
+    ("cpuinfo", "has"),
     [
         ("flags\t\t: fpu avx2 avx512_bf16\n", True),
         ("Features\t: fp asimd bf16 i8mm\n", True),
@@ -169,20 +173,20 @@ def test_a_cpu_describes_itself() -> None:
         ("processor\t: 0\n", True),
     ],
 )
-def test_whether_a_cpu_multiplies_bfloat16_is_read(
-    told: str, has: bool, monkeypatch: pytest.MonkeyPatch
+def test_bfloat16_support_of_a_cpu_is_read_from_cpuinfo(
+    cpuinfo: str, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda _: told)
+    monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
     assert cpu_multiplies_bfloat16() is has
     assert ("bfloat16-units" in CpuDevice().lacks()) is not has
 
 
-def test_a_cpu_has_nothing_of_a_gpu() -> None:
+def test_a_cpu_lacks_the_features_of_a_gpu() -> None:
     assert set(CpuDevice().lacks()) >= {"tf32", "graph", "cublas", "kernels"}
     assert "use float32" in CpuDevice().lacks()["tf32"]
 
 
-def test_without_a_compiler_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "install g++" in lacks(CpuDevice())["compiler"]
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
@@ -190,40 +194,40 @@ def test_without_a_compiler_nothing_compiles(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_a_gpu_without_triton_does_not_compile(
+def test_a_gpu_without_triton_lacks_compiler_and_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(module, "_triton_version", lambda: None)
     missing = lacks(fake_gpu(monkeypatch, 9, 0))
     assert set(missing) == {"compiler", "kernels"}
-    assert all("pip install triton" in mend for mend in missing.values())
+    assert all("pip install triton" in reason for reason in missing.values())
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_a_gpu_that_triton_does_not_know_has_none_of_its_kernels(
+def test_a_gpu_that_is_too_old_for_triton_lacks_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     old, new = (lacks(fake_gpu(monkeypatch, *version)) for version in ((6, 1), (7, 0)))
     for need in ("compiler", "kernels"):
-        assert "has compute capability 6.1, Triton runs from 7.0 on" in old[need]
+        assert "has compute capability 6.1, Triton needs at least 7.0" in old[need]
     assert not {"compiler", "kernels"} & set(new)
 
 
 @pytest.mark.parametrize(
-    ("told", "commit", "dirty"),
+    ("variable", "commit", "dirty"),
     [("abc123", "abc123", False), ("abc123+dirty", "abc123", True)],
 )
-def test_a_copy_can_be_told_its_commit(
-    monkeypatch: pytest.MonkeyPatch, told: str, commit: str, dirty: bool
+def test_the_commit_of_a_copy_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str, commit: str, dirty: bool
 ) -> None:
-    monkeypatch.setenv("STEPSCOPE_COMMIT", told)
-    found = describe(CpuDevice())
-    assert (found.commit, found.dirty) == (commit, dirty)
+    monkeypatch.setenv("STEPSCOPE_COMMIT", variable)
+    environment = describe(CpuDevice())
+    assert (environment.commit, environment.dirty) == (commit, dirty)
 
 
-def test_the_commit_is_that_of_the_checkout(
+def test_the_commit_comes_from_the_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("STEPSCOPE_COMMIT", raising=False)
@@ -231,45 +235,47 @@ def test_the_commit_is_that_of_the_checkout(
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.setattr(module, "__file__", str(package / "measure" / "environment.py"))
-    found = describe(CpuDevice())
-    assert (found.commit, found.dirty) == (None, None)
+    environment = describe(CpuDevice())
+    assert (environment.commit, environment.dirty) == (None, None)
 
     def git(*words: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         done = subprocess.run(
             ["git", "-C", str(tmp_path), *identity, *words],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout.strip()
 
     git("init", "-q")
     assert describe(CpuDevice()).commit is None
     git("add", ".")
     git("commit", "-qm", "first")
-    found = describe(CpuDevice())
-    assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), False)
+    environment = describe(CpuDevice())
+    assert (environment.commit, environment.dirty) == (git("rev-parse", "HEAD"), False)
     (package / "__init__.py").write_text("changed = True\n")
     assert describe(CpuDevice()).dirty is True
 
 
-def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_available_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").kind == "cpu"
-    with pytest.raises(UsageError, match=r"'cuda' is not here.*--device cpu"):
+    with pytest.raises(UsageError, match=r"'cuda' is not available.*--device cpu"):
         pick_device("cuda")
     with pytest.raises(UsageError, match="'tpu' does not exist"):
         pick_device("tpu")
 
 
-def test_the_cpu_counts_its_peak_from_the_reset() -> None:
+def test_the_cpu_measures_its_peak_from_the_reset() -> None:
     device = CpuDevice()
     assert device.peak_bytes() is None
     device.reset_peak()
     if device.peak_bytes() is None:
-        pytest.skip("this system does not tell the peak of a process")
-    held = torch.ones(64 << 20, dtype=torch.uint8)
+        pytest.skip("this system does not report the peak memory of a process")
+    tensor = torch.ones(64 << 20, dtype=torch.uint8)
     assert device.peak_bytes() >= 60 << 20
-    del held
+    del tensor
     device.release()
     device.reset_peak()
     assert device.peak_bytes() < 30 << 20

@@ -14,7 +14,7 @@ def counted(model: nn.RNNBase, dtype: torch.dtype) -> tuple[int, int]:
     """FLOPs of the forward and of the backward over 3 sequences of 4 tokens."""
     model.to(dtype)
     tokens = torch.randn(3, 4, INPUT, dtype=dtype, requires_grad=True)
-    # The first state takes part as every other one does.
+    # The initial state is multiplied like every other state.
     runs = model.num_layers * (2 if model.bidirectional else 1)
     state = torch.randn(runs, 3, HIDDEN, dtype=dtype, requires_grad=True)
     with CountingFlops() as forward:
@@ -30,20 +30,22 @@ def weights(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("layers", "both_ways"), [(1, False), (2, False), (1, True)], ids=["one", "two", "both ways"]
+    ("layers", "bidirectional"),
+    [(1, False), (2, False), (1, True)],
+    ids=["one", "two", "bidirectional"],
 )
 def test_a_recurrent_layer_multiplies_every_token_by_every_weight(
-    layers: int, both_ways: bool
+    layers: int, bidirectional: bool
 ) -> None:
-    # float32 is one operator of oneDNN where the CPU has it, float64 is cut into products.
-    lstm = nn.LSTM(INPUT, HIDDEN, layers, batch_first=True, bidirectional=both_ways)
+    # float32 is one operator of oneDNN if the CPU supports it, float64 is split into matmuls.
+    lstm = nn.LSTM(INPUT, HIDDEN, layers, batch_first=True, bidirectional=bidirectional)
     for dtype in (torch.float32, torch.float64):
         forward, backward = counted(lstm, dtype)
         assert forward == 2 * TOKENS * weights(lstm)
         assert backward == 2 * forward
 
 
-def test_a_gated_layer_is_counted_alike() -> None:
+def test_a_gru_is_counted_like_an_lstm() -> None:
     gru = nn.GRU(INPUT, HIDDEN, batch_first=True)
     forward, backward = counted(gru, torch.float32)
     assert (forward, backward) == (2 * TOKENS * weights(gru), 4 * TOKENS * weights(gru))
@@ -52,44 +54,60 @@ def test_a_gated_layer_is_counted_alike() -> None:
 def test_the_recurrent_operators_of_cudnn_are_counted_from_their_arguments() -> None:
     gates, projected = 4 * HIDDEN, 3
     layer = [
-        torch.empty(gates, INPUT), torch.empty(gates, projected), torch.empty(gates),
-        torch.empty(gates), torch.empty(projected, HIDDEN),
-    ]  # fmt: skip
-    products = 2 * TOKENS * (gates * INPUT + gates * projected + projected * HIDDEN)
+        torch.empty(gates, INPUT),
+        torch.empty(gates, projected),
+        torch.empty(gates),
+        torch.empty(gates),
+        torch.empty(projected, HIDDEN),
+    ]
+    flops = 2 * TOKENS * (gates * INPUT + gates * projected + projected * HIDDEN)
     tokens, state = torch.empty(4, 3, INPUT), torch.empty(1, 3, projected)
     shape = (2, HIDDEN, projected, 1, False, 0.0, True, False)
     buffer = torch.empty(1000)
 
     forward = (tokens, layer, 5, buffer, state, state, *shape, [], None)
     ran = torch.ops.aten._cudnn_rnn.default
-    assert operator_flops(ran, forward, {}, None) == products
+    assert operator_flops(ran, forward, {}, None) == flops
 
     packed = (tokens.flatten(0, 1), *forward[1:])
-    assert operator_flops(ran, packed, {}, None) == products
+    assert operator_flops(ran, packed, {}, None) == flops
 
     output = torch.empty(4, 3, projected)
     backward = (
-        tokens, layer, 5, buffer, state, state, output, output, None, None, *shape, [], None,
-        torch.empty(9), [True] * 4,
-    )  # fmt: skip
+        tokens,
+        layer,
+        5,
+        buffer,
+        state,
+        state,
+        output,
+        output,
+        None,
+        None,
+        *shape,
+        [],
+        None,
+        torch.empty(9),
+        [True] * 4,
+    )
     assert operator_flops(torch.ops.aten._cudnn_rnn_backward.default, backward, {}, None) == (
-        2 * products
+        2 * flops
     )
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["as is", "hooks", "reentrant"])
-def test_what_a_checkpoint_computes_again_is_counted_apart(reentrant: bool | None) -> None:
+def test_recomputation_of_a_checkpoint_is_counted_separately(reentrant: bool | None) -> None:
     block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU())
     x = torch.randn(4, 8, requires_grad=True)
     with CountingFlops() as counting:
-        made = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
-        made.sum().backward()
+        result = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        result.sum().backward()
     forward = 2 * 4 * weights(block)
     assert counting.counted.total == 3 * forward
     assert counting.counted.again == (0 if reentrant is None else forward)
 
 
-def test_stretches_within_stretches_are_counted_apart_too() -> None:
+def test_recomputation_of_nested_checkpoints_is_counted_separately() -> None:
     inner = [nn.Linear(8, 8) for _ in range(2)]
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +122,7 @@ def test_stretches_within_stretches_are_counted_apart_too() -> None:
     assert counting.counted.again > 0
 
 
-def test_a_backward_that_is_differentiated_is_no_recomputation() -> None:
+def test_a_backward_that_is_differentiated_is_not_recomputation() -> None:
     model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
     with CountingFlops() as counting:
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -112,7 +130,7 @@ def test_a_backward_that_is_differentiated_is_no_recomputation() -> None:
     assert counting.counted.again == 0
 
 
-def test_causal_attention_counts_half_however_it_is_said() -> None:
+def test_causal_attention_counts_half() -> None:
     heads = torch.zeros(1, 2, 8, 4)
     for causal in (False, True):
         with CountingFlops() as mode:
@@ -147,7 +165,7 @@ def test_the_backward_of_fused_attention_is_twice_its_forward(causal: bool) -> N
     assert backward.counted.total == 2 * forward.counted.total
 
 
-def test_head_dimensions_that_differ_are_counted_each() -> None:
+def test_different_head_dimensions_are_counted() -> None:
     q, k = (torch.empty(2, 3, 8, 16, device="meta") for _ in range(2))
     v = torch.empty(2, 3, 8, 32, device="meta")
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

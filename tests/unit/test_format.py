@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_cell_text(cell: Cell, kind: Kind, unit: str, text: str) -> None:
     assert fmt.cell_text(cell, Column(title="x", kind=kind, unit=unit)) == text
 
 
-def test_the_header_has_the_unit_unless_the_cells_say_it() -> None:
+def test_the_header_has_the_unit_unless_the_cells_show_it() -> None:
     assert fmt.header(Column(title="Step", kind="number", unit="ms")) == "Step (ms)"
     assert fmt.header(Column(title="Size")) == "Size"
     assert fmt.header(Column(title="Rate", kind="rate", unit="FLOP/s")) == "Rate"
@@ -166,13 +166,13 @@ def test_the_header_has_the_unit_unless_the_cells_say_it() -> None:
 
 
 @given(st.floats(min_value=1e-4, max_value=1e14), st.sampled_from([1.0, -1.0]))
-def test_a_written_number_reads_back_within_its_digits(size: float, sign: float) -> None:
+def test_a_formatted_number_parses_within_its_digits(size: float, sign: float) -> None:
     value = sign * size
     assert float(fmt.number(value).replace(",", "")) == pytest.approx(value, rel=5.1e-4)
 
 
 @given(st.floats(min_value=0, max_value=1e18))
-def test_a_prefix_never_leaves_four_digits_before_the_point(value: float) -> None:
+def test_a_prefix_leaves_at_most_three_integer_digits(value: float) -> None:
     written = fmt.rate(value, "B/s").split()[0].replace(",", "")
     assert float(written) < 1000
 
@@ -192,7 +192,10 @@ def test_a_value_and_its_spread_have_the_same_decimals(
     assert decimals[0] == decimals[1]
 
 
-def test_one_is_no_plural() -> None:
+def test_plurals() -> None:
     assert [fmt.counted(n, "case") for n in (0, 1, 2, 1200)] == [
-        "0 cases", "1 case", "2 cases", "1,200 cases",
-    ]  # fmt: skip
+        "0 cases",
+        "1 case",
+        "2 cases",
+        "1,200 cases",
+    ]

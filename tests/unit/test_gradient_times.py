@@ -1,4 +1,4 @@
-"""Gradient-ready times on a scripted clock, and the stand-in that waits for them."""
+"""Gradient-ready times on a scripted clock, and the simulated step that replays them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.measure.simulated_step import Due, Pace, WaitingStep
 
 
 class Step:
-    """Two layers; autograd's work takes the device 3 s for the second and 5 s for the first."""
+    """Two layers; their backward takes 3 s on the device for the second and 5 s for the first."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -31,7 +31,7 @@ class Step:
         self.loss = out.sum()
 
     def backward(self) -> None:
-        # The second layer's gradient is made before the one of what it read.
+        # The gradient of the second layer's weight is computed before that of its input.
         self.loss.backward()  # type: ignore[no-untyped-call]
         self.device.work("rest", 0.1, 5.0).run()
 
@@ -41,27 +41,32 @@ class Step:
 
 
 @pytest.mark.parametrize("queue", [True, False])
-def test_marks_are_taken_in_the_queue_where_there_is_one(queue: bool) -> None:
+def test_marks_use_the_queue_if_there_is_one(queue: bool) -> None:
     clock = FakeClock()
     device = FakeDevice(clock, queue=queue)
     step = Step(device)
-    told = record_gradients(
+    recorded = record_gradients(
         [step.first.weight, step.second.weight, step.unused],
-        step.forward, step.backward, step.optimize, device, warmup=1, steps=3,
-    )  # fmt: skip
-    assert told.ready[2] == []
-    assert [len(held) for held in told.ready[:2]] == [3, 3]
-    assert len(told.forward) == len(told.backward) == len(told.optimizer) == 3
+        step.forward,
+        step.backward,
+        step.optimize,
+        device,
+        warmup=1,
+        steps=3,
+    )
+    assert recorded.ready[2] == []
+    assert [len(samples) for samples in recorded.ready[:2]] == [3, 3]
+    assert len(recorded.forward) == len(recorded.backward) == len(recorded.optimizer) == 3
     if queue:
-        # Issued after 1 s of the host; two seconds of forward, then three until the hook's work.
-        assert told.forward == pytest.approx([3000.0] * 3)
-        assert told.backward == pytest.approx([8000.0] * 3)
-        assert told.optimizer == pytest.approx([1000.0] * 3)
-    first, second = told.ready[:2]
+        # Issued after 1 s on the host; two seconds of forward, then three of the hook's work.
+        assert recorded.forward == pytest.approx([3000.0] * 3)
+        assert recorded.backward == pytest.approx([8000.0] * 3)
+        assert recorded.optimizer == pytest.approx([1000.0] * 3)
+    first, second = recorded.ready[:2]
     assert all(0 <= early <= late for early, late in zip(second, first, strict=True))
 
 
-def test_hooks_are_gone_after_recording() -> None:
+def test_hooks_are_removed_after_recording() -> None:
     device = FakeDevice(FakeClock())
     step = Step(device)
     record_gradients(
@@ -73,21 +78,23 @@ def test_hooks_are_gone_after_recording() -> None:
     assert "mark" not in device.log
 
 
-def test_gradients_come_in_their_order_and_one_at_a_time() -> None:
+def test_gradients_are_produced_in_order_and_one_at_a_time() -> None:
     step = WaitingStep(
         0.1, [Due(4, "float32", 3.0), Due(2, "bfloat16", 1.0), Due(8, "float32", 2.0)], 4.0, 0.1
     )
     seen: list[tuple[int, int]] = []
-    for place, parameter in enumerate(step.held):
+    for index, parameter in enumerate(step.weights):
         parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
-            lambda _, place=place: seen.append((place, sum(p.grad is not None for p in step.held)))
+            lambda _, index=index: seen.append(
+                (index, sum(p.grad is not None for p in step.weights))
+            )
         )
     step().backward()  # type: ignore[no-untyped-call]
-    # Each hook ran before the next gradient was made.
+    # Each hook ran before the next gradient was computed.
     assert seen == [(1, 1), (2, 2), (0, 3)]
-    assert [p.grad.dtype for p in step.held] == [torch.float32, torch.bfloat16, torch.float32]  # type: ignore[union-attr]
+    assert [p.grad.dtype for p in step.weights] == [torch.float32, torch.bfloat16, torch.float32]  # type: ignore[union-attr]
     step.optimize()
-    assert all(p.grad is None for p in step.held)
+    assert all(p.grad is None for p in step.weights)
 
 
 def test_a_step_is_never_shorter_than_recorded() -> None:
@@ -96,11 +103,11 @@ def test_a_step_is_never_shorter_than_recorded() -> None:
     for _ in range(3):
         step().backward()  # type: ignore[no-untyped-call]
         step.optimize()
-    # What one wait oversleeps the next makes up for: only the last can be late.
+    # A wait that is too long shortens the next one: only the last can be late.
     assert time.monotonic() - began >= 3 * 10e-3 - 1e-3
 
 
-def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_wait_shortens_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     slept: list[float] = []
 
@@ -116,14 +123,14 @@ def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
         pace.wait(1000.0)
     assert slept == pytest.approx([1.0, 0.75, 0.75])
     assert clock.now == pytest.approx(103.25)
-    pace.reach()
+    pace.pause()
     clock.now += 2.0
-    pace.go_on()
+    pace.resume()
     pace.wait(1000.0)
     assert slept[-1] == pytest.approx(0.75)
 
 
-def test_a_step_that_nobody_needs_is_let_go() -> None:
+def test_an_unreferenced_step_is_collected() -> None:
     step = WaitingStep(0.0, [Due(4, "float32", 0.0)], 0.0, 0.0)
     step.count_hooks()
     step().backward()  # type: ignore[no-untyped-call]
@@ -134,10 +141,10 @@ def test_a_step_that_nobody_needs_is_let_go() -> None:
 
 
 @pytest.mark.parametrize(("counted", "took"), [(False, 0.12), (True, 0.18)])
-def test_what_hooks_take_puts_off_all_that_follows(
+def test_hooks_delay_the_following_gradients(
     monkeypatch: pytest.MonkeyPatch, counted: bool, took: float
 ) -> None:
-    """Two hooks of 30 ms fit into what the backward still waits; counted, they add to it."""
+    """Two hooks of 30 ms fit into the remaining wait of the backward; counted, they add to it."""
     clock = FakeClock()
 
     def sleep(seconds: float) -> None:
@@ -146,7 +153,7 @@ def test_what_hooks_take_puts_off_all_that_follows(
     monkeypatch.setattr("stepscope.measure.simulated_step.time.monotonic", clock.monotonic)
     monkeypatch.setattr("stepscope.measure.simulated_step.time.sleep", sleep)
     step = WaitingStep(10.0, [Due(4, "float32", 10.0), Due(4, "float32", 20.0)], 100.0, 10.0)
-    for parameter in step.held:
+    for parameter in step.weights:
         parameter.register_post_accumulate_grad_hook(lambda _: sleep(0.03))  # type: ignore[attr-defined]
     if counted:
         step.count_hooks()

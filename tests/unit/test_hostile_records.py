@@ -1,5 +1,5 @@
-"""Every command that reads records, with records changed at random: it prints, or it refuses with
-one line. STEPSCOPE_HOSTILE_EXAMPLES=5000 looks for longer, at other places every time."""
+"""Every command that reads records, with randomly changed records: it prints, or it fails with a
+one-line error. STEPSCOPE_HOSTILE_EXAMPLES=5000 tries more examples, other ones every time."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ from study_records import benchmark_record
 
 EXAMPLES = os.environ.get("STEPSCOPE_HOSTILE_EXAMPLES")
 COMMANDS = (
-    ("report", "NEW"), ("show", "NEW"), ("show", "NEW", "--json"),
-    ("export", "NEW"), ("export", "NEW", "--digits", "6"),
-    ("export", "NEW", "--format", "markdown"), ("export", "NEW", "--format", "latex"),
+    ("report", "NEW"),
+    ("show", "NEW"),
+    ("show", "NEW", "--json"),
+    ("export", "NEW"),
+    ("export", "NEW", "--digits", "6"),
+    ("export", "NEW", "--format", "markdown"),
+    ("export", "NEW", "--format", "latex"),
     ("export", "NEW", "--format", "csv", "--to", "CSV"),
-    ("compare", "NEW", "BASE"), ("compare", "BASE", "NEW", "--across", "--fail-above", "3%"),
-    ("import", "NEW"), ("list", "runs"), ("report", "latest"), ("rehearse", "NEW"),
+    ("compare", "NEW", "BASE"),
+    ("compare", "BASE", "NEW", "--across", "--fail-above", "3%"),
+    ("import", "NEW"),
+    ("list", "runs"),
+    ("report", "latest"),
+    ("rehearse", "NEW"),
     ("advise", "NEW"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
 def no_last_resort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the views raise must be seen here."""
+    """Let exceptions of the views reach the test."""
     monkeypatch.setattr(page, "_LAST_RESORT", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -63,22 +71,22 @@ def check_commands(folder: Path, base: list[Json], new: list[Json]) -> None:
     write(folder / "new.jsonl", new)
     out = folder / "inside" / "out"
     out.mkdir(parents=True)
-    places = {"BASE": folder / "base.jsonl", "NEW": folder / "new.jsonl", "CSV": out / "csv"}
+    paths = {"BASE": folder / "base.jsonl", "NEW": folder / "new.jsonl", "CSV": out / "csv"}
     for command in COMMANDS:
-        words = [str(places.get(word, word)) for word in command]
-        code, said, complained = call([*words, "--out", str(out)])
+        words = [str(paths.get(word, word)) for word in command]
+        code, stdout, stderr = call([*words, "--out", str(out)])
         assert code in (0, 1, 2, 3, 4), command
-        assert "\x1b" not in said + complained, command
+        assert "\x1b" not in stdout + stderr, command
         if code in (1, 2):
-            assert complained.startswith("stepscope: "), (command, complained)
-            assert complained.count("\n") == 1, (command, complained)
+            assert stderr.startswith("stepscope: "), (command, stderr)
+            assert stderr.count("\n") == 1, (command, stderr)
     outside = {path.name for path in (*folder.iterdir(), *(folder / "inside").iterdir())}
     assert outside == {"base.jsonl", "new.jsonl", "inside", "out"}
 
 
 @contextlib.contextmanager
 def new_folder() -> Iterator[Path]:
-    """One for each example: the fixture's is shared by all of them."""
+    """A folder for each example: the fixture's folder is shared by all of them."""
     folder = Path(tempfile.mkdtemp())
     try:
         yield folder
@@ -87,12 +95,15 @@ def new_folder() -> Iterator[Path]:
 
 
 @settings(
-    max_examples=int(EXAMPLES or 12), deadline=None, database=None, derandomize=not EXAMPLES,
+    max_examples=int(EXAMPLES or 12),
+    deadline=None,
+    database=None,
+    derandomize=not EXAMPLES,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 @given(st.integers(0, 2**32 - 1))
 @pytest.mark.timeout(0)
-def test_every_command_prints_or_refuses_with_one_line(seed: int) -> None:
+def test_every_command_prints_or_fails_with_one_line(seed: int) -> None:
     with new_folder() as folder:
         check_commands(folder, *hostile(Random(seed)))
 
@@ -100,13 +111,13 @@ def test_every_command_prints_or_refuses_with_one_line(seed: int) -> None:
 @pytest.mark.parametrize(
     "value", [1e308, 5e-324, 0.0, -1.0], ids=["large", "smallest", "zero", "negative"]
 )
-def test_extreme_samples_are_stored_and_shown_as_an_error(value: float, tmp_path: Path) -> None:
-    made = benchmark_record(run="r", step=100.0)
-    series = [json.loads(encode(made))["series"][0] | {"values": [value] * 5}]
-    raw = json.loads(encode(made)) | {"series": series}
+def test_extreme_samples_are_stored_and_reported_as_an_error(value: float, tmp_path: Path) -> None:
+    template = benchmark_record(run="r", step=100.0)
+    series = [json.loads(encode(template))["series"][0] | {"values": [value] * 5}]
+    raw = json.loads(encode(template)) | {"series": series}
     record = decode(json.dumps(raw))
     assert decode(encode(record)) == record
-    # Neither of them may raise: a run would lose the record.
+    # Neither may raise: a run would lose the record.
     lint_record(record)
     judged = plausible(record)
     assert judged.status == "error"
@@ -138,15 +149,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_record_that_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_record_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
     write(path, [json.loads(encode(benchmark_record())) | CHANGES[name]])
     for command in ("report", "show", "export", "import", "advise"):
-        code, said, complained = call([command, str(path), "--out", str(tmp_path / "a" / "out")])
-        assert (code, said) == (1, "")
-        assert complained.startswith(f"stepscope: {path}, line 1: not a record: ")
-        assert complained.count("\n") == 1
-        assert "\x1b" not in complained
+        code, stdout, stderr = call([command, str(path), "--out", str(tmp_path / "a" / "out")])
+        assert (code, stdout) == (1, "")
+        assert stderr.startswith(f"stepscope: {path}, line 1: not a record: ")
+        assert stderr.count("\n") == 1
+        assert "\x1b" not in stderr
     assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["new.jsonl"]
 
 
@@ -156,8 +167,8 @@ def test_tables_named_by_a_record_stay_in_the_folder(tmp_path: Path) -> None:
         one["config"] = one["config"] | {"subject": "../../../x"}
     write(tmp_path / "new.jsonl", raw)
     words = ["export", str(tmp_path / "new.jsonl"), "--format", "csv", "--to"]
-    code, _, complained = call([*words, str(tmp_path / "a" / "b" / "c")])
-    assert code == 0, complained
+    code, _, stderr = call([*words, str(tmp_path / "a" / "b" / "c")])
+    assert code == 0, stderr
     written = list(tmp_path.rglob("*.csv"))
     assert written
     assert {path.parent for path in written} == {tmp_path / "a" / "b" / "c"}

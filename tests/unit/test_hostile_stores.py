@@ -1,4 +1,4 @@
-"""Store files that somebody else made: refused with one line, never run and never waited for."""
+"""Store files from an untrusted source: refused with one line, without running their code."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ RECORDS = (
 RUNS = "CREATE TABLE runs (id TEXT, created TEXT, command TEXT, plan TEXT, cases INTEGER)"
 SCHEMAS = {
     "a view for runs": (
-        f"CREATE VIEW runs AS {ENDLESS} 'r', i AS created, '', '', 1 FROM n", RECORDS,
+        f"CREATE VIEW runs AS {ENDLESS} 'r', i AS created, '', '', 1 FROM n",
+        RECORDS,
     ),
     "a view for records": (
         RUNS,
         f"CREATE VIEW records AS {ENDLESS} i AS id, 'r' AS run, 's' AS study, 'c' AS case_key,"
         " i AS attempt, 'ok' AS status, '' AS started, '' AS body FROM n",
     ),
-    "a virtual table": ("CREATE VIRTUAL TABLE runs USING fts5(id, created, command, plan, cases)",
-                        RECORDS),
-    "a trigger": (RUNS, RECORDS,
-                  "CREATE TRIGGER t AFTER INSERT ON runs BEGIN DELETE FROM runs; END"),
+    "a virtual table": (
+        "CREATE VIRTUAL TABLE runs USING fts5(id, created, command, plan, cases)",
+        RECORDS,
+    ),
+    "a trigger": (
+        RUNS,
+        RECORDS,
+        "CREATE TRIGGER t AFTER INSERT ON runs BEGIN DELETE FROM runs; END",
+    ),
     "other columns": (RUNS.replace("plan TEXT, ", ""), RECORDS),
     "a computed column": (RUNS.replace("plan TEXT", "plan TEXT AS (hex(zeroblob(9)))"), RECORDS),
     "no records": (RUNS,),
     "no tables": (),
-}  # fmt: skip
+}
 READERS = (("list", "runs"), ("show",), ("report",), ("export",), ("compare", "latest", "latest"))
 
 
@@ -47,11 +53,11 @@ def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
 
 
 def plant(path: Path, statements: tuple[str, ...]) -> None:
-    with closing(sqlite3.connect(path, isolation_level=None)) as made:
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
         for statement in statements:
-            made.execute(statement)
-        made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        made.execute(f"PRAGMA user_version = {STORE_VERSION}")
+            database.execute(statement)
+        database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        database.execute(f"PRAGMA user_version = {STORE_VERSION}")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -74,15 +80,15 @@ def test_a_store_with_another_schema_is_refused(desk: Desk, name: str) -> None:
         ("UPDATE runs SET command = x'ff00'", ["Expected `str`", "command"]),
     ],
 )
-def test_a_run_that_is_not_one_is_refused(desk: Desk, change: str, parts: list[str]) -> None:
+def test_an_invalid_run_is_refused(desk: Desk, change: str, parts: list[str]) -> None:
     fill(desk.store, {"base": run_of("base")})
     with closing(sqlite3.connect(desk.store, isolation_level=None)) as store:
         store.execute("PRAGMA foreign_keys = OFF")
         store.execute(change)
     for words in READERS:
-        said = desk(*words)
-        one_line(said, 1, *parts)
-        assert "\x1b" not in said.err
+        output = desk(*words)
+        one_line(output, 1, *parts)
+        assert "\x1b" not in output.err
     assert not list(desk.out.parent.glob("x*"))
 
 
@@ -93,17 +99,17 @@ def test_a_run_that_is_not_one_is_refused(desk: Desk, change: str, parts: list[s
         ("UPDATE records SET body = replace(body, ':\"base\"', ':\"../x\"')", "'../x'"),
         ("UPDATE records SET body = '[' || body", "not a record"),
     ],
-)  # fmt: skip
-def test_a_record_that_is_not_the_one_it_is_stored_as_is_refused(
+)
+def test_a_record_that_does_not_match_its_row_is_refused(
     desk: Desk, change: str, part: str
 ) -> None:
     fill(desk.store, {"base": run_of("base")})
     with closing(sqlite3.connect(desk.store, isolation_level=None)) as store:
         store.execute(change)
     for words in (("show",), ("report",), ("export",)):
-        said = desk(*words)
-        one_line(said, 1, part)
-        assert "\x1b" not in said.err
+        output = desk(*words)
+        one_line(output, 1, part)
+        assert "\x1b" not in output.err
 
 
 def test_reading_a_store_cannot_change_it(desk: Desk) -> None:
@@ -114,6 +120,4 @@ def test_reading_a_store_cannot_change_it(desk: Desk) -> None:
 
 def test_messages_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     log("a\x1b[2Jb\x9bc\rd\u202ee\x00f")
-    assert capsys.readouterr().err == (
-        "stepscope: a\\u001b[2Jb\\u009bc\\rd\\u202ee\\u0000f\n"
-    )  # fmt: skip
+    assert capsys.readouterr().err == ("stepscope: a\\u001b[2Jb\\u009bc\\rd\\u202ee\\u0000f\n")

@@ -1,4 +1,4 @@
-"""The page as a file: whole, closed, escaped, and quick to make."""
+"""The page as a file: well-formed, self-contained, escaped, and fast to write."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_the_page_is_well_formed(page: str, hostile: str) -> None:
         assert Reader(text).open == []
 
 
-def test_the_page_shows_what_it_was_given(page: str) -> None:
+def test_the_page_shows_all_texts(page: str) -> None:
     text = " ".join("".join(Reader(page).texts).split())
-    for part in ("Training step on NVIDIA H200", "What the runs say", "1,184 ± 3", "OOM", "ms"):
+    for part in ("Training step on NVIDIA H200", "Summary of the runs", "1,184 ± 3", "OOM", "ms"):
         assert part in text
     for shown in sample_page().sections:
         assert shown.title in text
@@ -84,7 +84,7 @@ def test_hostile_text_is_text_everywhere(hostile: str) -> None:
     assert len([tag for tag, _ in reader.elements if tag == "script"]) == 3
 
 
-def test_details_are_json_that_cannot_end_its_script(hostile: str) -> None:
+def test_details_are_json_that_cannot_close_the_script(hostile: str) -> None:
     data = re.search(r'<script type="application/json" id="details">(.*?)</script>', hostile, re.S)
     assert data
     assert "<" not in data.group(1)
@@ -128,28 +128,31 @@ def test_the_policy_allows_exactly_this_script_and_style(page: str) -> None:
     assert Reader(page).attributes("style") == []
 
 
-def test_numbers_carry_their_raw_value_and_missing_ones_none() -> None:
+def test_numeric_cells_have_their_raw_value() -> None:
     table = Table(
         name="t",
         title="T",
         columns=(Column(title="c", kind="number"),),
         rows=((1234.5678,), ("OOM",), (None,), (float("nan"),)),
     )
-    made = html_page(Page(title="p", subtitle="", headline=table, sections=()))
-    cells = [attrs for tag, attrs in Reader(made).elements if tag == "td"]
+    html = html_page(Page(title="p", subtitle="", headline=table, sections=()))
+    cells = [attrs for tag, attrs in Reader(html).elements if tag == "td"]
     assert [cell.get("data-value") for cell in cells] == ["1234.5678", None, None, None]
     assert [cell["class"] for cell in cells] == ["number", "word", "none number", "number"]
 
 
-def test_words_of_a_program_and_digits_are_set_apart() -> None:
+def test_code_is_marked() -> None:
     table = Table(
-        name="t", title="T", caption="`a<b>` and ` alone", rows=(("0.1|0", None),),
+        name="t",
+        title="T",
+        caption="`a<b>` and ` alone",
+        rows=(("0.1|0", None),),
         columns=(Column(title="c", kind="code"), Column(title="d")),
-    )  # fmt: skip
-    made = html_page(Page(title="p", subtitle="", headline=table, sections=()))
-    assert '<p class="caption"><code>a&lt;b&gt;</code> and ` alone</p>' in made
-    assert '<td class="code">0.1|0</td>' in made
-    assert '<td class="none">–</td>' in made
+    )
+    html = html_page(Page(title="p", subtitle="", headline=table, sections=()))
+    assert '<p class="caption"><code>a&lt;b&gt;</code> and ` alone</p>' in html
+    assert '<td class="code">0.1|0</td>' in html
+    assert '<td class="none">–</td>' in html
     assert markdown(table).splitlines()[-1] == r"`a<b>` and \` alone"
     assert markdown(table).splitlines()[4] == r"| `0.1\|0` | – |"
 
@@ -166,14 +169,14 @@ def test_the_style_sheet_names_every_colour_of_the_figures(page: str) -> None:
         assert re.search(rf"{name}: #[0-9a-f]{{6}};", dark)
 
 
-def test_the_page_is_the_same_every_time(page: str) -> None:
+def test_the_page_is_deterministic(page: str) -> None:
     assert html_page(sample_page()) == page
 
 
-def test_a_page_without_sections_is_a_page() -> None:
+def test_a_page_without_sections_is_well_formed() -> None:
     empty = Table(name="", title="", columns=(), rows=())
-    made = html_page(Page(title="", subtitle="", headline=empty, sections=()))
-    assert Reader(made).open == []
+    html = html_page(Page(title="", subtitle="", headline=empty, sections=()))
+    assert Reader(html).open == []
 
 
 def test_blocks_load_without_the_drawing_libraries() -> None:
@@ -186,7 +189,7 @@ def test_blocks_load_without_the_drawing_libraries() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_a_large_page_is_made_in_seconds() -> None:
+def test_a_large_page_is_written_in_seconds() -> None:
     import time
 
     large = Page(
@@ -199,7 +202,7 @@ def test_a_large_page_is_made_in_seconds() -> None:
         ),
     )
     started = time.process_time()
-    made = html_page(large)
-    # The bound is wide because machines differ; the usual time is a fifth of it.
+    html = html_page(large)
+    # The bound is loose because machines differ; the usual time is a fifth of it.
     assert time.process_time() - started < 5
-    assert made.count("<svg") == 8
+    assert html.count("<svg") == 8

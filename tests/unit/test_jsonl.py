@@ -18,7 +18,7 @@ def three() -> list[schema.Record]:
     return [record(config={"context": context}) for context in (128, 256, 512)]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.jsonl"
     write_records(three(), path)
     assert list(read_records(path)) == three()
@@ -41,29 +41,31 @@ def test_an_error_names_file_and_line(tmp_path: Path, broken: bytes) -> None:
         read_records(path)
 
 
-def test_a_file_that_is_cut_off_says_how_to_take_the_rest(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_file_tells_how_to_recover(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     first, second, last = (encode(r) for r in three())
     path.write_bytes(b"\n".join([first, second, last[:-20]]))
-    with pytest.raises(StepscopeError, match=r"line 3: .*cut off.*head -n 2 .*records\.jsonl"):
+    with pytest.raises(StepscopeError, match=r"line 3: .*truncated.*head -n 2 .*records\.jsonl"):
         read_records(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "hint"),
     [
-        ('{\n  "rows": []\n}\n', "no file of records, which has one JSON object a line"),
+        ('{\n  "rows": []\n}\n', "a file of records has one JSON object per line"),
         ('{"piece": "adamw"}\n', "not written by `stepscope export`"),
     ],
 )
-def test_a_file_of_something_else_is_told_so(tmp_path: Path, text: str, told: str) -> None:
+def test_the_error_for_another_kind_of_file_gives_a_hint(
+    tmp_path: Path, text: str, hint: str
+) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(StepscopeError, match=told):
+    with pytest.raises(StepscopeError, match=hint):
         read_records(path)
 
 
-def test_a_newer_record_says_what_to_install(
+def test_a_newer_record_is_refused_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schema, "SCHEMA_VERSION", 7)
@@ -74,7 +76,7 @@ def test_a_newer_record_says_what_to_install(
         read_records(path)
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other(
+def test_a_full_disk_leaves_only_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "records.jsonl"
@@ -104,17 +106,17 @@ def test_a_failure_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["records.jsonl"]
 
 
-def test_places_that_cannot_be_written_or_read_are_named(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written_or_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StepscopeError, match="is a folder"):
         write_records([], tmp_path)
-    with pytest.raises(StepscopeError, match=r"file.*\(choose a place"):
+    with pytest.raises(StepscopeError, match=r"file.*\(choose a folder"):
         write_records([], tmp_path / "file" / "records.jsonl")
     with pytest.raises(StepscopeError, match=r"there is no file .*absent\.jsonl"):
         read_records(tmp_path / "absent.jsonl")
 
 
-def test_the_file_has_usual_permissions_and_keeps_changed_ones(tmp_path: Path) -> None:
+def test_the_file_has_default_permissions_and_keeps_changed_ones(tmp_path: Path) -> None:
     path, plain = tmp_path / "records.jsonl", tmp_path / "plain"
     plain.touch()
     write_records([], path)
@@ -124,17 +126,17 @@ def test_the_file_has_usual_permissions_and_keeps_changed_ones(tmp_path: Path) -
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_an_import_brings_runs_along_and_can_be_repeated(tmp_path: Path) -> None:
+def test_an_import_adds_runs_and_can_be_repeated(tmp_path: Path) -> None:
     again = record(attempt=2, started="2025-01-01T00:00:00+00:00")
     with Store(tmp_path / "a.db") as store:
         assert import_into(store, [*three(), again]) == (4, 0)
         assert import_into(store, [*three(), again, again]) == (0, 5)
-        brought = store.find_run("run-1")
-        assert (brought.cases, brought.created) == (3, "2025-01-01T00:00:00+00:00")
+        imported = store.find_run("run-1")
+        assert (imported.cases, imported.created) == (3, "2025-01-01T00:00:00+00:00")
         assert len(store.records(all_attempts=True)) == 4
 
 
-def test_an_import_keeps_a_run_that_is_known(tmp_path: Path) -> None:
+def test_an_import_keeps_an_existing_run(tmp_path: Path) -> None:
     with Store(tmp_path / "a.db") as store:
         store.add_run(run())
         store.add(three()[0])

@@ -1,4 +1,4 @@
-"""Timelines as SVG: where bars stand, what they say, and what they survive."""
+"""Timelines as SVG: positions and names of intervals, and unusual input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepscope.report.text import markdown_page
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def stretch(start: float, end: float, label: str = "k", group: str = "matmul") -> LaneSpan:
+def span(start: float, end: float, label: str = "k", group: str = "matmul") -> LaneSpan:
     return LaneSpan(start=start, end=end, label=label, group=group)
 
 
@@ -26,22 +26,28 @@ def timeline(*lanes: Lane) -> Timeline:
 
 
 STEP = timeline(
-    Lane(label="host", stretches=(stretch(0, 5, "forward"), stretch(5, 10, "back")), look="named"),
-    Lane(label="device", stretches=(stretch(1, 5), stretch(6, 10, "s", "softmax"))),
-    Lane(label="idle", stretches=(stretch(5, 6, "host", "host"),), look="gaps"),
+    Lane(label="host", stretches=(span(0, 5, "forward"), span(5, 10, "back")), look="named"),
+    Lane(label="device", stretches=(span(1, 5), span(6, 10, "s", "softmax"))),
+    Lane(label="idle", stretches=(span(5, 6, "host", "host"),), look="gaps"),
 )
 
 
 def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
-    """Tip, left, width and fill of every stretch."""
-    found = []
+    """Tooltip, left edge, width and fill of every interval."""
+    drawn = []
     for group in ElementTree.fromstring(drawing).iter(f"{SVG}g"):
         box, tip = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
         assert box is not None
         assert tip is not None
-        found.append((tip.text or "", float(box.get("x", "")), float(box.get("width", "")),
-                      box.get("fill", "")))  # fmt: skip
-    return found
+        drawn.append(
+            (
+                tip.text or "",
+                float(box.get("x", "")),
+                float(box.get("width", "")),
+                box.get("fill", ""),
+            )
+        )
+    return drawn
 
 
 def test_a_group_with_a_style_has_that_colour() -> None:
@@ -55,12 +61,12 @@ def texts(drawing: str) -> list[str]:
     return [t.text or "" for t in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
 
 
-def test_stretches_stand_where_their_times_are() -> None:
+def test_intervals_are_drawn_at_their_times() -> None:
     drawn = {tip: (left, wide) for tip, left, wide, _ in boxes(lanes_svg(STEP))}
-    origin, whole = drawn["forward: 5.00 ms"][0], 2 * drawn["forward: 5.00 ms"][1]
-    assert drawn["k: 4.00 ms"] == pytest.approx((origin + whole / 10, whole * 0.4), abs=0.02)
-    assert drawn["host: 1.00 ms"] == pytest.approx((origin + whole / 2, whole * 0.1), abs=0.02)
-    assert origin + whole < WIDTH
+    origin, total = drawn["forward: 5.00 ms"][0], 2 * drawn["forward: 5.00 ms"][1]
+    assert drawn["k: 4.00 ms"] == pytest.approx((origin + total / 10, total * 0.4), abs=0.02)
+    assert drawn["host: 1.00 ms"] == pytest.approx((origin + total / 2, total * 0.1), abs=0.02)
+    assert origin + total < WIDTH
 
 
 def test_groups_have_colours_and_a_legend() -> None:
@@ -74,21 +80,30 @@ def test_groups_have_colours_and_a_legend() -> None:
     assert {"0", "2", "10", "ms"} <= set(shown)
 
 
-def test_a_name_that_does_not_fit_is_in_the_tip_only() -> None:
-    drawing = lanes_svg(timeline(Lane(label="d", stretches=(
-        stretch(0, 100, "wide enough"), stretch(100, 100.5, "too narrow for this")))))  # fmt: skip
+def test_a_name_that_does_not_fit_is_only_in_the_tooltip() -> None:
+    drawing = lanes_svg(
+        timeline(
+            Lane(
+                label="d",
+                stretches=(span(0, 100, "wide enough"), span(100, 100.5, "too narrow for this")),
+            )
+        )
+    )
     assert "wide enough" in texts(drawing)
     assert not [text for text in texts(drawing) if text.startswith("too")]
     assert "too narrow for this: 0.500 ms" in [tip for tip, *_ in boxes(drawing)]
 
 
-def test_a_stretch_alone_in_its_lane_is_named_beside_itself_where_there_is_room() -> None:
-    early, late = stretch(0, 0.5, "early and short"), stretch(99.5, 100, "late and short")
-    drawing = lanes_svg(timeline(
-        Lane(label="a", stretches=(stretch(0, 100, "all of it"),)),
-        Lane(label="b", stretches=(early,)), Lane(label="c", stretches=(late,)),
-        Lane(label="d", stretches=(stretch(0, 100, "far too long for any lane " * 5),)),
-    ))  # fmt: skip
+def test_a_single_interval_has_its_name_next_to_it_if_there_is_space() -> None:
+    early, late = span(0, 0.5, "early and short"), span(99.5, 100, "late and short")
+    drawing = lanes_svg(
+        timeline(
+            Lane(label="a", stretches=(span(0, 100, "all of it"),)),
+            Lane(label="b", stretches=(early,)),
+            Lane(label="c", stretches=(late,)),
+            Lane(label="d", stretches=(span(0, 100, "far too long for any lane " * 5),)),
+        )
+    )
     anchors = {
         text.text: text.get("text-anchor")
         for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")
@@ -104,27 +119,29 @@ def test_a_stretch_alone_in_its_lane_is_named_beside_itself_where_there_is_room(
     [
         (),
         (Lane(label="empty", stretches=()),),
-        (Lane(label="nothing", stretches=(stretch(3, 3),)),),
-        (Lane(label="odd", stretches=(stretch(math.nan, 3), stretch(0, math.inf))),),
+        (Lane(label="nothing", stretches=(span(3, 3),)),),
+        (Lane(label="odd", stretches=(span(math.nan, 3), span(0, math.inf))),),
     ],
 )
-def test_a_timeline_without_data_says_so(lanes: tuple[Lane, ...]) -> None:
+def test_a_timeline_without_data(lanes: tuple[Lane, ...]) -> None:
     assert texts(lanes_svg(timeline(*lanes))) == ["no data"]
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "\x00\x1b[31m\ud7ff", "</title><script>"])
 def test_hostile_names_are_text(text: str) -> None:
-    lane = Lane(label=text, stretches=(stretch(0, 10, text, text),))
+    lane = Lane(label=text, stretches=(span(0, 10, text, text),))
     drawing = lanes_svg(timeline(lane))
     assert "<script" not in drawing
     assert len(boxes(drawing)) == 1
 
 
-def test_a_page_holds_a_timeline() -> None:
+def test_a_page_with_timelines() -> None:
     page = Page(
-        title="P", subtitle="", headline=Table(name="h", title="H", columns=(), rows=()),
+        title="P",
+        subtitle="",
+        headline=Table(name="h", title="H", columns=(), rows=()),
         sections=(Section(name="s", title="S", question="?", blocks=(STEP, STEP)),),
-    )  # fmt: skip
+    )
     html = html_page(page)
     assert html.count("One step</strong>") == 2
     assert html.count('id="t-svg-title"') == html.count('id="t-2-svg-title"') == 1

@@ -1,4 +1,4 @@
-"""The account of a running step: every storage on its line, told apart by what keeps it."""
+"""The memory ledger of a running step: every storage is on one line, by what keeps it alive."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ from stepscope.studies.training.workload import Workload
 CPU = torch.device("cpu")
 
 
-def accounted(
+def recorded_step(
     dtype: str = "float32", attention: str = "reference"
 ) -> tuple[Workload, StorageLedger]:
     work = Workload(
-        size="tiny", table="2025", context=24, batch=2, dtype=dtype, attention=attention,
-        compile="no", optimizer="torch", mode="train-step", overrides={"vocab": 77},
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=24,
+        batch=2,
+        dtype=dtype,
+        attention=attention,
+        compile="no",
+        optimizer="torch",
+        mode="train-step",
+        overrides={"vocab": 77},
+    )
     step = TransformerStep(work, pick_device("cpu"))
     step.run_phases()
     step.reset()
@@ -52,7 +60,7 @@ def accounted(
 
 @pytest.fixture(scope="module")
 def of_float32() -> tuple[Workload, StorageLedger]:
-    return accounted()
+    return recorded_step()
 
 
 def test_every_phase_adds_up(of_float32: tuple[Workload, StorageLedger]) -> None:
@@ -63,7 +71,9 @@ def test_every_phase_adds_up(of_float32: tuple[Workload, StorageLedger]) -> None
         assert min(peak.lines.values()) > 0
 
 
-def test_the_ends_of_phases_add_up_and_let_go(of_float32: tuple[Workload, StorageLedger]) -> None:
+def test_the_ends_of_phases_add_up_and_free_memory(
+    of_float32: tuple[Workload, StorageLedger],
+) -> None:
     work, ledger = of_float32
     ends = {end.phase: end for end in ledger.ends}
     assert list(ends) == [peak.phase for peak in ledger.peaks]
@@ -76,7 +86,9 @@ def test_the_ends_of_phases_add_up_and_let_go(of_float32: tuple[Workload, Storag
         assert ends[peak.phase].allocated <= peak.allocated
 
 
-def test_states_are_on_their_lines(of_float32: tuple[Workload, StorageLedger]) -> None:
+def test_parameters_gradients_and_optimizer_state_are_on_their_lines(
+    of_float32: tuple[Workload, StorageLedger],
+) -> None:
     work, ledger = of_float32
     weights = cost.weight_bytes(work.model(), precision("float32"))
     last = ledger.peaks[-1].lines
@@ -88,21 +100,21 @@ def test_states_are_on_their_lines(of_float32: tuple[Workload, StorageLedger]) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_saved_is_what_the_formula_says(dtype: str) -> None:
-    work, ledger = accounted(dtype)
-    form = precision(dtype)
-    kept = cost.activation_bytes(work.model(), 2, 24, form, "reference", "cpu")
+def test_saved_bytes_match_the_formula(dtype: str) -> None:
+    work, ledger = recorded_step(dtype)
+    dtypes = precision(dtype)
+    saved = cost.activation_bytes(work.model(), 2, 24, dtypes, "reference", "cpu")
     loss = ledger.peaks[1].lines
-    assert loss.get(WEIGHT_COPIES, 0) == kept.weight_copies
+    assert loss.get(WEIGHT_COPIES, 0) == saved.weight_copies
     indices = 2 * 2 * 24 * 8
-    assert saved_bytes(loss) == kept.total - kept.weight_copies - indices
+    assert saved_bytes(loss) == saved.total - saved.weight_copies - indices
     block = [t for t in ledger.saved if t.module.startswith("blocks.1.")]
-    copies = cost.activation_bytes(work.model(), 2, 24, form, "reference", "cpu").per_block
-    assert sum(tensor.bytes for tensor in block) == copies
+    per_block = cost.activation_bytes(work.model(), 2, 24, dtypes, "reference", "cpu").per_block
+    assert sum(tensor.bytes for tensor in block) == per_block
 
 
 def test_saved_tensors_name_operator_shape_and_line_of_code() -> None:
-    _, ledger = accounted("bfloat16")
+    _, ledger = recorded_step("bfloat16")
     softmax = [t for t in ledger.saved if t.operator == "softmax"]
     assert [t.module for t in softmax] == ["blocks.0.attention", "blocks.1.attention"]
     assert softmax[0].shape == (2, 4, 24, 24)
@@ -113,7 +125,7 @@ def test_saved_tensors_name_operator_shape_and_line_of_code() -> None:
 
 
 def test_flash_attention_saves_no_scores() -> None:
-    _, ledger = accounted(attention="sdpa")
+    _, ledger = recorded_step(attention="sdpa")
     assert not [t for t in ledger.saved if t.operator == "softmax"]
     assert f"{SAVED}attention, softmax" not in ledger.peaks[1].lines
 
@@ -129,8 +141,8 @@ def test_the_largest_tensor_is_named_with_its_line(
     assert ":" in code
 
 
-def test_the_model_is_as_before() -> None:
-    """Hooks are gone, and a plain step gives the same gradients."""
+def test_the_model_is_unchanged_afterwards() -> None:
+    """Hooks are removed, and a plain step gives the same gradients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
     optimizer = torch.optim.SGD(model.parameters())
@@ -158,8 +170,8 @@ def test_a_failing_step_leaves_no_hook_behind() -> None:
 
 
 class ScriptedAllocator:
-    """An allocator whose blocks are 10 bytes larger than the tensors, with a work space of 1000,
-    and whose operators take 500 bytes within themselves."""
+    """An allocator whose blocks are 10 bytes larger than the tensors, with a workspace of 1000
+    bytes, and with 500 bytes of temporary memory inside each operator."""
 
     def __init__(self) -> None:
         self.ledger: StorageLedger | None = None
@@ -178,7 +190,7 @@ class ScriptedAllocator:
         pass
 
 
-def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
+def test_the_shares_of_an_allocator_are_lines() -> None:
     allocator = ScriptedAllocator()
     ledger = StorageLedger(CPU, allocator)  # type: ignore[arg-type]
     allocator.ledger = ledger
@@ -187,7 +199,7 @@ def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
         ledger.phase("forward", lambda: model(torch.randn(2, 8)))
     (peak,), (end,) = ledger.peaks, ledger.ends
     assert peak.lines[WITHIN_OPERATORS] == 500
-    assert peak.residual == end.residual == 1000, "the work space is not yet known"
+    assert peak.residual == end.residual == 1000, "the workspace is not yet known"
     ledger.library_bytes = 1000
     (peak,), (end,) = ledger.peaks, ledger.ends
     assert peak.lines[LIBRARIES] == end.lines[LIBRARIES] == 1000
@@ -195,8 +207,8 @@ def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
     assert end.allocated == peak.allocated - 500 - 2 * (2 * 8 * 4)
 
 
-def test_a_forward_without_backward_leaves_nothing() -> None:
-    """The graph of a forward is not let go by a backward; softmax and exp keep their outputs."""
+def test_a_forward_without_backward_frees_its_memory() -> None:
+    """No backward frees the graph of a forward; softmax and exp save their outputs."""
     ledger = StorageLedger(CPU, None)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
     with ledger.watching(model, torch.optim.SGD(model.parameters())):
@@ -206,8 +218,8 @@ def test_a_forward_without_backward_leaves_nothing() -> None:
         assert ledger.now == before
 
 
-def test_a_thread_without_code_of_its_own_is_named_by_what_the_program_waits_in() -> None:
-    """As autograd's, which runs the backward of a GPU: no line of Python is beneath it."""
+def test_a_thread_without_python_frames_gets_the_line_of_the_main_thread() -> None:
+    """Like autograd's thread for the backward on a GPU, which has no Python frames."""
     ledger, done = StorageLedger(CPU, None), _thread.allocate_lock()
     done.acquire()
     engine: dict[str, Any] = {"ledger": ledger, "done": done}
@@ -218,7 +230,7 @@ def test_a_thread_without_code_of_its_own_is_named_by_what_the_program_waits_in(
     assert ledger.largest[2].startswith("test_memory_ledger.py:")
 
 
-def test_counted_bytes_follow_what_lives() -> None:
+def test_counted_bytes_follow_live_tensors() -> None:
     counter = TensorBytes(CPU)
     with counter:
         a = torch.zeros(256)

@@ -1,4 +1,4 @@
-"""The published records of memory: accounts that close, and predictions that held on the device."""
+"""The published memory records: ledgers that add up, and predictions confirmed on the device."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def cases() -> list[Accounted]:
     return accounted(find_study("memory").results(read_records(RESULTS / "memory_h200.jsonl")))
 
 
-def test_every_size_context_and_format_of_the_course_is_there(cases: list[Accounted]) -> None:
+def test_every_size_context_and_dtype_of_the_course_is_recorded(cases: list[Accounted]) -> None:
     steps = {
         (case.workload.size, case.workload.context, case.workload.dtype)
         for case in cases
         if case.workload.mode == "train-step"
     }
-    sizes, formats = ("small", "medium", "large", "xl", "2.7b"), ("float32", "bfloat16")
-    assert steps >= set(product(sizes, (128, 256, 512), (*formats, "bfloat16-pure")))
+    sizes, dtypes = ("small", "medium", "large", "xl", "2.7b"), ("float32", "bfloat16")
+    assert steps >= set(product(sizes, (128, 256, 512), (*dtypes, "bfloat16-pure")))
 
 
-def test_accounts_close_and_reach_the_drivers_figure(cases: list[Accounted]) -> None:
+def test_ledgers_add_up_to_the_allocator_and_the_driver(cases: list[Accounted]) -> None:
     for case in cases:
         assert case.residual_share <= 0.01, case.name
         assert case.driver_residual_share is not None
@@ -46,11 +46,11 @@ def test_peaks_were_predicted(cases: list[Accounted]) -> None:
 
 
 @pytest.mark.parametrize("size", ["small", "xl", "2.7b"])
-def test_the_prediction_is_still_what_was_recorded(cases: list[Accounted], size: str) -> None:
+def test_the_prediction_equals_the_recorded_one(cases: list[Accounted], size: str) -> None:
     case = next(case for case in cases if case.workload.size == size)
-    told = prediction_for(case.workload, "cuda")
-    assert told is not None
-    assert told.peak.allocated == case.bytes("predicted_bytes")
+    predicted = prediction_for(case.workload, "cuda")
+    assert predicted is not None
+    assert predicted.peak.allocated == case.bytes("predicted_bytes")
 
 
 def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:

@@ -1,4 +1,4 @@
-"""A file packed by blocks is one gzip stream to everyone who reads it."""
+"""A file compressed in blocks is a single gzip stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.measure import packing
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
-def test_every_length_comes_back(
+def test_round_trip_of_every_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     monkeypatch.setattr(packing, "_BLOCK", 64)
@@ -22,16 +22,16 @@ def test_every_length_comes_back(
     plain, packed = tmp_path / "plain", tmp_path / "new" / "packed.gz"
     plain.write_bytes(data)
     packing.pack(plain, packed)
-    whole = zlib.decompressobj(zlib.MAX_WBITS | 16)
-    # One member and nothing behind it: some readers stop after the first.
-    assert whole.decompress(packed.read_bytes()) == data
-    assert whole.eof
-    assert whole.unused_data == b""
+    stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    # A single member with no data after it: some readers stop after the first member.
+    assert stream.decompress(packed.read_bytes()) == data
+    assert stream.eof
+    assert stream.unused_data == b""
     assert gzip.decompress(packed.read_bytes()) == data
     subprocess.run(["gzip", "-t", str(packed)], check=True)
 
 
-def test_what_repeats_becomes_small(tmp_path: Path) -> None:
+def test_repetitive_data_compresses_well(tmp_path: Path) -> None:
     plain, packed = tmp_path / "plain", tmp_path / "packed.gz"
     plain.write_bytes(b'{"ph": "X", "cat": "kernel"},' * 400_000)
     packing.pack(plain, packed)

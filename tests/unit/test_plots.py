@@ -1,4 +1,4 @@
-"""Figures as SVG: what they hold, what they survive, and the arithmetic of ticks."""
+"""Figures as SVG: their content, unusual input, and the computation of ticks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def texts(drawing: str) -> list[str]:
 
 def colour_of(text: str, drawing: str) -> str | None:
     root = ElementTree.fromstring(drawing)
-    found = [element for element in root.iter(f"{SVG}text") if element.text == text]
-    assert len(found) == 1
-    return found[0].get("fill")
+    matches = [element for element in root.iter(f"{SVG}text") if element.text == text]
+    assert len(matches) == 1
+    return matches[0].get("fill")
 
 
 def figure(*curves: Curve, kind: str = "lines", **more: object) -> Figure:
@@ -45,7 +45,7 @@ def test_log_axes_have_plain_numbers() -> None:
     assert "step (ms), log scale" in shown
 
 
-def test_bars_stand_on_a_linear_axis_from_zero() -> None:
+def test_bars_have_a_linear_axis_from_zero() -> None:
     bars = figure(Curve(label="a", x=("one", "four"), y=(1.0, 4.0)), kind="bars", y_log=True)
     one, four = heights(svg(bars))["--curve-1"]
     assert four == pytest.approx(4 * one, rel=1e-3)
@@ -54,7 +54,7 @@ def test_bars_stand_on_a_linear_axis_from_zero() -> None:
     assert [text for text in texts(svg(named)) if "log scale" in text] == ["y, log scale · a"]
 
 
-def test_sizes_are_in_units_of_bytes() -> None:
+def test_sizes_have_binary_prefixes() -> None:
     curve = Curve(label="a", x=(1024.0, float(4 << 20), float(256 << 20)), y=(1.0, 2.0, 3.0))
     drawn = figure(curve, x_log=True, x_bytes=True)
     assert {"1.0 KiB", "4.0 MiB", "256 MiB"} <= set(texts(svg(drawn)))
@@ -66,7 +66,7 @@ def test_curves_are_named_once() -> None:
     assert [shown.count(name) for name in ("small", "medium", "large", "xl", "2.7b")] == [1] * 5
 
 
-def test_a_name_that_would_lie_on_a_curve_moves_to_the_legend() -> None:
+def test_a_name_that_would_overlap_a_curve_moves_to_the_legend() -> None:
     early = Curve(label="early", x=(1.0, 2.0), y=(1.0, 2.0))
     late = Curve(label="late", x=(1.0, 5.0), y=(1.0, 5.0))
     apart = Curve(label="late", x=(1.0, 5.0), y=(4.0, 4.0))
@@ -80,7 +80,7 @@ def test_a_limit_is_drawn_and_named() -> None:
     assert "stroke-dasharray" in drawing
 
 
-def test_colours_are_variables_and_nothing_is_inline_style() -> None:
+def test_colours_are_variables_and_there_are_no_inline_styles() -> None:
     for shown in (step_figure(), mfu_figure(), warmup_figure()):
         drawing = svg(shown)
         bare = re.findall(r'"(#[0-9a-f]{6})"', drawing)
@@ -97,7 +97,7 @@ def test_the_size_follows_the_page() -> None:
     assert root.get("viewBox", "").startswith("0 0 ")
 
 
-def test_output_is_the_same_every_time_and_has_no_date() -> None:
+def test_output_is_deterministic_and_has_no_date() -> None:
     assert svg(step_figure(), "a") == svg(step_figure(), "a")
     assert not re.search(r"20\d\d-|[Mm]atplotlib", svg(step_figure(), "a"))
 
@@ -112,14 +112,14 @@ def test_ids_of_two_figures_differ_and_references_resolve() -> None:
         assert {name for pair in used for name in pair if name} <= own
 
 
-def test_it_is_described_for_those_who_cannot_see_it() -> None:
+def test_a_figure_has_an_accessible_description() -> None:
     root = ElementTree.fromstring(svg(step_figure(), "a"))
     assert root.get("role") == "img"
     assert root.findtext(f"{SVG}title") == "Step time against context"
     assert "small, medium" in (root.findtext(f"{SVG}desc") or "")
 
 
-def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
+def test_drawing_does_not_change_the_settings_of_matplotlib() -> None:
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "path", "font.size": 31}):
@@ -215,29 +215,29 @@ def test_linear_ticks_are_few_and_inside(low: float, span: float) -> None:
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1), min_size=1, max_size=8))
-def test_names_are_spread_apart_in_order(places: list[float]) -> None:
-    moved = spread_apart(places, 0.05)
+def test_names_are_spread_apart_in_order(positions: list[float]) -> None:
+    moved = spread_apart(positions, 0.05)
     ordered = sorted(moved)
     assert all(b - a > 0.04 for a, b in pairwise(ordered))
     assert all(
         (a < b) <= (x < y)
-        for a, x in zip(places, moved, strict=True)
-        for b, y in zip(places, moved, strict=True)
+        for a, x in zip(positions, moved, strict=True)
+        for b, y in zip(positions, moved, strict=True)
     )
 
 
 def heights(drawing: str) -> dict[str, list[float]]:
     """Heights of the bars by colour, in points."""
-    found: dict[str, list[float]] = {}
+    by_colour: dict[str, list[float]] = {}
     for path in ElementTree.fromstring(drawing).iter(f"{SVG}path"):
         colour = re.search(r"--curve-\d", path.get("fill", ""))
         if colour and path.get("clip-path"):
             ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d", ""))]
-            found.setdefault(colour.group(), []).append(max(ys) - min(ys))
-    return found
+            by_colour.setdefault(colour.group(), []).append(max(ys) - min(ys))
+    return by_colour
 
 
-def test_stacks_stand_on_one_another() -> None:
+def test_stacks_are_stacked() -> None:
     drawing = svg(
         figure(
             Curve(label="matmul", x=("forward", "backward"), y=(2.0, 4.0)),
@@ -251,39 +251,42 @@ def test_stacks_stand_on_one_another() -> None:
     assert {"2.00", "5.00", "matmul", "softmax", "forward", "backward"} <= set(texts(drawing))
 
 
-def test_a_drawing_as_a_file_needs_no_page() -> None:
-    made = standalone_svg(svg(step_figure()))
-    assert made == standalone_svg(svg(step_figure()))
-    assert "var(" not in made
-    assert CURVES[0] in made
-    root = ElementTree.fromstring(made)
+def test_a_standalone_drawing_needs_no_page() -> None:
+    drawing = standalone_svg(svg(step_figure()))
+    assert drawing == standalone_svg(svg(step_figure()))
+    assert "var(" not in drawing
+    assert CURVES[0] in drawing
+    root = ElementTree.fromstring(drawing)
     assert root.get("font-family", "").endswith("sans-serif")
     left, top, width, height = (float(part) for part in root.attrib["viewBox"].split())
     paper = root.find(f"{SVG}rect")
     assert paper is not None
     assert paper.get("fill") == PAPER
     assert [float(paper.attrib[name]) for name in ("x", "y", "width", "height")] == [
-        left, top, width, height,
-    ]  # fmt: skip
+        left,
+        top,
+        width,
+        height,
+    ]
 
 
 def test_names_at_the_ends_stay_above_the_axis() -> None:
     low = [Curve(label=name, x=(1.0, 2.0), y=(0.0, 0.0)) for name in ("a", "b", "c")]
     high = Curve(label="d", x=(1.0, 2.0), y=(1.0, 1.0))
     paths = [[(0.0, y), (1.0, y)] for y in (0.0, 0.0, 0.0, 1.0)]
-    places = end_names([curve.label for curve in (*low, high)], paths)
-    assert places is not None
-    assert min(height for _, height in places) >= 0.0
+    positions = end_names([curve.label for curve in (*low, high)], paths)
+    assert positions is not None
+    assert min(height for _, height in positions) >= 0.0
 
 
-def test_lengths_that_double_are_their_own_ticks() -> None:
+def test_powers_of_two_are_their_own_ticks() -> None:
     lengths = [float(2**power) for power in range(7, 17)]
     assert log_ticks(lengths, log_limits(lengths), own=True) == lengths[::2]
     others = [100.0 + 37 * step for step in range(10)]
     assert not set(log_ticks(others, log_limits(others), own=True)) <= set(others)
 
 
-def test_a_style_makes_a_curve_look_alike_in_every_figure() -> None:
+def test_a_style_gives_a_curve_the_same_look_in_every_figure() -> None:
     first = Curve(label="first", x=(1.0, 2.0), y=(0.0, 0.0))
     ours = Curve(label="ours", x=(1.0, 2.0), y=(1.0, 1.0), style=4)
     for drawing in (svg(figure(first, ours)), svg(figure(ours, first))):

@@ -1,4 +1,4 @@
-"""Named ranges: nothing while nobody listens, names in a trace when someone does."""
+"""Named ranges: no-ops without a profiler, names in a trace with one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,15 @@ CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_
 def tiny_step(**changes: str) -> TransformerStep:
     fields = {"attention": "reference", "compile": "no", "optimizer": "torch"} | changes
     workload = Workload(
-        size="tiny", table="2025", context=16, batch=2, dtype="float32", mode="train-step",
-        overrides={"d_model": 32, "d_ff": 64, "vocab": 50, "n_heads": 2}, **fields,
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=16,
+        batch=2,
+        dtype="float32",
+        mode="train-step",
+        overrides={"d_model": 32, "d_ff": 64, "vocab": 50, "n_heads": 2},
+        **fields,
+    )
     return TransformerStep(workload, CpuDevice())
 
 
@@ -40,13 +46,13 @@ def run(step: TransformerStep) -> None:
     step.run_phases()
 
 
-def test_nobody_listens_so_nothing_is_made() -> None:
+def test_without_a_profiler_a_range_is_a_no_op() -> None:
     assert named("a") is named("b")
     with named("a"):
         pass
 
 
-def test_a_range_is_shown_by_a_profiler_also_where_it_fails() -> None:
+def test_a_profiler_shows_a_range_that_raises() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         with pytest.raises(ValueError, match="x"), named("outer"):
             raise ValueError("x")
@@ -55,14 +61,14 @@ def test_a_range_is_shown_by_a_profiler_also_where_it_fails() -> None:
     assert {"outer", "after"} <= {event.key for event in seen.key_averages()}
 
 
-def test_nsight_gets_ranges_that_hold_for_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda name: said.append(name) or 7)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda handle: said.append(handle))
+def test_nsight_gets_process_wide_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda name: calls.append(name) or 7)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda handle: calls.append(handle))
     monkeypatch.setattr(ranges, "_nvtx_on", True)
     with named("block 0"):
-        said.append("inside")
-    assert said == ["block 0", "inside", 7]
+        calls.append("inside")
+    assert calls == ["block 0", "inside", 7]
 
 
 def test_marks_for_nsight_need_a_build_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +78,7 @@ def test_marks_for_nsight_need_a_build_with_cuda(monkeypatch: pytest.MonkeyPatch
     assert not ranges._nvtx_on
 
 
-def test_the_model_compiles_into_one_graph_and_not_again_under_a_profiler() -> None:
+def test_the_model_compiles_into_one_graph_without_recompiling_under_a_profiler() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     plain = TransformerLM(CONFIG, attention=reference_attention)
@@ -94,14 +100,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestCapture:
-    def test_it_holds_the_steps_asked_for(self, trace: Path) -> None:
+    def test_the_trace_has_the_requested_steps(self, trace: Path) -> None:
         summary = summarize(read_trace(trace))
         assert len(summary.steps) == 3
         assert not summary.on_device
         assert summary.doubt == ""
         assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
 
-    def test_the_profiler_starts_up_in_a_step_that_is_not_in_it(self, tmp_path: Path) -> None:
+    def test_the_profiler_initializes_in_a_step_outside_the_trace(self, tmp_path: Path) -> None:
         ran: list[int] = []
 
         def step() -> None:
@@ -114,7 +120,7 @@ class TestCapture:
         assert len(ran) == 3
         assert names.count("aten::mul") == 2
 
-    def test_a_step_that_fails_leaves_the_profiler_to_the_next(self, tmp_path: Path) -> None:
+    def test_a_failing_step_releases_the_profiler(self, tmp_path: Path) -> None:
         for fails_at in (0, 1):
             ran: list[int] = []
 
@@ -133,21 +139,30 @@ class TestCapture:
         work = device_work(read_trace(trace))
         assert {PHASES[p] for p in work.phase.tolist()} >= set(PHASES[:4])
         parts = {"/".join(work.host.paths[p]) for p in work.path.tolist()}
-        block = {"norm", "attention/projections", "attention/rotary", "feed-forward",
-                 *(f"attention/core/{part}" for part in CORE)}  # fmt: skip
+        block = {
+            "norm",
+            "attention/projections",
+            "attention/rotary",
+            "feed-forward",
+            *(f"attention/core/{part}" for part in CORE),
+        }
         assert {"embedding", "norm", "head"} | {f"block 1/{part}" for part in block} <= parts
 
-    def test_the_backward_goes_to_the_parts_that_made_it(self, trace: Path) -> None:
+    def test_the_backward_is_attributed_to_its_modules(self, trace: Path) -> None:
         summary = summarize(read_trace(trace))
         uses = {(u.phase, u.module, u.kernel): u for u in summary.uses}
-        # Accumulating gradients and making the first of them have no forward.
+        # Accumulating gradients and creating the first of them have no forward.
         without = {u.kernel for u in summary.uses if u.phase == "backward" and not u.module}
         assert without <= {
             "torch::autograd::AccumulateGrad",
             "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
-            "detach", "aten::detach",
-            "aten::ones_like", "aten::empty_like", "aten::empty_strided", "aten::fill_",
-        }  # fmt: skip
+            "detach",
+            "aten::detach",
+            "aten::ones_like",
+            "aten::empty_like",
+            "aten::empty_strided",
+            "aten::fill_",
+        }
         core = "block */attention/core"
         for part in ("scores", "values"):
             assert uses["forward", f"{core}/{part}", "aten::bmm"].count == 2
@@ -157,7 +172,7 @@ class TestCapture:
         assert uses["forward", f"{core}/softmax", "aten::_softmax"].places == 2
         assert uses["backward", f"{core}/mask", "aten::masked_fill_"].count == 2
 
-    def test_the_optimizer_goes_to_its_parameter_group(self, trace: Path) -> None:
+    def test_the_optimizer_is_attributed_to_its_parameter_group(self, trace: Path) -> None:
         uses = [u for u in summarize(read_trace(trace)).uses if u.phase == "optimizer"]
         grouped = sum(u.count for u in uses if u.module == "group 0")
         assert grouped > 0.9 * sum(u.count for u in uses)
@@ -183,7 +198,7 @@ def test_each_parameter_group_has_its_range(
     moved = [layer.weight.clone() for layer in layers]
     path = capture(step, CpuDevice(), tmp_path / "steps.json", steps=1)
     uses = [u for u in summarize(read_trace(path)).uses if u.phase == "optimizer"]
-    told = {u.module for u in uses if u.ms > 0 and u.module}
-    assert told == {"group 0", "the middle", "group 2"}
+    modules = {u.module for u in uses if u.ms > 0 and u.module}
+    assert modules == {"group 0", "the middle", "group 2"}
     assert all(not torch.equal(a, b.weight) for a, b in zip(moved, layers, strict=True))
     assert [g["lr"] for g in optimizer.state_dict()["param_groups"]] == [0.1] * 3

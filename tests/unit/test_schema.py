@@ -20,14 +20,16 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 @given(values=st.lists(finite), reason=st.text(), clock=st.sampled_from(["device", "host"]))
 def test_a_record_survives_the_round_trip(values: list[float], reason: str, clock: Any) -> None:
     series = Series(name="step", unit="ms", values=tuple(values), warmup=(1e-300,), clock=clock)
-    made = record(
-        series=(series,), reason=reason, readings=(Reading(at_s=0.5, throttle=("power-cap",)),),
+    sample = record(
+        series=(series,),
+        reason=reason,
+        readings=(Reading(at_s=0.5, throttle=("power-cap",)),),
         notes={"kernels": reason},
-    )  # fmt: skip
-    assert decode(encode(made)) == made
+    )
+    assert decode(encode(sample)) == sample
 
 
-def test_a_newer_version_is_refused_with_what_to_do() -> None:
+def test_a_newer_version_is_refused_with_a_hint() -> None:
     body = json.loads(encode(record())) | {"version": schema.SCHEMA_VERSION + 1, "novel": 1}
     with pytest.raises(StepscopeError, match=r"version 4, this .* up to 3.*install a newer"):
         decode(json.dumps(body))
@@ -55,11 +57,11 @@ def test_an_older_version_without_upgrade_is_refused(monkeypatch: pytest.MonkeyP
         decode(encode(record()))
 
 
-@pytest.mark.parametrize("place", [(), ("environment",), ("series", 0), ("quantities", 0)])
-def test_an_unknown_field_is_refused_at_every_depth(place: tuple[str | int, ...]) -> None:
+@pytest.mark.parametrize("path", [(), ("environment",), ("series", 0), ("quantities", 0)])
+def test_an_unknown_field_is_refused_at_every_depth(path: tuple[str | int, ...]) -> None:
     body = json.loads(encode(record()))
     inner = body
-    for step in place:
+    for step in path:
         inner = inner[step]
     inner["surprise"] = 1
     with pytest.raises(StepscopeError, match="surprise"):
@@ -69,19 +71,19 @@ def test_an_unknown_field_is_refused_at_every_depth(place: tuple[str | int, ...]
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "null", "{}", '{"version": "1"}', '{"version": 1}', "\ufffd"]
 )
-def test_what_is_no_record_is_said_to_be_none(text: str) -> None:
+def test_text_that_is_not_a_record_is_refused(text: str) -> None:
     with pytest.raises(StepscopeError, match="not a record"):
         decode(text)
 
 
-def test_find_prefers_the_clock_of_the_device() -> None:
-    made = record()
-    step = made.find("step")
-    on_host = made.find("step", "host")
+def test_find_prefers_the_device_clock() -> None:
+    sample = record()
+    step = sample.find("step")
+    on_host = sample.find("step", "host")
     assert step is not None
     assert on_host is not None
     assert (step.clock, on_host.clock) == ("device", "host")
-    assert made.find("nothing") is None
+    assert sample.find("nothing") is None
 
 
 def test_series_and_quantities_are_found_by_their_dimensions() -> None:
@@ -93,27 +95,27 @@ def test_series_and_quantities_are_found_by_their_dimensions() -> None:
         {"name": "step", "size": 1024},
         {"name": "step", "variant": "ours", "phase": "forward", "rank": 2, "size": 1024},
     ]
-    made = record(
+    sample = record(
         series=tuple(
-            Series(**one, unit="ms", values=(float(place),)) for place, one in enumerate(parts)
+            Series(**one, unit="ms", values=(float(index),)) for index, one in enumerate(parts)
         ),
-        quantities=tuple(Quantity(**one, unit="B", value=place) for place, one in enumerate(parts)),
+        quantities=tuple(Quantity(**one, unit="B", value=index) for index, one in enumerate(parts)),
     )
-    for place, one in enumerate(parts):
-        found = made.find(**one)
-        assert found is not None
-        assert found.values == (place,)
-        assert made.quantity(**one) == place
+    for index, one in enumerate(parts):
+        series = sample.find(**one)
+        assert series is not None
+        assert series.values == (index,)
+        assert sample.quantity(**one) == index
     for missing in ({"variant": "peer"}, {"phase": "loss"}, {"rank": 7}, {"size": 1}):
-        assert made.find("step", **missing) is None
-        assert made.quantity("step", **missing) is None
+        assert sample.find("step", **missing) is None
+        assert sample.quantity("step", **missing) is None
 
 
-def test_without_a_rank_the_first_that_has_a_series_is_found() -> None:
-    made = record(series=(times("step", 2.0, rank=1), times("step", 3.0, rank=2)))
-    found = made.find("step")
-    assert found is not None
-    assert found.rank == 1
+def test_without_a_rank_find_returns_the_first_rank_with_the_series() -> None:
+    sample = record(series=(times("step", 2.0, rank=1), times("step", 3.0, rank=2)))
+    series = sample.find("step")
+    assert series is not None
+    assert series.rank == 1
 
 
 def test_a_label_has_the_dimensions_in_words() -> None:
@@ -122,29 +124,29 @@ def test_a_label_has_the_dimensions_in_words() -> None:
     assert times("collective", 1.0, size=1024, rank=3).label == "collective of 1024"
 
 
-def test_an_attachment_is_decoded_as_the_type_that_is_asked_for() -> None:
+def test_an_attachment_is_decoded_as_the_requested_type() -> None:
     given = {"peaks": [{"phase": "loss", "allocated": 3, "lines": {}, "operator": "mm"}]}
-    made = decode(encode(record(attachments=given)))
-    (peak,) = made.required("peaks", tuple[PhasePeak, ...])
+    sample = decode(encode(record(attachments=given)))
+    (peak,) = sample.required("peaks", tuple[PhasePeak, ...])
     assert (peak.phase, peak.allocated) == ("loss", 3)
-    assert made.attachment("peaks", tuple[PhasePeak, ...]) == (peak,)
-    assert made.attachment("other", tuple[PhasePeak, ...]) is None
+    assert sample.attachment("peaks", tuple[PhasePeak, ...]) == (peak,)
+    assert sample.attachment("other", tuple[PhasePeak, ...]) is None
     with pytest.raises(StepscopeError, match=r"attachment 'peaks' of record .* is invalid"):
-        made.required("peaks", dict[str, str])
+        sample.required("peaks", dict[str, str])
     with pytest.raises(StepscopeError, match=r"the attachments of record .* has no 'other'"):
-        made.required("other", dict[str, str])
+        sample.required("other", dict[str, str])
 
 
-def test_a_ceiling_is_the_measured_one_or_the_data_sheet() -> None:
-    made = record()
+def test_a_ceiling_is_the_measured_one_or_that_of_the_datasheet() -> None:
+    sample = record()
     measured, sheet = (
-        made.ceiling("matmul.bfloat16"),
-        made.ceiling("matmul.bfloat16", measured=False),
+        sample.ceiling("matmul.bfloat16"),
+        sample.ceiling("matmul.bfloat16", measured=False),
     )
     assert measured is not None
     assert sheet is not None
     assert (measured.value, sheet.value) == (700e12, 989e12)
-    assert made.ceiling("matmul.float16") is None
+    assert sample.ceiling("matmul.float16") is None
 
 
 def test_records_are_immutable() -> None:

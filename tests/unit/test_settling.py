@@ -1,4 +1,4 @@
-"""When a series of steps has become steady, on planted curves."""
+"""Detection of the steady state of a series of steps, on synthetic data."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEADY = [100.0] * 10
     ],
     ids=["flat", "first", "two", "within-5%", "beyond-5%", "faster", "later-spike", "last"],
 )
-def test_planted(values: list[float], steps: int, extra: float) -> None:
-    found = settling(values)
-    assert (found.steps, found.steady) == (steps, 100.0)
-    assert found.extra == pytest.approx(extra)
+def test_warm_up_steps_are_counted(values: list[float], steps: int, extra: float) -> None:
+    result = settling(values)
+    assert (result.steps, result.steady) == (steps, 100.0)
+    assert result.extra == pytest.approx(extra)
 
 
 def test_a_wide_spread_raises_the_threshold() -> None:
@@ -35,11 +35,11 @@ def test_a_wide_spread_raises_the_threshold() -> None:
     assert settling([240.0, *noisy]).steps == 1
 
 
-def test_at_most_half_of_the_steps_are_not_steady() -> None:
+def test_at_most_half_of_the_steps_are_warm_up() -> None:
     assert settling([float(n) for n in range(1000, 0, -100)]).steps <= 5
     assert settling([9.0, 9.0, 1.0, 1.0]).steps == 2
 
 
-def test_too_few_steps_tell_nothing() -> None:
+def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="3 steps are too few"):
         settling([1.0, 1.0, 1.0])

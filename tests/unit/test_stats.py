@@ -42,7 +42,7 @@ def test_a_summary_agrees_with_textbook_formulas(values: list[float]) -> None:
 
 
 @given(values=some)
-def test_a_summary_does_not_depend_on_order_or_on_what_was_asked_before(
+def test_a_summary_does_not_depend_on_order_or_on_earlier_calls(
     values: list[float],
 ) -> None:
     first = summarize(values)
@@ -61,47 +61,47 @@ def test_one_two_and_equal_samples() -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf, 1.0], [-math.inf], [[1.0]]])
-def test_what_cannot_be_summarised_is_refused(bad: list[float]) -> None:
+def test_invalid_samples_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="statistics need"):
         summarize(bad)
 
 
 @pytest.mark.parametrize("count", [6, 7, 10, 15, 30, 1500])
-def test_the_interval_holds_the_true_median_as_often_as_it_says(count: int) -> None:
+def test_the_interval_covers_the_true_median_at_its_level(count: int) -> None:
     draw = np.random.default_rng(7)
-    held = 0
+    covered = 0
     for _ in range(2000):
         summary = summarize(draw.exponential(size=count))
-        held += summary.low <= math.log(2.0) <= summary.high
-    # Between two of the samples there is no exact 95 %: of seven the outermost have 98.4 %.
-    assert 0.94 <= held / 2000 <= (0.99 if count < 10 else 0.985)
+        covered += summary.low <= math.log(2.0) <= summary.high
+    # Order statistics do not give exactly 95 %: the range of seven samples has 98.4 %.
+    assert 0.94 <= covered / 2000 <= (0.99 if count < 10 else 0.985)
 
 
-def test_places_by_counting_and_by_the_normal_distribution_meet(
+def test_exact_and_approximate_ranks_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = {count: stats._left_out(count, 0.95) for count in range(100, 1001, 25)}
     assert (counted[100], counted[1000]) == (40, 469)
     monkeypatch.setattr(stats, "_COUNTED_UP_TO", 0)
     stats._left_out.cache_clear()
-    for count, place in counted.items():
-        assert place - 1 <= stats._left_out(count, 0.95) <= place
+    for count, exact in counted.items():
+        assert exact - 1 <= stats._left_out(count, 0.95) <= exact
     stats._left_out.cache_clear()
 
 
 @pytest.mark.parametrize("count", [4, 9, 20])
-def test_the_shortcut_through_ranks_is_a_bootstrap(count: int) -> None:
+def test_resampling_by_ranks_equals_the_bootstrap(count: int) -> None:
     values = np.random.default_rng(3).lognormal(size=count)
     resamples = np.random.default_rng(4).choice(values, (100_000, count))
     low, high = np.quantile(np.median(resamples, axis=1), (0.025, 0.975))
-    found = ratio_interval([1.0], values, level=0.95)
+    ratio = ratio_interval([1.0], values, level=0.95)
     tolerance = 0.12 * (high - low)
-    assert found.low == pytest.approx(low, abs=tolerance)
-    assert found.high == pytest.approx(high, abs=tolerance)
+    assert ratio.low == pytest.approx(low, abs=tolerance)
+    assert ratio.high == pytest.approx(high, abs=tolerance)
 
 
 @pytest.mark.parametrize("count", [2, 4, 5, 6])
-def test_the_ranks_of_a_resampled_median_are_those_of_all_resamples(count: int) -> None:
+def test_sampled_median_ranks_match_all_resamples(count: int) -> None:
     every = np.sort(list(itertools.product(range(count), repeat=count)), axis=1)
     middle = every[:, (count - 1) // 2], every[:, count // 2]
     for drawn, true in zip(stats._median_ranks(count, 0), middle, strict=True):
@@ -111,13 +111,13 @@ def test_the_ranks_of_a_resampled_median_are_those_of_all_resamples(count: int) 
     assert (drawn_upper - drawn_lower).mean() == pytest.approx(gap, abs=0.07)
 
 
-def test_steady_samples_draw_no_complaint() -> None:
+def test_stable_samples_have_no_messages() -> None:
     assert stability([10.0, 10.1, 9.9, 10.05, 9.95, 10.0]) == ()
     assert stability([0.0] * 6) == ()
 
 
 @pytest.mark.parametrize(
-    ("values", "complaints"),
+    ("values", "patterns"),
     [
         ([10.0], ["only 1 sample; at least 5"]),
         ([10.0, 10.0, 10.0, 10.0], ["only 4 samples; at least 5"]),
@@ -130,13 +130,11 @@ def test_steady_samples_draw_no_complaint() -> None:
         ([9.2, 10.8] * 3, ["6 samples are too few to know the mean to 5%.* takes 12"]),
     ],
 )
-def test_doubtful_samples_are_named_in_plain_words(
-    values: list[float], complaints: list[str]
-) -> None:
-    found = stability(values)
-    assert len(found) == len(complaints)
-    for said, wanted in zip(found, complaints, strict=True):
-        assert re.search(wanted, said)
+def test_messages_about_unreliable_samples(values: list[float], patterns: list[str]) -> None:
+    messages = stability(values)
+    assert len(messages) == len(patterns)
+    for message, pattern in zip(messages, patterns, strict=True):
+        assert re.search(pattern, message)
 
 
 # Two-sided critical values of U at 5 % and 1 %, as printed in statistics textbooks.
@@ -153,7 +151,7 @@ def test_doubtful_samples_are_named_in_plain_words(
         (6, 15, 0.01, 12),
     ],
 )
-def test_the_exact_test_has_the_printed_critical_values(
+def test_the_exact_test_has_the_published_critical_values(
     m: int, n: int, level: float, critical: int
 ) -> None:
     assert p_of(m, n, critical) <= level < p_of(m, n, critical + 1)
@@ -161,7 +159,7 @@ def test_the_exact_test_has_the_printed_critical_values(
 
 
 def p_of(m: int, n: int, u: int) -> float:
-    """p of m and n distinct samples that are arranged to have that U."""
+    """p-value of m and n distinct samples that are arranged to have that U."""
     base, new = list(range(0, 1000 * n, 1000)), []
     for _ in range(m):
         below = min(n, u)
@@ -170,7 +168,7 @@ def p_of(m: int, n: int, u: int) -> float:
     return mann_whitney([float(b) for b in base], new)
 
 
-def test_hand_counted_probabilities() -> None:
+def test_p_values_counted_by_hand() -> None:
     assert mann_whitney([1, 2, 3], [4, 5, 6]) == pytest.approx(2 / 20)
     assert mann_whitney([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
     assert mann_whitney([1, 2, 3], [2.5, 4, 5]) == pytest.approx(4 / 20)
@@ -193,7 +191,7 @@ def test_the_test_is_symmetric_and_a_probability(base: list[float], new: list[fl
     assert mann_whitney([3 * b for b in base], [3 * n for n in new]) == pytest.approx(p)
 
 
-def test_exact_and_approximate_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_and_approximate_p_values_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(5)
     pairs = [(draw.normal(size=25), draw.normal(shift, size=25)) for shift in (0, 0.5, 1, 2)]
     exact = [mann_whitney(*pair) for pair in pairs]
@@ -204,7 +202,7 @@ def test_exact_and_approximate_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(base=st.lists(positive, min_size=3, max_size=40))
-def test_a_ratio_interval_holds_its_ratio_and_scales(base: list[float]) -> None:
+def test_a_ratio_interval_contains_its_ratio_and_scales(base: list[float]) -> None:
     ratio = ratio_interval(base, [4.0 * value for value in base])
     assert ratio.value == pytest.approx(4.0)
     assert ratio.low <= ratio.value * (1 + 1e-9)
@@ -213,7 +211,7 @@ def test_a_ratio_interval_holds_its_ratio_and_scales(base: list[float]) -> None:
     assert ratio.low <= narrower.low <= narrower.high <= ratio.high
 
 
-def test_the_two_sides_of_a_ratio_are_resampled_apart() -> None:
+def test_the_two_sides_of_a_ratio_are_resampled_independently() -> None:
     values = np.random.default_rng(2).lognormal(0.0, 0.02, 20)
     ratio = ratio_interval(values, values)
     assert ratio.low < 0.995
@@ -226,11 +224,11 @@ def test_a_ratio_needs_positive_samples() -> None:
 
 
 @pytest.mark.parametrize(("base", "new"), [(4, 40), (6, 6), (5, 5), (1, 1)])
-def test_too_few_samples_decide_nothing(base: int, new: int) -> None:
+def test_too_few_samples_give_no_verdict(base: int, new: int) -> None:
     assert decide(range(1, base + 1), range(100, 100 + new)) == "too few samples"
 
 
-def test_clear_changes_are_decided_and_equal_samples_are_not() -> None:
+def test_clear_changes_are_detected_and_equal_samples_are_not() -> None:
     base = [10.0 + 0.01 * n for n in range(10)]
     assert decide(base, [value * 1.1 for value in base]) == "slower"
     assert decide(base, [value / 1.1 for value in base]) == "faster"
@@ -238,7 +236,7 @@ def test_clear_changes_are_decided_and_equal_samples_are_not() -> None:
     assert decide([5.0] * 10, [5.0] * 10) == "no difference shown"
 
 
-def test_ranks_alone_decide_nothing_while_the_medians_may_be_equal() -> None:
+def test_ranks_alone_do_not_decide_if_the_medians_may_be_equal() -> None:
     base, new = [5.0] * 18 + [10.0] * 22, [10.0] * 22 + [15.0] * 18
     assert mann_whitney(base, new) < stats.SIGNIFICANCE
     assert not ratio_interval(base, new).excludes_one
@@ -255,9 +253,7 @@ def noisy(
 @pytest.mark.parametrize("outliers", [0.0, 0.05])
 @pytest.mark.parametrize("spread", [0.01, 0.02, 0.03])
 @pytest.mark.parametrize("count", [10, 20, 30])
-def test_the_same_thing_twice_is_seldom_called_different(
-    count: int, spread: float, outliers: float
-) -> None:
+def test_false_positives_are_rare(count: int, spread: float, outliers: float) -> None:
     draw = np.random.default_rng(11)
     alarms = sum(
         decide(noisy(draw, count, spread, outliers), noisy(draw, count, spread, outliers))
@@ -269,20 +265,20 @@ def test_the_same_thing_twice_is_seldom_called_different(
 
 @pytest.mark.parametrize("outliers", [0.0, 0.05])
 @pytest.mark.parametrize(("count", "spread"), [(20, 0.01), (20, 0.02), (30, 0.02)])
-def test_a_slowdown_of_five_per_cent_is_found(count: int, spread: float, outliers: float) -> None:
+def test_a_slowdown_of_five_percent_is_detected(count: int, spread: float, outliers: float) -> None:
     draw = np.random.default_rng(13)
-    found = sum(
+    detected = sum(
         decide(noisy(draw, count, spread, outliers), 1.05 * noisy(draw, count, spread, outliers))
         == "slower"
         for _ in range(TRIALS)
     )
-    assert found >= 0.95 * TRIALS
+    assert detected >= 0.95 * TRIALS
 
 
-def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
-    drift = [1.0 + 0.2 * place for place in range(15)]
+def test_a_paired_ratio_is_robust_to_drift() -> None:
+    drift = [1.0 + 0.2 * index for index in range(15)]
     base = [100.0 * slow for slow in drift]
-    new = [90.0 * slow * (1.01 if place % 2 else 0.99) for place, slow in enumerate(drift)]
+    new = [90.0 * slow * (1.01 if index % 2 else 0.99) for index, slow in enumerate(drift)]
     paired = paired_ratio(base, new)
     assert paired.value == pytest.approx(0.9, rel=0.011)
     assert paired.high < 1.0
@@ -292,19 +288,19 @@ def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
 
 
 @pytest.mark.parametrize("count", [5, 10, 15, 20])
-def test_the_interval_of_a_paired_ratio_holds_what_its_level_says(count: int) -> None:
+def test_the_interval_of_a_paired_ratio_has_its_level(count: int) -> None:
     drawn = np.random.default_rng(count)
-    held = [
+    ratios = [
         paired_ratio(*np.exp(0.05 * drawn.normal(size=(2, count))))  # type: ignore[misc]
         for _ in range(4 * TRIALS)
     ]
-    inside = sum(each.low <= 1.0 <= each.high for each in held) / len(held)
-    assert held[0].level == (0.99 if count > 7 else pytest.approx(1 - 2**-4))
-    assert inside >= held[0].level - 0.005
+    inside = sum(each.low <= 1.0 <= each.high for each in ratios) / len(ratios)
+    assert ratios[0].level == (0.99 if count > 7 else pytest.approx(1 - 2**-4))
+    assert inside >= ratios[0].level - 0.005
 
 
 @pytest.mark.parametrize(
-    ("values", "places", "every"),
+    ("values", "indices", "every"),
     [
         ((10.0, 11.0, 30.0), [2], None),
         ((10.0, 11.0), [], None),
@@ -317,7 +313,7 @@ def test_the_interval_of_a_paired_ratio_holds_what_its_level_says(count: int) ->
     ],
 )
 def test_samples_far_above_the_others(
-    values: tuple[float, ...], places: list[int], every: int | None
+    values: tuple[float, ...], indices: list[int], every: int | None
 ) -> None:
-    assert far_above(values) == places
-    assert even_spacing(places, len(values)) == every
+    assert far_above(values) == indices
+    assert even_spacing(indices, len(values)) == every

@@ -135,7 +135,7 @@ def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.Monk
         (name, racer) for name in ("step", "consecutive") for racer in raced
     }
     assert all(len(series.values) == 2 for series in made.series)
-    assert "a CPU's counter" in made.notes["no_energy"]
+    assert "a CPU's energy counter" in made.notes["no_energy"]
     assert not any("joules" in quantity.name for quantity in made.quantities)
 
 

@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Store:
     return opened
 
 
-def test_records_come_back_as_they_were_and_in_order(store: Store) -> None:
+def test_records_are_read_back_unchanged_and_in_order(store: Store) -> None:
     added = [record(case=f"case-{n}") for n in (3, 1, 2)]
     for each in added:
         store.add(each)
@@ -33,13 +33,15 @@ def test_records_come_back_as_they_were_and_in_order(store: Store) -> None:
         assert again.runs() == (run(),)
 
 
-def test_the_journal_is_ahead_and_every_commit_is_synced(store: Store) -> None:
-    asked = [store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in
-             ("journal_mode", "synchronous", "busy_timeout")]  # fmt: skip
-    assert asked == ["wal", 2, 10_000]
+def test_write_ahead_logging_with_synced_commits(store: Store) -> None:
+    settings_in_use = [
+        store._connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("journal_mode", "synchronous", "busy_timeout")
+    ]
+    assert settings_in_use == ["wal", 2, 10_000]
 
 
-def test_only_the_newest_attempt_counts_unless_all_are_wanted(store: Store) -> None:
+def test_only_the_newest_attempt_is_returned_by_default(store: Store) -> None:
     first = record(status="oom", reason="out of memory", series=())
     other = record(case="other")
     second = record(attempt=2)
@@ -52,14 +54,14 @@ def test_only_the_newest_attempt_counts_unless_all_are_wanted(store: Store) -> N
     assert store.finished("run-2") == {}
 
 
-def test_records_are_chosen_by_run_and_study(store: Store) -> None:
+def test_records_are_selected_by_run_and_study(store: Store) -> None:
     store.add_run(run(id="run-2"))
-    kept = {(r, s): record(run=r, study=s) for r in ("run-1", "run-2") for s in ("flash", "step")}
-    for each in kept.values():
+    stored = {(r, s): record(run=r, study=s) for r in ("run-1", "run-2") for s in ("flash", "step")}
+    for each in stored.values():
         store.add(each)
-    assert store.records("run-2") == (kept["run-2", "flash"], kept["run-2", "step"])
-    assert store.records(study="step") == (kept["run-1", "step"], kept["run-2", "step"])
-    assert store.records("run-1", "flash") == (kept["run-1", "flash"],)
+    assert store.records("run-2") == (stored["run-2", "flash"], stored["run-2", "step"])
+    assert store.records(study="step") == (stored["run-1", "step"], stored["run-2", "step"])
+    assert store.records("run-1", "flash") == (stored["run-1", "flash"],)
 
 
 def test_a_repeated_attempt_is_refused_and_changes_nothing(store: Store) -> None:
@@ -76,13 +78,13 @@ def test_a_repeated_attempt_is_refused_and_changes_nothing(store: Store) -> None
     assert store.runs() == (run(),)
 
 
-def test_a_record_that_could_not_be_read_again_is_refused(store: Store) -> None:
+def test_a_record_that_could_not_be_read_back_is_refused(store: Store) -> None:
     with pytest.raises(StepscopeError, match="must be finite"):
         store.add(record(elapsed_s=float("nan")))
     assert store.records() == ()
 
 
-def test_runs_are_found_by_age_id_and_beginning(tmp_path: Path) -> None:
+def test_runs_are_found_by_age_id_and_prefix(tmp_path: Path) -> None:
     runs = [
         run(id="ab12", created="2026-01-01T00:00:00", plan="p"),
         run(id="ab34", created="2026-01-03T00:00:00", plan="q"),
@@ -95,8 +97,14 @@ def test_runs_are_found_by_age_id_and_beginning(tmp_path: Path) -> None:
         for each in runs:
             store.add_run(each)
         assert [r.id for r in store.runs()] == ["ab34", "cd", "ab12", "cdef"]
-        wanted = {"latest": "ab34", "latest~0": "ab34", "latest~2": "ab12", "ab1": "ab12",
-                  "cd": "cd", "cde": "cdef"}  # fmt: skip
+        wanted = {
+            "latest": "ab34",
+            "latest~0": "ab34",
+            "latest~2": "ab12",
+            "ab1": "ab12",
+            "cd": "cd",
+            "cde": "cdef",
+        }
         assert {text: store.find_run(text).id for text in wanted} == wanted
         assert store.latest_with_plan("p") == runs[2]
         assert store.latest_with_plan("none") is None
@@ -110,7 +118,7 @@ def test_runs_are_found_by_age_id_and_beginning(tmp_path: Path) -> None:
             store.find_run("")
 
 
-def test_a_record_is_found_by_the_beginning_of_its_id(store: Store) -> None:
+def test_a_record_is_found_by_a_prefix_of_its_id(store: Store) -> None:
     for case, name in (("a", "aa-1"), ("b", "aa_2"), ("c", "aa")):
         store.add(record(case=case, id=name))
     assert [store.find_record(text).case for text in ("aa-", "aa_", "aa")] == ["a", "b", "c"]
@@ -120,7 +128,7 @@ def test_a_record_is_found_by_the_beginning_of_its_id(store: Store) -> None:
         store.find_record("%")
 
 
-def test_a_failed_transaction_keeps_nothing(store: Store) -> None:
+def test_a_failed_transaction_stores_nothing(store: Store) -> None:
     def fails() -> None:
         with store.transaction():
             store.add(record())
@@ -141,7 +149,7 @@ def test_a_failed_transaction_keeps_nothing(store: Store) -> None:
     ],
 )
 @pytest.mark.parametrize("create", [True, False])
-def test_a_file_that_is_no_database_is_left_alone(
+def test_a_file_that_is_not_a_database_is_not_modified(
     tmp_path: Path, content: bytes, message: str, create: bool
 ) -> None:
     path = tmp_path / "runs.db"
@@ -155,7 +163,7 @@ def test_a_file_that_is_no_database_is_left_alone(
 @pytest.mark.parametrize(
     "statement", ["CREATE TABLE songs (id)", "PRAGMA application_id = 5", "PRAGMA user_version = 1"]
 )
-def test_the_database_of_something_else_is_left_alone(
+def test_the_database_of_another_application_is_not_modified(
     tmp_path: Path, statement: str, create: bool
 ) -> None:
     path = tmp_path / "runs.db"
@@ -176,7 +184,7 @@ def test_a_newer_store_is_refused(store: Store, create: bool) -> None:
         Store(store.path, create)
 
 
-def test_places_where_no_store_can_be_are_named(tmp_path: Path) -> None:
+def test_invalid_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StepscopeError, match=r"is a folder .*name a file in it"):
         Store(tmp_path)
@@ -190,7 +198,7 @@ def test_places_where_no_store_can_be_are_named(tmp_path: Path) -> None:
         Store(tmp_path / "file", create=False)
 
 
-def test_folders_are_made_and_odd_names_work(tmp_path: Path) -> None:
+def test_folders_are_created_and_unusual_names_work(tmp_path: Path) -> None:
     path = tmp_path / "new" / "what? 100%#1" / "runs.db"
     with Store(path) as store:
         store.add_run(run())
@@ -210,43 +218,43 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_truncated_store_is_called_damaged(
+def test_a_truncated_store_is_reported_as_damaged(
     large: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    whole = large.read_bytes()
+    intact = large.read_bytes()
     path = tmp_path_factory.mktemp("cut") / "runs.db"
-    path.write_bytes(whole[: data.draw(st.integers(1, len(whole) - 1))])
+    path.write_bytes(intact[: data.draw(st.integers(1, len(intact) - 1))])
     for create in (True, False):
         with pytest.raises(StepscopeError, match=r"damaged|not a database"):
             Store(path, create).records()
 
 
-def test_a_cut_last_page_is_noticed_at_once(large: Path, tmp_path: Path) -> None:
+def test_a_truncated_last_page_is_detected_when_opening(large: Path, tmp_path: Path) -> None:
     path = tmp_path / "runs.db"
     path.write_bytes(large.read_bytes()[:-100])
     for create in (True, False):
-        with pytest.raises(StepscopeError, match="is damaged: its last page is not whole"):
+        with pytest.raises(StepscopeError, match="is damaged: its last page is truncated"):
             Store(path, create)
 
 
 @given(data=st.data())
 @settings(max_examples=150)
-def test_a_scribbled_store_gives_a_plain_error_or_records(
+def test_a_corrupted_store_gives_a_clear_error_or_records(
     large: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    whole = bytearray(large.read_bytes())
+    content = bytearray(large.read_bytes())
     scribble = data.draw(st.binary(min_size=1, max_size=64))
-    at = data.draw(st.integers(0, len(whole) - len(scribble)))
-    whole[at : at + len(scribble)] = scribble
+    at = data.draw(st.integers(0, len(content) - len(scribble)))
+    content[at : at + len(scribble)] = scribble
     path = tmp_path_factory.mktemp("scribbled") / "runs.db"
-    path.write_bytes(whole)
+    path.write_bytes(content)
     with suppress(StepscopeError), Store(path) as store:
         assert len(store.runs()) <= 1
         assert len(store.records(all_attempts=True)) <= 30
         store.finished("run-1")
 
 
-def test_a_lock_held_for_too_long_is_said_to_be_one(store: Store) -> None:
+def test_a_lock_held_for_too_long_is_reported(store: Store) -> None:
     with Store(store.path, wait_s=0.05) as impatient:
         store._connection.execute("BEGIN IMMEDIATE")
         for attempt in (lambda: impatient.add(record()), lambda: Store(store.path, wait_s=0.05)):
@@ -258,7 +266,7 @@ def test_a_lock_held_for_too_long_is_said_to_be_one(store: Store) -> None:
         assert impatient.records() == (record(),)
 
 
-def test_a_transaction_has_the_store_to_itself_from_its_start(store: Store) -> None:
+def test_a_transaction_is_exclusive_from_its_start(store: Store) -> None:
     with Store(store.path, wait_s=0.05) as other, store.transaction():
         with pytest.raises(StepscopeError, match="locked"):
             other.add(record(case="other"))

@@ -1,4 +1,4 @@
-"""The store on disks that are full, read-only or not ours."""
+"""The store on disks that are full, read-only or owned by another user."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def add_until_full(store: Store) -> list[Record]:
             store.add(each)
             added.append(each)
 
-    with pytest.raises(StepscopeError, match=r"runs\.db is full; .* is safe \(free some space"):
+    with pytest.raises(StepscopeError, match=r"runs\.db is full; .* are safe \(free some space"):
         add()
     return added
 
 
-def test_a_store_that_may_not_grow_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_store_that_cannot_grow_keeps_its_records(tmp_path: Path) -> None:
     with Store(tmp_path / "runs.db") as store:
         store.add_run(run())
         store._connection.execute("PRAGMA max_page_count = 60")
@@ -53,7 +53,7 @@ def test_a_store_that_may_not_grow_keeps_what_it_has(tmp_path: Path) -> None:
         assert list(store.records()) == [*added, record(case="after")]
 
 
-def test_a_full_disk_keeps_what_it_has_and_the_store_goes_on(mount_tmpfs: MountTmpfs) -> None:
+def test_a_store_on_a_full_disk_keeps_its_records_and_can_resume(mount_tmpfs: MountTmpfs) -> None:
     disk = mount_tmpfs("size=512k")
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(200 << 10))
@@ -84,7 +84,7 @@ def test_a_store_on_a_full_disk_can_be_read(mount_tmpfs: MountTmpfs) -> None:
         assert list(store.records()) == added
 
 
-def test_a_full_disk_leaves_an_exported_file_as_it_was(mount_tmpfs: MountTmpfs) -> None:
+def test_a_full_disk_leaves_an_exported_file_unchanged(mount_tmpfs: MountTmpfs) -> None:
     disk = mount_tmpfs("size=64k")
     write_records([record()], disk / "records.jsonl")
     with pytest.raises(StepscopeError, match=r"records\.jsonl is full"):
@@ -136,7 +136,7 @@ def test_a_read_only_file_in_a_writable_folder_is_named(public: Path) -> None:
             assert list(store.records()) == added
 
 
-def test_a_log_that_was_never_merged_is_read_from_a_read_only_folder(public: Path) -> None:
+def test_a_write_ahead_log_is_read_from_a_read_only_folder(public: Path) -> None:
     origin, copy = public / "origin", public / "copy"
     for folder in (origin, copy):
         folder.mkdir(mode=0o755)
@@ -152,7 +152,7 @@ def test_a_log_that_was_never_merged_is_read_from_a_read_only_folder(public: Pat
             store.add(record(case="more"))
 
 
-def test_a_file_that_may_not_be_read_is_named(public: Path) -> None:
+def test_an_unreadable_file_is_named(public: Path) -> None:
     filled(public / "runs.db")
     (public / "runs.db").chmod(0o000)
     for create in (True, False):

@@ -1,4 +1,4 @@
-"""The store under several processes, and under processes that die."""
+"""The store with several processes, and with processes that are killed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_processes_that_open_and_write_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_records(tmp_path: Path) -> None:
     path, names, count = tmp_path / "runs.db", ("run-a", "run-b", "run-c"), 40
     with (
         python(WRITER, path, names[0], count) as a,
@@ -74,7 +74,7 @@ def test_processes_that_open_and_write_at_once_lose_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("survivors", [1, 7, 25])
-def test_what_was_added_before_a_kill_is_there(tmp_path: Path, survivors: int) -> None:
+def test_records_added_before_a_kill_are_stored(tmp_path: Path, survivors: int) -> None:
     path = tmp_path / "runs.db"
     with python(WRITER, path, "run-a", 100_000) as writer:
         assert writer.stdout is not None
@@ -91,7 +91,7 @@ def test_what_was_added_before_a_kill_is_there(tmp_path: Path, survivors: int) -
         assert len(store.records()) == len(cases) + 1
 
 
-def test_a_run_is_held_by_one_process_until_it_lets_go_or_dies(tmp_path: Path) -> None:
+def test_a_run_is_locked_by_one_process_until_it_releases_it_or_dies(tmp_path: Path) -> None:
     path = tmp_path / "runs.db"
     with Store(path) as store, python(HOLDER, path) as holder:
         assert holder.stdout is not None
@@ -112,24 +112,24 @@ def test_a_run_is_held_by_one_process_until_it_lets_go_or_dies(tmp_path: Path) -
     assert not list(tmp_path.glob("*.lock"))
 
 
-def test_a_lock_on_a_file_that_was_just_removed_is_taken_again(
+def test_a_lock_on_a_removed_file_is_acquired_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = tmp_path / "runs.db.run-1.lock"
     take = fcntl.flock
     removals = [lock]
 
-    def removed_meanwhile(descriptor: int, how: int) -> None:
+    def removed_meanwhile(descriptor: int, operation: int) -> None:
         if removals:
             removals.pop().unlink()
-        take(descriptor, how)
+        take(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
     with Store(tmp_path / "runs.db") as store, store.hold_run("run-1"):
         assert lock.read_text() == f"{os.getpid()}\n"
 
 
-def test_a_lock_is_not_passed_on_to_started_programs(tmp_path: Path) -> None:
+def test_a_lock_is_not_inherited_by_child_processes(tmp_path: Path) -> None:
     with Store(tmp_path / "runs.db") as store:
         store.add_run(run())
         with store.hold_run("run-1"):
@@ -142,7 +142,7 @@ def test_a_lock_is_not_passed_on_to_started_programs(tmp_path: Path) -> None:
             worker.wait()
 
 
-def test_work_that_fails_lets_go(tmp_path: Path) -> None:
+def test_an_exception_releases_the_lock(tmp_path: Path) -> None:
     def fails(store: Store) -> None:
         with store.hold_run("run-1"):
             raise KeyError
@@ -154,21 +154,21 @@ def test_work_that_fails_lets_go(tmp_path: Path) -> None:
             pass
 
 
-def test_a_store_that_another_makes_meanwhile_is_not_foreign(
+def test_a_store_that_is_created_concurrently_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "runs.db"
-    real, made = database._pragma, []
+    real, created = database._pragma, []
 
     def meanwhile(connection: sqlite3.Connection, name: str) -> int:
-        found = real(connection, name)
-        if not made:
-            made.append(name)
-            # It may have to wait for the one that looks.
+        value = real(connection, name)
+        if not created:
+            created.append(name)
+            # It may have to wait for the first connection.
             with contextlib.suppress(StepscopeError):
                 Store(path, wait_s=0.05).close()
-        return found
+        return value
 
     monkeypatch.setattr(database, "_pragma", meanwhile)
     Store(path).close()
-    assert made == ["application_id"]
+    assert created == ["application_id"]

@@ -1,4 +1,4 @@
-"""Markdown, LaTeX, CSV and the terminal."""
+"""Output as Markdown, LaTeX, CSV and to the terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_markdown_aligns_numbers_right_and_escapes() -> None:
     ]
 
 
-def test_hostile_names_leave_a_markdown_table_whole() -> None:
+def test_hostile_names_do_not_break_a_markdown_table() -> None:
     lines = [line for line in markdown(hostile_page().headline).splitlines() if line[:1] == "|"]
     assert [pipes(line) for line in lines] == [3] * 5
     assert not re.search(r"(?<!\\)[<$]", "\n".join(lines))
@@ -96,7 +96,7 @@ def test_csv_has_raw_numbers_and_splits_spreads() -> None:
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
-def test_csv_text_is_no_formula(start: str) -> None:
+def test_csv_text_is_not_a_formula(start: str) -> None:
     rows = list(csv.reader(io.StringIO(csv_text(table((f"{start}cmd()", -1.5))), newline="")))
     assert rows[1] == ["'" + start.replace("\r", "\n") + "cmd()", "-1.5"]
 
@@ -109,7 +109,7 @@ def test_a_figure_as_a_table_has_its_points_and_limits() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_digit_is_lost_on_a_narrow_terminal(width: int) -> None:
+def test_no_digit_is_cut_on_a_narrow_terminal(width: int) -> None:
     shown = benchmark_table()
     text = printed(width, print_table, shown)
     assert max(len(line) for line in text.splitlines()) <= width
@@ -119,7 +119,7 @@ def test_no_digit_is_lost_on_a_narrow_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", range(40, 72))
-def test_no_column_is_cropped_where_only_headers_can_fold(width: int) -> None:
+def test_no_column_is_cropped_if_only_headers_can_fold(width: int) -> None:
     columns = [Column(title="a,long,name,of,it"), Column(title="kind")]
     columns += [Column(title=name, kind="number", unit="ms") for name in ("one", "other", "third")]
     shown = Table(
@@ -138,18 +138,18 @@ def test_every_part_of_a_wide_table_repeats_the_key() -> None:
     assert text.count("2.7b") == 5 * len(heads)
 
 
-def test_long_names_fold_instead_of_vanishing() -> None:
+def test_long_names_are_folded_and_not_cut() -> None:
     text = printed(44, print_table, kernel_table(3))
     joined = "".join(line[:28] for line in text.splitlines())
     assert "sm90_xmma_gemm_bf16bf16_64x128_kernel_0" in joined.replace(" ", "")
 
 
-def test_every_part_of_a_table_has_what_tells_its_rows_apart() -> None:
+def test_every_part_of_a_table_has_the_columns_that_distinguish_its_rows() -> None:
     words = [Column(title=title) for title in ("case", "compiled", "mode")]
     times = [Column(title=f"time {n}", kind="number") for n in range(6)]
     name = "small at context 512 in bfloat16"
-    forms = (("block", "default"), ("model", "default"), ("block", "reduce-overhead"))
-    rows = tuple((name, *form, *[1234.0 + n for n in range(6)]) for form in forms)
+    variants = (("block", "default"), ("model", "default"), ("block", "reduce-overhead"))
+    rows = tuple((name, *variant, *[1234.0 + n for n in range(6)]) for variant in variants)
     text = printed(80, print_table, Table(name="t", title="", columns=(*words, *times), rows=rows))
     parts = text.count("case")
     assert parts > 1
@@ -157,18 +157,20 @@ def test_every_part_of_a_table_has_what_tells_its_rows_apart() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_text_takes_the_room_that_there_is(width: int) -> None:
+def test_text_uses_the_available_width(width: int) -> None:
     question = "How long do the forward and the backward take, and how steady is that? " * 3
     shown = Table(
-        name="t", title="", columns=(Column(title="name"), Column(title="question")),
+        name="t",
+        title="",
+        columns=(Column(title="name"), Column(title="question")),
         rows=(("benchmark", question.strip()),),
-    )  # fmt: skip
+    )
     lines = [line.rstrip() for line in printed(width, print_table, shown).splitlines()]
     assert width - 12 <= max(map(len, lines)) <= width
     assert " ".join(line[11:] for line in lines[2:]) == question.strip()
 
 
-def test_data_is_no_markup_and_no_control_sequence() -> None:
+def test_data_is_not_interpreted_as_markup_or_control_sequences() -> None:
     text = printed(200, print_table, table(("[red]x[/red] \x1b[31my", 1.0)))
     assert "[red]x[/red]" in text
     assert "\x1b" not in text
@@ -182,5 +184,5 @@ def test_sections_print_without_a_terminal() -> None:
     assert "Figure on the page: The first twenty steps" in text
 
 
-def test_a_table_that_fits_is_one_part() -> None:
+def test_a_table_that_fits_is_not_split() -> None:
     assert printed(100, print_table, headline()).count("Training step") == 1

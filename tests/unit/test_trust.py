@@ -1,4 +1,4 @@
-"""Levels of trust: which complaints a record survives, and which the samples decide."""
+"""Trust levels: those that the lints determine, and those that the samples determine."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def test_every_lint_has_a_level_and_no_other_code_has() -> None:
 
 @pytest.mark.parametrize(("code", "level"), sorted(LEVEL_OF.items()))
 def test_a_lint_gives_its_level(code: str, level: str) -> None:
-    found = trust(record_of(10.0, 10.1, 10.2, 10.1, 10.0, lints=(code,)))
-    assert (found.level, found.codes) == (level, () if level == "good" else (code,))
+    verdict = trust(record_of(10.0, 10.1, 10.2, 10.1, 10.0, lints=(code,)))
+    assert (verdict.level, verdict.codes) == (level, () if level == "good" else (code,))
 
 
 def test_the_worst_lint_decides_and_is_named() -> None:
-    found = trust(record_of(10.0, 10.1, 10.2, lints=("busy-machine", "above-ceiling")))
-    assert (found.level, found.codes) == ("invalid", ("above-ceiling",))
+    verdict = trust(record_of(10.0, 10.1, 10.2, lints=("busy-machine", "above-ceiling")))
+    assert (verdict.level, verdict.codes) == ("invalid", ("above-ceiling",))
 
 
-def test_an_unknown_lint_is_noise() -> None:
-    found = trust(record_of(10.0, 10.1, 10.2, lints=("from-the-future",)))
-    assert (found.level, found.reason) == (
-        "noisy", "the measurement is flagged from-the-future",
-    )  # fmt: skip
+def test_an_unknown_lint_is_noisy() -> None:
+    verdict = trust(record_of(10.0, 10.1, 10.2, lints=("from-the-future",)))
+    assert (verdict.level, verdict.reason) == (
+        "noisy",
+        "the measurement is flagged from-the-future",
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,19 +65,19 @@ def test_samples_with_a_known_median_are_good(values: tuple[float, ...]) -> None
     [(206.0, 812.0, 999.0, 230.0), (10.0, 31.0, 12.0, 48.0, 25.0), (3.0, 0.3, 3.0, 0.3, 3.0)],
 )
 def test_samples_without_a_known_median_are_noisy(values: tuple[float, ...]) -> None:
-    found = trust(record_of(*values))
-    assert (found.level, found.codes) == ("noisy", (SPREAD,))
-    assert found.uncertainty > 0.5
+    verdict = trust(record_of(*values))
+    assert (verdict.level, verdict.codes) == ("noisy", (SPREAD,))
+    assert verdict.uncertainty > 0.5
 
 
-def test_of_a_sweep_over_sizes_the_longest_time_decides() -> None:
+def test_the_longest_time_of_a_sweep_over_sizes_decides() -> None:
     wild = Series(name="1024", unit="ms", values=(0.1, 0.9, 0.2, 1.4, 0.5))
     long = Series(name="67108864", unit="ms", values=(90.0, 91.0, 92.0, 91.0, 90.0))
     assert trust(make_record(series=(wild, long))).good
     assert not trust(make_record(series=(wild,))).good
 
 
-def test_a_warm_up_that_takes_half_of_the_samples_is_noise_in_other_studies_alone() -> None:
+def test_a_warm_up_of_half_of_the_samples_is_good_only_in_the_warmup_study() -> None:
     settles, never = (900.0, 800.0, 700.0, 600.0) + (100.0,) * 4, (100.0, 400.0, 150.0, 900.0) * 2
     assert trust(record_of(*settles, study="warmup")).good
     assert not trust(record_of(*settles)).good
@@ -94,18 +95,18 @@ def test_waiting_for_cores_makes_a_record_noisy_without_a_stored_lint() -> None:
     assert trust_of(record).codes == ("busy-machine",)
 
 
-OF_RECORDS = [
+RECORD_FILES = [
     path
     for path in sorted(RESULTS.glob("*_h200.jsonl"))
     if "version" in msgspec.json.decode(path.read_text().partition("\n")[0])
 ]
 
 
-def test_most_files_of_the_h200_hold_records() -> None:
-    assert len(OF_RECORDS) > 10
+def test_most_files_of_the_h200_contain_records() -> None:
+    assert len(RECORD_FILES) > 10
 
 
-@pytest.mark.parametrize("path", OF_RECORDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORD_FILES, ids=lambda path: path.stem)
 def test_every_committed_h200_record_is_good(path: Path) -> None:
     assert {trust_of(record).level for record in read_records(path)} == {"good"}
 

@@ -1,57 +1,60 @@
-"""Timing in turns: exact on a scripted device, fair to every contestant."""
+"""Interleaved timing: exact on a scripted device, fair to every variant."""
 
 from __future__ import annotations
 
 import pytest
 
 from fake_device import FakeClock, FakeDevice, by_variant
-from stepscope.measure import interleaved as turns
+from stepscope.measure import interleaved
 from stepscope.measure.interleaved import time_interleaved
 from stepscope.measure.kernels import KernelRun, kernel_names, profile_kernels
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    made = FakeClock()
-    monkeypatch.setattr(turns, "time", made)
-    return made
+    fake = FakeClock()
+    monkeypatch.setattr(interleaved, "time", fake)
+    return fake
 
 
-def test_each_has_its_own_time_on_both_clocks(clock: FakeClock) -> None:
+def test_each_variant_is_timed_on_both_clocks(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {
         "slow": device.work("slow", host=0.001, device=0.040).run,
         "late": device.work("late", host=0.005, device=0.002).run,
     }
     timing = time_interleaved(runs, device, warmup=2, rounds=4, back_to_back=10)
-    held = by_variant(timing.series)
+    series = by_variant(timing.series)
     assert [(s.variant, s.name, s.clock) for s in timing.series] == [
-        ("slow", "step", "device"), ("slow", "step", "host"),
-        ("late", "step", "device"), ("late", "step", "host"),
-        ("slow", "wall", "host"), ("late", "wall", "host"),
-    ]  # fmt: skip
-    assert held["slow", "step", "device"].values == pytest.approx([41.0] * 4)
-    assert held["slow", "step", "host"].values == pytest.approx([1.0] * 4)
-    assert len(held["slow", "step", "host"].warmup) == 2
-    # In a row the slower of host and device decides, and the start is paid once.
-    assert held["slow", "wall", "host"].values == pytest.approx([40.1] * 4)
-    assert held["late", "wall", "host"].values == pytest.approx([5.2] * 4)
+        ("slow", "step", "device"),
+        ("slow", "step", "host"),
+        ("late", "step", "device"),
+        ("late", "step", "host"),
+        ("slow", "wall", "host"),
+        ("late", "wall", "host"),
+    ]
+    assert series["slow", "step", "device"].values == pytest.approx([41.0] * 4)
+    assert series["slow", "step", "host"].values == pytest.approx([1.0] * 4)
+    assert len(series["slow", "step", "host"].warmup) == 2
+    # Back to back, the slower of host and device decides, and the start is counted once.
+    assert series["slow", "wall", "host"].values == pytest.approx([40.1] * 4)
+    assert series["late", "wall", "host"].values == pytest.approx([5.2] * 4)
 
 
-def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
+def test_no_gaps_if_the_host_is_ahead(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {
         "slow": device.work("slow", host=0.001, device=0.040).run,
         "late": device.work("late", host=0.005, device=0.002).run,
     }
     timing = time_interleaved(runs, device, warmup=1, rounds=3, host_ahead=True)
-    held = by_variant(timing.series)
-    assert held["slow", "step", "device"].values == pytest.approx([40.0] * 3)
-    assert held["late", "step", "device"].values == pytest.approx([2.0] * 3)
-    assert held["late", "step", "host"].values == pytest.approx([5.0] * 3)
+    series = by_variant(timing.series)
+    assert series["slow", "step", "device"].values == pytest.approx([40.0] * 3)
+    assert series["late", "step", "device"].values == pytest.approx([2.0] * 3)
+    assert series["late", "step", "host"].values == pytest.approx([5.0] * 3)
 
 
-def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
+def test_every_round_has_each_variant_once_in_shuffled_order(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {name: device.work(name, host=0.001).run for name in "abcd"}
     time_interleaved(runs, device, warmup=0, rounds=12)
@@ -62,24 +65,24 @@ def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
     assert len(set(order)) > 3
 
 
-def test_rounds_go_on_until_the_time_has_passed(clock: FakeClock) -> None:
+def test_rounds_continue_until_the_time_has_passed(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {"one": device.work("one", host=0.1).run}
     timing = time_interleaved(runs, device, warmup=1, rounds=2, min_seconds=0.95)
     assert len(timing.series[0].values) == 10
     quick = {"one": device.work("one", host=1e-6).run}
     timing = time_interleaved(quick, device, rounds=2, min_seconds=1.0)
-    assert len(timing.series[0].values) == turns.MOST_ROUNDS
+    assert len(timing.series[0].values) == interleaved.MOST_ROUNDS
 
 
-def test_without_a_queue_there_is_the_clock_of_the_host_alone(clock: FakeClock) -> None:
+def test_without_a_queue_only_the_host_clock_is_used(clock: FakeClock) -> None:
     device = FakeDevice(clock, queue=False)
     timing = time_interleaved({"one": device.work("one", host=0.003).run}, device, rounds=3)
     assert [(s.variant, s.name, s.clock) for s in timing.series] == [("one", "step", "host")]
     assert timing.series[0].values == pytest.approx([3.0] * 3)
 
 
-def test_a_kernel_is_named_once_and_a_cpu_has_none() -> None:
+def test_a_kernel_is_listed_once_and_a_cpu_has_no_kernels() -> None:
     runs = [KernelRun("b" * 500, 1.0), KernelRun("a", 1.0), KernelRun("b" * 500, 1.0)]
     assert kernel_names(runs) == "b" * 160 + "; a"
     device = FakeDevice(FakeClock())

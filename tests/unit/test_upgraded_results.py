@@ -1,4 +1,4 @@
-"""Records of results/, of whichever schema they were written in, read as the current one."""
+"""Records in results/ of any schema are read in the current schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = sorted(RESULTS.glob("*.jsonl"))
 
 
 def records_in(path: Path) -> list[Record]:
-    """None where a benchmark wrote the file in a form of its own."""
+    """Records of a file; empty if a benchmark wrote the file in its own format."""
     try:
         return list(read_records(path))
     except StepscopeError as error:
@@ -25,7 +25,7 @@ def records_in(path: Path) -> list[Record]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_no_name_carries_a_dimension_and_no_note_is_json(path: Path) -> None:
+def test_no_name_contains_a_dimension_and_no_note_is_json(path: Path) -> None:
     for record in records_in(path):
         names = {one.name for one in (*record.series, *record.quantities)}
         assert not [name for name in names if "." in name or ":" in name], record.case
@@ -34,5 +34,5 @@ def test_no_name_carries_a_dimension_and_no_note_is_json(path: Path) -> None:
         assert not [name for name in record.notes if "." in name], record.case
 
 
-def test_most_files_of_results_are_records() -> None:
+def test_most_files_in_results_are_records() -> None:
     assert sum(bool(records_in(path)) for path in FILES) > len(FILES) / 2

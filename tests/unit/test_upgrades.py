@@ -1,4 +1,4 @@
-"""Records of schemas 1 and 2: their names become dimensions, their JSON notes attachments."""
+"""Upgrades of records of schemas 1 and 2: names become dimensions, JSON notes attachments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def upgraded(raw: Json) -> Any:
 
 
 def dimensions(one: Any) -> Json:
-    """The name, and every dimension that is not the default."""
+    """The name and every dimension that is not the default."""
     named = {"variant": one.variant, "phase": one.phase, "rank": one.rank, "size": one.size}
     return {"name": one.name} | {key: value for key, value in named.items() if value}
 
@@ -92,10 +92,15 @@ QUANTITIES: dict[str, dict[str, Json]] = {
     "sharding": {
         "broadcast.gradients.rank2": {"name": "gradients", "variant": "broadcast", "rank": 2},
         "scatter.after step.driver.rank1": {
-            "name": "driver", "variant": "scatter", "phase": "after step", "rank": 1,
+            "name": "driver",
+            "variant": "scatter",
+            "phase": "after step",
+            "rank": 1,
         },
         "unsharded.peak.allocated.rank0": {
-            "name": "allocated", "variant": "unsharded", "phase": "peak",
+            "name": "allocated",
+            "variant": "unsharded",
+            "phase": "peak",
         },
     },
     "step": {
@@ -103,7 +108,7 @@ QUANTITIES: dict[str, dict[str, Json]] = {
         "ours.joules": {"name": "joules", "variant": "ours"},
         "narrow.sm_clock_mhz": {"name": "sm_clock_mhz", "variant": "narrow"},
     },
-}  # fmt: skip
+}
 
 SERIES: dict[str, dict[str, Json]] = {
     "benchmark": {"step": {"name": "step"}, "forward": {"name": "forward"}},
@@ -158,116 +163,143 @@ SERIES: dict[str, dict[str, Json]] = {
 @pytest.mark.parametrize("study", QUANTITIES)
 def test_names_of_quantities_become_dimensions(study: str) -> None:
     names = QUANTITIES[study]
-    held = {name: {"value": place, "unit": "B"} for place, name in enumerate(names)}
-    made = upgraded(old(study, quantities=held))
-    assert [dimensions(one) for one in made.quantities] == list(names.values())
-    assert [(one.value, one.unit) for one in made.quantities] == [
-        (place, "B") for place in range(len(names))
+    quantities = {name: {"value": index, "unit": "B"} for index, name in enumerate(names)}
+    decoded = upgraded(old(study, quantities=quantities))
+    assert [dimensions(one) for one in decoded.quantities] == list(names.values())
+    assert [(one.value, one.unit) for one in decoded.quantities] == [
+        (index, "B") for index in range(len(names))
     ]
-    for place, wanted in enumerate(names.values()):
-        assert made.quantity(**wanted) == place
+    for index, wanted in enumerate(names.values()):
+        assert decoded.quantity(**wanted) == index
 
 
 @pytest.mark.parametrize("study", SERIES)
 def test_names_of_series_become_dimensions(study: str) -> None:
     names = SERIES[study]
     series = [
-        {"name": name, "unit": "ms", "values": [place, 1], "clock": "device", "rank": 3}
-        for place, name in enumerate(names)
+        {"name": name, "unit": "ms", "values": [index, 1], "clock": "device", "rank": 3}
+        for index, name in enumerate(names)
     ]
-    made = upgraded(old(study, series=series))
-    assert [dimensions(one) for one in made.series] == [
+    decoded = upgraded(old(study, series=series))
+    assert [dimensions(one) for one in decoded.series] == [
         wanted | {"rank": 3} for wanted in names.values()
     ]
-    for place, wanted in enumerate(names.values()):
-        found = made.find(**wanted)
-        assert found is not None
-        assert found.values == (place, 1)
-        assert found.clock == "device"
+    for index, wanted in enumerate(names.values()):
+        match = decoded.find(**wanted)
+        assert match is not None
+        assert match.values == (index, 1)
+        assert match.clock == "device"
 
 
 PEAK = {"phase": "loss", "allocated": 7, "lines": {"parameters": 4}, "operator": "aten.mm"}
 SAVED = {
-    "module": "head", "operator": "mm", "shape": [2, 3], "dtype": "float32", "bytes": 24,
+    "module": "head",
+    "operator": "mm",
+    "shape": [2, 3],
+    "dtype": "float32",
+    "bytes": 24,
     "code": "a.py:1",
-}  # fmt: skip
+}
 READY = {
-    "name": "w", "elements": 4, "element_bytes": 4, "kind": "torch.float32 cpu",
+    "name": "w",
+    "elements": 4,
+    "element_bytes": 4,
+    "kind": "torch.float32 cpu",
     "ready_ms": [1.0, 2.0],
-}  # fmt: skip
+}
 OPERATOR = {"operator": "mm", "inputs": ["float16"], "output": ["float16"], "count": 2}
 
 
-def test_notes_of_json_become_attachments_of_their_types() -> None:
+def test_json_notes_become_typed_attachments() -> None:
     notes = {
-        "ledger": json.dumps([PEAK]), "saved": json.dumps([SAVED]),
+        "ledger": json.dumps([PEAK]),
+        "saved": json.dumps([SAVED]),
         "recording": json.dumps([READY]),
-        "formats": json.dumps({"logits": "float16"}), "forward": json.dumps([OPERATOR]),
-        "largest": "aten.bmm at reference.py:31", "backend": "gloo",
-    }  # fmt: skip
-    made = upgraded(old("memory", notes=notes))
-    (peak,) = made.required("ledger", Peaks)
+        "formats": json.dumps({"logits": "float16"}),
+        "forward": json.dumps([OPERATOR]),
+        "largest": "aten.bmm at reference.py:31",
+        "backend": "gloo",
+    }
+    decoded = upgraded(old("memory", notes=notes))
+    (peak,) = decoded.required("ledger", Peaks)
     assert (peak.phase, peak.allocated, peak.residual) == ("loss", 7, 3)
-    (saved,) = made.required("saved", Saved)
+    (saved,) = decoded.required("saved", Saved)
     assert (saved.shape, saved.bytes) == ((2, 3), 24)
-    (ready,) = made.required("recording", tuple[ReadyTimes, ...])
+    (ready,) = decoded.required("recording", tuple[ReadyTimes, ...])
     assert ready.ready_ms == (1.0, 2.0)
-    assert made.required("formats", Formats) == {"logits": "float16"}
-    (operator,) = made.required("forward", Operators)
+    assert decoded.required("formats", Formats) == {"logits": "float16"}
+    (operator,) = decoded.required("forward", Operators)
     assert operator.count == 2
-    assert made.notes == {"largest": "aten.bmm at reference.py:31", "backend": "gloo"}
+    assert decoded.notes == {"largest": "aten.bmm at reference.py:31", "backend": "gloo"}
 
 
-def test_notes_with_a_prefix_are_collected_by_what_follows_it() -> None:
+def test_notes_with_a_prefix_are_collected_by_their_suffix() -> None:
     heat = {"ms": 4.0, "first_s": 10.0, "peak_bytes": 5.0}
     notes = {
-        "best.ours": "ours: eager auto", "best.peer": "peer: block",
+        "best.ours": "ours: eager auto",
+        "best.peer": "peer: block",
         "heat.ours: eager auto": json.dumps(heat),
-        "out.peer: model": "failed: RuntimeError", "no_turns.peer": "MemoryError",
-        "kernels.forward": "forward_kernel; [x]", "refused.torch ZeRO": "no such collective",
-        "format.slow": "float32", "card.name": "NVIDIA H200",
-        "64x128": "does not fit", "chosen": "does not compile",
-        "break.1": "2x print", "break.2": "1x item", "recompiled.1": "size mismatch",
-    }  # fmt: skip
-    made = upgraded(old("step", notes=notes))
-    assert made.notes == {}
-    assert made.attachments.keys() == {
-        "best", "heats", "excluded", "no_run_off", "kernels", "refused", "dtypes", "card",
-        "breaks", "recompiled",
-    }  # fmt: skip
-    assert made.attachments["best"] == {"ours": "ours: eager auto", "peer": "peer: block"}
-    (of_ours,) = made.required("heats", dict[str, Heat]).values()
+        "out.peer: model": "failed: RuntimeError",
+        "no_turns.peer": "MemoryError",
+        "kernels.forward": "forward_kernel; [x]",
+        "refused.torch ZeRO": "no such collective",
+        "format.slow": "float32",
+        "card.name": "NVIDIA H200",
+        "64x128": "does not fit",
+        "chosen": "does not compile",
+        "break.1": "2x print",
+        "break.2": "1x item",
+        "recompiled.1": "size mismatch",
+    }
+    decoded = upgraded(old("step", notes=notes))
+    assert decoded.notes == {}
+    assert decoded.attachments.keys() == {
+        "best",
+        "heats",
+        "excluded",
+        "no_run_off",
+        "kernels",
+        "refused",
+        "dtypes",
+        "card",
+        "breaks",
+        "recompiled",
+    }
+    assert decoded.attachments["best"] == {"ours": "ours: eager auto", "peer": "peer: block"}
+    (of_ours,) = decoded.required("heats", dict[str, Heat]).values()
     assert (of_ours.ms, of_ours.peak_bytes) == (4.0, 5.0)
-    assert made.attachments["excluded"] == {"peer: model": "failed: RuntimeError"}
-    assert made.attachments["no_run_off"] == {"peer": "MemoryError"}
-    assert made.attachments["kernels"] == {"forward": "forward_kernel; [x]"}
-    assert made.attachments["refused"] == {
-        "torch ZeRO": "no such collective", "64x128": "does not fit", "chosen": "does not compile",
-    }  # fmt: skip
-    assert made.attachments["dtypes"] == {"slow": "float32"}
-    assert made.attachments["card"] == {"name": "NVIDIA H200"}
-    assert made.attachments["breaks"] == ["2x print", "1x item"]
-    assert made.attachments["recompiled"] == ["size mismatch"]
+    assert decoded.attachments["excluded"] == {"peer: model": "failed: RuntimeError"}
+    assert decoded.attachments["no_run_off"] == {"peer": "MemoryError"}
+    assert decoded.attachments["kernels"] == {"forward": "forward_kernel; [x]"}
+    assert decoded.attachments["refused"] == {
+        "torch ZeRO": "no such collective",
+        "64x128": "does not fit",
+        "chosen": "does not compile",
+    }
+    assert decoded.attachments["dtypes"] == {"slow": "float32"}
+    assert decoded.attachments["card"] == {"name": "NVIDIA H200"}
+    assert decoded.attachments["breaks"] == ["2x print", "1x item"]
+    assert decoded.attachments["recompiled"] == ["size mismatch"]
 
 
 @pytest.mark.parametrize("text", ['"quoted" by the library', '["x"]', "{}", "3", "null"])
 def test_text_that_looks_like_json_stays_text(text: str) -> None:
-    made = upgraded(old("flash", notes={"out.flex": text, "kernels.flex": text}))
-    assert made.required("excluded", dict[str, str]) == {"flex": text}
-    assert made.required("kernels", dict[str, str]) == {"flex": text}
+    decoded = upgraded(old("flash", notes={"out.flex": text, "kernels.flex": text}))
+    assert decoded.required("excluded", dict[str, str]) == {"flex": text}
+    assert decoded.required("kernels", dict[str, str]) == {"flex": text}
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "not JSON", "[" * 100_000, '[{"phase": 1}]', '{"a": 1}', "null", "7"]
 )
-def test_a_damaged_note_of_json_is_reported_where_it_is_read(text: str) -> None:
-    made = upgraded(old("memory", notes={"ledger": text}))
+def test_a_damaged_json_note_is_reported_when_it_is_read(text: str) -> None:
+    decoded = upgraded(old("memory", notes={"ledger": text}))
     with pytest.raises(
         StepscopeError, match=r"attachment 'ledger' of record .* is invalid"
-    ) as said:
-        made.required("ledger", Peaks)
-    assert "\n" not in str(said.value)
-    assert decode(encode(made)) == made
+    ) as error:
+        decoded.required("ledger", Peaks)
+    assert "\n" not in str(error.value)
+    assert decode(encode(decoded)) == decoded
 
 
 @pytest.mark.parametrize(
@@ -295,36 +327,36 @@ def test_a_damaged_note_of_json_is_reported_where_it_is_read(text: str) -> None:
         ("benchmark", {"study": 7}),
         ("benchmark", {"study": ["step"], "quantities": {"ours.x": {"value": 1, "unit": "1"}}}),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_record_is_refused_in_one_line(study: str, parts: Json) -> None:
     for version in (1, 2):
-        with pytest.raises(StepscopeError, match="not a record") as said:
+        with pytest.raises(StepscopeError, match="not a record") as error:
             upgraded(old(study) | parts | {"version": version})
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(error.value)
 
 
-def test_a_note_of_another_type_is_reported_where_it_is_read() -> None:
-    made = upgraded(old("memory", notes={"ledger": 7, "out.flex": ["x"], "break.1": {}}))
+def test_a_note_of_another_type_is_reported_when_it_is_read() -> None:
+    decoded = upgraded(old("memory", notes={"ledger": 7, "out.flex": ["x"], "break.1": {}}))
     for name, kind in (("ledger", Peaks), ("excluded", dict[str, str]), ("breaks", list[str])):
         with pytest.raises(StepscopeError, match="is invalid"):
-            made.required(name, kind)
+            decoded.required(name, kind)
 
 
 def test_a_number_in_a_name_may_have_any_length() -> None:
     """Python refuses to convert those of more than a few thousand digits."""
     long = "9" * 5000
-    made = upgraded(
+    decoded = upgraded(
         old(
             "allreduce",
             quantities={f"wrong.{long}": {"value": 0, "unit": "elements"}},
             series=[{"name": long, "unit": "ms", "values": [1]}],
         )
     )
-    assert (made.quantities[0].name, made.quantities[0].size) == (f"wrong.{long}", 0)
-    assert (made.series[0].name, made.series[0].size) == (long, 0)
+    assert (decoded.quantities[0].name, decoded.quantities[0].size) == (f"wrong.{long}", 0)
+    assert (decoded.series[0].name, decoded.series[0].size) == (long, 0)
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_a_deeply_nested_record_is_refused() -> None:
     deep = "[" * 500 + "]" * 500
     with pytest.raises(StepscopeError, match="attachments is nested more than 32 levels deep"):
         upgraded(old("memory", notes={"ledger": deep}))
@@ -336,19 +368,19 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
 def test_a_record_of_version_1_has_no_notes() -> None:
     raw = old(quantities={"flops": {"value": 5, "unit": "FLOP"}}) | {"version": 1}
     del raw["notes"]
-    made = upgraded(raw)
-    assert made.version == SCHEMA_VERSION
-    assert made.quantity("flops") == 5
-    assert (made.notes, made.attachments) == ({}, {})
+    decoded = upgraded(raw)
+    assert decoded.version == SCHEMA_VERSION
+    assert decoded.quantity("flops") == 5
+    assert (decoded.notes, decoded.attachments) == ({}, {})
 
 
 def test_a_record_of_this_version_is_not_upgraded() -> None:
     raw = json.loads(encode(record(study="ddp", notes={"ledger": "[]", "best.ours": "x"})))
     raw["series"][0]["name"] = "flat.step"
-    made = upgraded(raw)
-    assert made.series[0].name == "flat.step"
-    assert made.notes == {"ledger": "[]", "best.ours": "x"}
-    assert made.attachments == {}
+    decoded = upgraded(raw)
+    assert decoded.series[0].name == "flat.step"
+    assert decoded.notes == {"ledger": "[]", "best.ours": "x"}
+    assert decoded.attachments == {}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -357,15 +389,19 @@ def test_committed_records_upgrade_and_keep_every_value(path: Path) -> None:
         raw = json.loads(line)
         if "run" not in raw:
             continue
-        made = decode(line)
-        written = encode(made)
+        decoded = decode(line)
+        written = encode(decoded)
         assert json.loads(written)["version"] == SCHEMA_VERSION
-        assert decode(written) == made
+        assert decode(written) == decoded
         assert encode(decode(written)) == written
         if raw["version"] == SCHEMA_VERSION:
             continue
-        held = raw.get("quantities", {})
-        assert [one.value for one in made.quantities] == [one["value"] for one in held.values()]
-        assert [list(one.values) for one in made.series] == [one["values"] for one in raw["series"]]
-        assert len({json.dumps(dimensions(one)) for one in made.quantities}) == len(held)
-        assert not any("." in one.name for one in (*made.quantities, *made.series))
+        before = raw.get("quantities", {})
+        assert [one.value for one in decoded.quantities] == [
+            one["value"] for one in before.values()
+        ]
+        assert [list(one.values) for one in decoded.series] == [
+            one["values"] for one in raw["series"]
+        ]
+        assert len({json.dumps(dimensions(one)) for one in decoded.quantities}) == len(before)
+        assert not any("." in one.name for one in (*decoded.quantities, *decoded.series))

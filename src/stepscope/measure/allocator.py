@@ -1,4 +1,4 @@
-"""What CUDA's allocator and driver say of the memory, and a snapshot with stacks."""
+"""Statistics of CUDA's caching allocator and driver, and memory snapshots with Python stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from stepscope.records.memory import Standing
 
 HISTORY_ENTRIES = 200_000
-"""Allocations and frees that a recording keeps; a step of the largest size has a tenth of that."""
+"""Maximum allocations and frees in a recording; a step of the largest size has a tenth of that."""
 
 
 class CudaAllocator:
@@ -32,25 +32,25 @@ class CudaAllocator:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def requested(self) -> int:
-        """What was asked for; blocks are larger."""
+        """Bytes requested from the allocator; its blocks are larger."""
         return int(self._all("requested_bytes")["current"])
 
     def reserved(self) -> int:
         return int(self._all("reserved_bytes")["current"])
 
     def driver_used(self) -> int:
-        """Of the whole device, by all processes, as `nvidia-smi` shows it."""
+        """Memory in use on the entire device, by all processes, as `nvidia-smi` shows it."""
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
     def standing(self) -> Standing:
-        """What allocator and driver hold now."""
+        """Current bytes as counted by the allocator and by the driver."""
         return Standing(
             allocated=self.allocated(), reserved=self.reserved(), driver=self.driver_used()
         )
 
     def library_bytes(self) -> int:
-        """Work space that cuBLAS holds in the allocator: given back here, taken again when used."""
+        """Free the cuBLAS workspaces and return their size; cuBLAS allocates them again on use."""
         torch.cuda.synchronize(self._device)
         before = self.allocated()
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -60,24 +60,24 @@ class CudaAllocator:
         return before - self.allocated()
 
     def _all(self, name: str) -> Any:
-        # Read around every operator of a recorded step: `memory_stats` would flatten and sort a
-        # hundred values each time.
+        # Called around every operator of a recorded step; `memory_stats` flattens and sorts about
+        # a hundred values per call.
         return torch.cuda.memory_stats_as_nested_dict(self._device)[name]["all"]
 
 
 class History:
-    """Whether a recording kept everything."""
+    """State of a recording; `overflowed` is true when entries were dropped."""
 
     overflowed = False
 
 
 @contextlib.contextmanager
 def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
-    """Every allocation and free inside is kept, the first with its Python stack; forgotten at the
-    end. A free's stack would double the cost and says nothing that a snapshot is read for.
+    """Record every allocation, with its Python stack, and every free; discard them at the end.
 
-    A backward runs on the thread that asks for it: the engine's own threads have no frames, and to
-    find that out takes longer than a stack.
+    The stack of a free would double the cost and no reader of a snapshot uses it. The backward runs
+    on the calling thread: the autograd engine's threads have no Python frames, and discovering that
+    takes longer than recording a stack.
     """
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=entries)
     try:
@@ -89,12 +89,12 @@ def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[History]:
-    """Record what happens inside with Python stacks, and write a snapshot that memory_viz opens."""
+    """Record the allocations inside with Python stacks and write a snapshot for memory_viz."""
     recording = History()
     with history(entries):
         yield recording
-        held = torch.cuda.memory._snapshot()
-        recording.overflowed = any(len(trace) >= entries for trace in held["device_traces"])
+        snapshot = torch.cuda.memory._snapshot()
+        recording.overflowed = any(len(trace) >= entries for trace in snapshot["device_traces"])
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            pickle.dump(held, file)
+            pickle.dump(snapshot, file)

@@ -1,4 +1,4 @@
-"""Steps under torch.profiler, kept as a trace that `stepscope trace` and Perfetto read."""
+"""Record steps with torch.profiler into a trace that `stepscope trace` and Perfetto read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP_MARK = "ProfilerStep#"
 
 
 class Tracer:
-    """torch.profiler, started and stopped by hand. A process can hold only one at a time."""
+    """torch.profiler, started and stopped explicitly. A process can run only one at a time."""
 
     def __init__(self, kind: str) -> None:
         activities = [ProfilerActivity.CPU]
@@ -22,10 +22,10 @@ class Tracer:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
         self.prepared = False
-        """It has started up, and traces nothing yet."""
+        """True between `prepare` and `start`: initialized, but not tracing yet."""
 
     def prepare(self) -> None:
-        """Let the profiler start up: what runs until `start` is not in the trace."""
+        """Initialize the profiler. Work before `start` is not in the trace."""
         self._profiler.prepare_trace()
         self.prepared = True
 
@@ -38,12 +38,12 @@ class Tracer:
 
     def stop(self) -> None:
         if self.prepared:
-            # One that was only prepared cannot be stopped.
+            # A profiler that was only prepared cannot be stopped.
             self.start()
         self._profiler.stop()
 
     def write(self, path: Path) -> None:
-        """Compressed where the name ends in .gz."""
+        """Write the trace, compressed if the name ends in .gz."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix != ".gz":
             self._profiler.export_chrome_trace(str(path))
@@ -64,32 +64,32 @@ def capture(
     steps: int = 3,
     before: Callable[[], None] | None = None,
 ) -> Path:
-    """Run the step under the profiler and write its trace, compressed where the name ends in .gz.
+    """Run the step under the profiler and write its trace, compressed if the name ends in .gz.
 
-    A marked step begins on an idle device and lasts until the device is idle again, as a sample of
-    the timer does. The profiler starts up during a step that is not in the trace. `before` runs
-    ahead of each step, outside of it. Warming up is the caller's.
+    A marked step begins on an idle device and lasts until the device is idle again, like a sample
+    of the timer. The profiler initializes during a step that is not in the trace. `before` runs
+    ahead of each step, outside of it. The caller does the warm-up.
     """
 
     def run() -> None:
         step()
         device.synchronize()
 
-    def rest() -> None:
+    def settle() -> None:
         if before:
             before()
         device.synchronize()
 
     tracer = Tracer(device.kind)
-    rest()
+    settle()
     tracer.prepare()
     try:
         run()
-        rest()
+        settle()
         tracer.start()
         for number in range(steps):
             if number:
-                rest()
+                settle()
             with record_function(f"{STEP_MARK}{number}"):
                 run()
     finally:

@@ -1,7 +1,7 @@
-"""The limits of this machine, measured on it: matrix rate per format, memory, launches.
+"""Measured limits of this machine: matmul rate per dtype, memory bandwidth, launch rate.
 
-A ceiling is the best batch of runs over several shapes, on random data: what a large, well-shaped
-piece of work reaches here when nothing disturbs it, not what a data sheet promises.
+A ceiling is the best batch of runs over several shapes, on random data: the rate that a large,
+well-shaped matmul or copy reaches on an undisturbed machine, not the rate of the datasheet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stepscope.measure.device import Device
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment
 
-_FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_DTYPES = ("float32", "tf32", "float16", "bfloat16")
 _MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 1024, 2048)}
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 _SECONDS_PER_SHAPE = {"cuda": 0.5, "cpu": 0.3}
@@ -44,12 +44,12 @@ def ceilings(
     measured = None if again else _cached(path)
     if measured is None:
         measured = measure_ceilings(device, progress)
-        _keep(path, measured)
+        _write_cache(path, measured)
     return (*measured, *datasheet_ceilings(environment.device_name))
 
 
 def known_ceilings(environment: Environment) -> tuple[Ceiling, ...]:
-    """What is known of this machine without measuring now."""
+    """Cached and datasheet ceilings of this machine, without measuring."""
     return (
         *(_cached(_cache_file(environment)) or ()),
         *datasheet_ceilings(environment.device_name),
@@ -57,32 +57,32 @@ def known_ceilings(environment: Environment) -> tuple[Ceiling, ...]:
 
 
 def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[Ceiling, ...]:
-    formats = [name for name in _FORMATS if name not in device.lacks()]
+    dtypes = [name for name in _DTYPES if name not in device.lacks()]
     jobs: list[tuple[str, Callable[[], Ceiling]]] = [
-        (f"matrix rate, {name}", partial(_matrix_rate, device, name)) for name in formats
+        (f"matmul rate, {name}", partial(_matmul_rate, device, name)) for name in dtypes
     ]
     jobs += [
         ("memory bandwidth", partial(_copy_rate, device)),
         ("launch rate", partial(_launch_rate, device)),
     ]
-    found = []
-    for done, (what, job) in enumerate(jobs):
+    measured = []
+    for done, (title, job) in enumerate(jobs):
         if progress:
-            progress(done, len(jobs), what)
-        found.append(job())
+            progress(done, len(jobs), title)
+        measured.append(job())
     device.release()
-    return tuple(found)
+    return tuple(measured)
 
 
 def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: float) -> float:
-    """Time of one call in the best of repeated batches, after a warm-up."""
+    """Time one call in the best of repeated batches, after a warm-up."""
     call()
     device.synchronize()
     start = time.perf_counter()
     call()
     device.synchronize()
     once = max(time.perf_counter() - start, 1e-7)
-    # A batch is long enough that the last synchronization does not show in it.
+    # A batch is long enough that the final synchronization is negligible.
     batch = max(1, round(budget_s / 10 / once))
     samples: list[float] = []
     deadline = time.perf_counter() + budget_s
@@ -97,14 +97,15 @@ def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: floa
     return min(samples)
 
 
-def _matrix_rate(device: Device, name: str) -> Ceiling:
+def _matmul_rate(device: Device, name: str) -> Ceiling:
     dtype = getattr(torch, "float32" if name == "tf32" else name)
     budget = _SECONDS_PER_SHAPE[device.kind]
     best = 0.0
     shape = ""
     with _tf32(name == "tf32"):
         for n in _MATRIX_SIZES[device.kind]:
-            # A format without hardware here shows it at once; larger shapes would take minutes.
+            # A dtype without hardware support is slow from the first shape on; larger shapes would
+            # take minutes.
             if best and 2 * n**3 / best > budget:
                 break
             try:
@@ -112,7 +113,7 @@ def _matrix_rate(device: Device, name: str) -> Ceiling:
                 b = torch.randn(n, n, device=device.torch_device).to(dtype)
                 torch.mm(a, b)
             except torch.OutOfMemoryError:
-                # A small or shared GPU: the shapes before have given a rate.
+                # A small or shared GPU: the smaller shapes have given a rate.
                 break
             # Some libraries are fast for one layout only; a linear layer multiplies by a transpose.
             for layout, right in (("nn", b), ("nt", b.t())):
@@ -131,9 +132,12 @@ def _copy_rate(device: Device) -> Ceiling:
     target = torch.empty_like(source)
     seconds = _seconds_per_call(device, lambda: target.copy_(source), 1.0)
     return Ceiling(
-        name="memory.copy", value=2 * source.nbytes / seconds, unit="B/s", source="measured",
+        name="memory.copy",
+        value=2 * source.nbytes / seconds,
+        unit="B/s",
+        source="measured",
         detail=f"copy of {source.nbytes >> 20} MiB, bytes read plus bytes written",
-    )  # fmt: skip
+    )
 
 
 def _launch_rate(device: Device) -> Ceiling:
@@ -145,14 +149,17 @@ def _launch_rate(device: Device) -> Ceiling:
 
     seconds = _seconds_per_call(device, burst, 0.5) / _LAUNCHES
     return Ceiling(
-        name="launch.rate", value=1 / seconds, unit="launches/s", source="measured",
+        name="launch.rate",
+        value=1 / seconds,
+        unit="launches/s",
+        source="measured",
         detail="one-element in-place additions, eager, one after the other",
-    )  # fmt: skip
+    )
 
 
 @contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    # By this setting of torch's two: the older one raises in a program that has used this one.
+    # torch has two settings; the older one (`allow_tf32`) raises once this one has been used.
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if on else "ieee"
@@ -163,11 +170,16 @@ def _tf32(on: bool) -> Iterator[None]:
 
 
 def _cache_file(environment: Environment) -> Path:
-    """One file per identity: whatever moves a ceiling is part of the name."""
+    """Cache file of this machine: everything that changes a ceiling is part of the name."""
     identity = [
-        environment.device_kind, environment.device_name, environment.cpu_cores,
-        environment.threads, environment.torch, environment.driver, environment.power_limit_w,
-    ]  # fmt: skip
+        environment.device_kind,
+        environment.device_name,
+        environment.cpu_cores,
+        environment.threads,
+        environment.torch,
+        environment.driver,
+        environment.power_limit_w,
+    ]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "stepscope" / f"ceilings-{digest}.json"
@@ -180,12 +192,12 @@ def _cached(path: Path) -> tuple[Ceiling, ...] | None:
         return None
 
 
-def _keep(path: Path, found: tuple[Ceiling, ...]) -> None:
-    """Write the cache whole or not at all; without a writable cache they are measured again."""
+def _write_cache(path: Path, measured: tuple[Ceiling, ...]) -> None:
+    """Write the cache atomically. Without a writable cache, the next call measures again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(found))
+        temporary.write_bytes(msgspec.json.encode(measured))
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):

@@ -1,9 +1,9 @@
-"""Steps that follow each other as in training, several forms compared in alternating blocks.
+"""Time consecutive steps, as in training; compare several variants in alternating blocks.
 
 A single sample starts on an idle device: it contains the host time that consecutive steps hide
 behind the device, and the clock of a power-limited GPU recovers between samples. A block runs one
-form for seconds without a pause. Blocks alternate in the order A B, B A, A B, …, so that a drift of
-the clock or the temperature cancels.
+variant for seconds without a pause. Blocks alternate in the order A B, B A, A B, …, so that drift
+of the clock or the temperature cancels.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from stepscope.measure.timer import Samples, Timing, no_collection
 from stepscope.records.schema import Clock
 
 CONSECUTIVE = "consecutive"
-"""Name of the series that holds the median step of each block."""
+"""Name of the series with the median step of each block."""
 _LEAST_STEPS = 3
 _MOST_QUEUED, _QUEUED_S = 8, 0.1
-"""Steps queued at most, fewer where they take longer than these seconds together but always two:
-the host stays ahead of the device without filling the launch queue."""
+"""Maximum steps in the queue, and maximum seconds of queued work (but at least two steps): the host
+stays ahead of the device without filling the launch queue."""
 _POLL_S = 1e-4
 
 
 def time_consecutive(
-    contestants: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     device: Device,
     *,
     blocks: int = 6,
@@ -36,26 +36,26 @@ def time_consecutive(
     before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
-    """Time each contestant in `blocks` blocks of at least `block_seconds` of consecutive steps.
+    """Time each variant in `blocks` blocks of at least `block_seconds` of consecutive steps.
 
-    Each value of the series `consecutive` of a contestant, its variant, is the median step of one
-    block, on the device's clock where the device has a queue. `before[name]` runs ahead of each
-    block of that contestant.
+    Each value of the series `consecutive` of a variant is the median step of one block, on the
+    device's clock if the device has a queue. `before[name]` runs ahead of each block of that
+    variant.
     """
     samples = Samples()
     readings = [device.read()]
     with no_collection():
         for block in range(blocks):
-            names = list(contestants)
+            names = list(variants)
             for name in names if block % 2 == 0 else reversed(names):
                 if before and name in before:
                     before[name]()
-                clock, steps = consecutive_steps(contestants[name], device, block_seconds)
+                clock, steps = consecutive_steps(variants[name], device, block_seconds)
                 samples.add(CONSECUTIVE, clock, statistics.median(steps), warm=True, variant=name)
                 readings.append(device.read())
             if progress:
                 progress(block + 1, blocks)
-    order = {name: index for index, name in enumerate(contestants)}
+    order = {name: index for index, name in enumerate(variants)}
     series = sorted(samples.series(), key=lambda one: order[one.variant])
     return Timing(tuple(series), tuple(readings))
 

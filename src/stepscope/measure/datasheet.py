@@ -1,4 +1,4 @@
-"""Peaks that makers publish, dense, for the exact device name; an unknown device has none."""
+"""Dense peak rates from vendors' datasheets, by exact device name; unknown devices have none."""
 
 from __future__ import annotations
 

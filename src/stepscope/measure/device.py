@@ -1,4 +1,4 @@
-"""One device behind one small interface, so that every instrument works on CPU and GPU alike."""
+"""A small device interface, so that every instrument works on both CPU and GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
 
 _CYCLES_PER_MS = 2_000_000
-"""About the highest clock of a GPU of these years; a slower one is kept busy for longer."""
+"""About the highest clock of current GPUs; a slower GPU stays busy for longer."""
 _COMMON_POOL = (0, 0)
-"""Of the allocator: what a graph was captured in is a pool of its own."""
+"""Pool id of ordinary allocations; each captured CUDA graph has a private pool."""
 
 
 class Timestamp:
-    """A moment: on the host's clock and, where the device has a queue, in that queue."""
+    """A point in time: on the host's clock and, if the device has a queue, in that queue."""
 
     __slots__ = ("event", "host_s")
 
@@ -35,7 +35,7 @@ class Timestamp:
 
 
 class Device(ABC):
-    """What the instruments need of a device."""
+    """The device operations that the instruments use."""
 
     kind: str
     torch_device: torch.device
@@ -53,54 +53,54 @@ class Device(ABC):
 
     @abstractmethod
     def device_ms(self, start: Timestamp, end: Timestamp) -> float | None:
-        """Time between two marks in the device's queue; None where there is no queue."""
+        """Time between two marks in the device's queue; None if there is no queue."""
 
     @abstractmethod
     def lacks(self) -> dict[str, str]:
-        """Number formats that this device cannot compute in, each with the reason."""
+        """Unsupported dtypes and features of this device, each with the reason."""
 
     @abstractmethod
     def reset_peak(self) -> None: ...
 
     @abstractmethod
     def peak_bytes(self) -> int | None:
-        """Most memory held since `reset_peak`; None where the system does not tell."""
+        """Peak memory since `reset_peak`; None if the system does not report it."""
 
     def held_bytes(self) -> int | None:
-        """Memory in use now; None where the system does not count tensors."""
+        """Memory in use now; None if the system does not count tensors."""
         return None
 
     def replayed_bytes(self) -> int:
-        """Memory that captured graphs keep for their replays and that counts as held by nothing."""
+        """Memory in the private pools of captured graphs that no live tensor accounts for."""
         return 0
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was issued is done."""
+        """Wait until all issued work is done."""
 
     def reached(self, mark: Timestamp) -> bool:  # noqa: ARG002
-        """Whether all before that mark is done; the host does not wait for it."""
+        """Return True if all work before that mark is done, without waiting."""
         return True
 
     @abstractmethod
     def occupy(self, ms: float) -> None:
-        """Keep the device busy for about that long, so that the host gets ahead of it."""
+        """Keep the device busy for about `ms` milliseconds, so that the host gets ahead of it."""
 
     def release(self) -> None:
-        """Give back what a finished case left in caches."""
+        """Free the cached memory that a finished case left behind."""
         gc.collect()
 
     def read(self) -> Reading:
-        """Clocks, power and throttling now."""
+        """Current clocks, power and throttling."""
         return Reading(at_s=time.monotonic())
 
     @property
     def energy_missing(self) -> str:
-        """Why there is no energy to read."""
-        return "a CPU's counter is the system's alone, and of all that runs on it"
+        """The reason why there is no energy counter to read."""
+        return "a CPU's energy counter needs system privileges and includes all processes"
 
     def energy_j(self) -> float | None:
-        """Joules taken so far, by the device's own counter; None where it has none."""
+        """Joules consumed so far, by the device's own counter; None if it has no counter."""
         return None
 
 
@@ -128,15 +128,19 @@ class CpuDevice(Device):
         return None
 
     def lacks(self) -> dict[str, str]:
-        units = {} if cpu_multiplies_bfloat16() else {
-            "bfloat16-units": "this CPU has no bfloat16 instructions: products in it take many"
-            " times as long as in float32"
-        }  # fmt: skip
+        units = (
+            {}
+            if cpu_multiplies_bfloat16()
+            else {
+                "bfloat16-units": "this CPU has no bfloat16 instructions: matmuls in bfloat16 take"
+                " many times as long as in float32"
+            }
+        )
         return units | {
             "tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32",
             "graph": "CUDA graphs exist on NVIDIA GPUs, not on a CPU",
-            "cublas": "cuBLAS multiplies on NVIDIA GPUs, not on a CPU",
-            "kernels": "our kernels need an NVIDIA GPU; on a CPU the plain form runs",
+            "cublas": "cuBLAS runs on NVIDIA GPUs, not on a CPU",
+            "kernels": "the Triton kernels need an NVIDIA GPU; a CPU runs the PyTorch version",
         }
 
     def read(self) -> Reading:
@@ -146,11 +150,11 @@ class CpuDevice(Device):
         """Eager work on a CPU is done when the call returns."""
 
     def occupy(self, ms: float) -> None:
-        """There is no queue that a host could fill."""
+        """Do nothing: there is no queue that the host could fill."""
 
     def release(self) -> None:
         super().release()
-        # Freed memory that the allocator keeps would hide the next case's growth.
+        # Freed memory in the allocator's cache would hide the growth of the next case.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -247,14 +251,14 @@ class CudaDevice(Device):
 
     @property
     def energy_missing(self) -> str:
-        return f"the driver gives no energy counter of {self.name}"
+        return f"the driver reports no energy counter for {self.name}"
 
     def energy_j(self) -> float | None:
         return self.telemetry.energy_j()
 
 
 def pick_device(choice: str = "auto") -> Device:
-    """The device of that name: `auto` takes the GPU where there is one."""
+    """Return the device of that name; `auto` picks the GPU if there is one."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cpu":
@@ -262,7 +266,7 @@ def pick_device(choice: str = "auto") -> Device:
     if choice == "cuda":
         if not torch.cuda.is_available():
             raise UsageError(
-                "device 'cuda' is not here: torch sees no NVIDIA GPU",
+                "device 'cuda' is not available: torch sees no NVIDIA GPU",
                 "use --device cpu, or see `stepscope doctor`",
             )
         return CudaDevice(int(os.environ.get("LOCAL_RANK", "0")))
@@ -270,22 +274,22 @@ def pick_device(choice: str = "auto") -> Device:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Where the system does not tell what its processor has, it is taken to."""
+    """Return True if the CPU has bfloat16 instructions, or if the system does not report them."""
     try:
-        told = Path("/proc/cpuinfo").read_text()
+        cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         return True
-    held = {
+    flags = {
         word
-        for line in told.splitlines()
+        for line in cpuinfo.splitlines()
         if line.partition(":")[0].strip() in ("flags", "Features")
         for word in line.partition(":")[2].split()
     }
-    return not held or bool(held & {"avx512_bf16", "amx_bf16", "bf16"})
+    return not flags or bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_name() -> str:
-    """The processor's model name as the system gives it."""
+    """The processor's model name as reported by the system."""
     import platform
     import subprocess
 

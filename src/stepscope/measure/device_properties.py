@@ -1,6 +1,6 @@
-"""What a device is made of: units, registers, caches, clocks, as driver and system tell them.
+"""Hardware properties of a device (units, registers, caches, clocks) from the driver or the system.
 
-What is not told is left out; nothing is looked up in a table.
+Properties that are not reported are left out; nothing is looked up in a table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stepscope.measure.device import CudaDevice, Device
 
-# Numbers of CUdevice_attribute in the CUDA driver's interface; unit and factor of what it answers.
+# CUdevice_attribute of the CUDA driver API, with the unit and the factor of its value.
 _ATTRIBUTES: dict[str, tuple[int, str, float]] = {
     "sms": (16, "1", 1),
     "lanes_per_warp": (10, "1", 1),
@@ -34,11 +34,11 @@ _MATRIX_FLAGS = ("amx_tile", "avx512_bf16", "avx_vnni", "sme", "sve", "i8mm", "b
 Facts = dict[str, tuple[float, str]]
 """Values with their units."""
 Ask = Callable[[int], int | None]
-"""A driver's answer to an attribute's number."""
+"""Function that queries a driver attribute by its number."""
 
 
 def device_card(device: Device) -> tuple[Facts, dict[str, str]]:
-    """Facts with a unit, and facts in words."""
+    """Return the properties with a unit, and the properties in words."""
     if isinstance(device, CudaDevice):
         major, minor = device.capability
         words = {"name": device.name, "compute capability": f"{major}.{minor}"}
@@ -64,7 +64,7 @@ def cuda_facts(ask: Ask) -> Facts:
         warps = facts["threads_per_sm"][0] / facts["lanes_per_warp"][0]
         facts["warps_per_sm"] = (warps, "1")
     if "memory_clock_hz" in facts and "bus_bits" in facts:
-        # Two transfers a clock, as every memory of a GPU makes them.
+        # Two transfers per clock (DDR), as in all GPU memories.
         rate = 2 * facts["memory_clock_hz"][0] * facts["bus_bits"][0] / 8
         facts["memory_rate"] = (rate, "B/s")
     return facts
@@ -75,10 +75,10 @@ def _driver(ordinal: int) -> Ask:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return lambda _: None
-    held = ctypes.c_int()
-    if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(held), ordinal):
+    device = ctypes.c_int()
+    if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), ordinal):
         return lambda _: None
-    handle = held.value
+    handle = device.value
 
     def ask(number: int) -> int | None:
         answer = ctypes.c_int()
@@ -89,7 +89,7 @@ def _driver(ordinal: int) -> Ask:
 
 
 def cpu_facts(root: Path) -> tuple[Facts, dict[str, str]]:
-    """From the system's files below `root`; without them (no Linux) nothing is known."""
+    """Read the properties from the system files below `root`; empty without them (not Linux)."""
     facts: Facts = {}
     cpu = root / "sys/devices/system/cpu/cpu0"
     for index in sorted(cpu.glob("cache/index*")):
@@ -111,7 +111,7 @@ def cpu_facts(root: Path) -> tuple[Facts, dict[str, str]]:
     if bits is not None:
         facts["vector_bits"] = (float(bits), "bit")
     matrix = [flag for flag in _MATRIX_FLAGS if flag in flags]
-    return facts, {"matrix instructions": ", ".join(matrix) or "none told"} if flags else {}
+    return facts, {"matrix instructions": ", ".join(matrix) or "none reported"} if flags else {}
 
 
 def _cores() -> int:
@@ -128,13 +128,13 @@ def _text(path: Path) -> str:
 
 
 def _size(text: str) -> float | None:
-    """`32K` or `32768K` or `1M` in bytes."""
+    """Convert `32K`, `32768K` or `1M` to bytes."""
     factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 0)
     return float(text[:-1]) * factor if factor and text[:-1].isdigit() else None
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The first processor's lines."""
+    """Fields of the first processor in /proc/cpuinfo."""
     first = _text(root / "proc/cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}

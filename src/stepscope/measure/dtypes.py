@@ -1,7 +1,7 @@
-"""Which number format every operator reads and writes, as the dispatcher sees it.
+"""Record the dtypes that every operator reads and writes, at the dispatcher.
 
-Autocast works above this: its casts arrive here as operators of their own, so what is recorded is
-what is computed and not what was written down.
+Autocast works above the dispatcher: its casts arrive here as separate operators, so the recorded
+dtypes are those of the computation, not those in the source code.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _VIEWS = frozenset(
 )
 _CAST = "_to_copy"
 
-Formats = tuple[str, ...]
+Dtypes = tuple[str, ...]
 
 
 class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators by the floating-point formats that they read and write; no views."""
+    """Counts operators by the floating-point dtypes that they read and write, except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: Counter[tuple[str, Formats, Formats]] = Counter()
+        self.operators: Counter[tuple[str, Dtypes, Dtypes]] = Counter()
         self.casts: Counter[tuple[tuple[int, ...], str, str]] = Counter()
-        """Shape, from, to."""
+        """Count of casts by shape, source dtype and target dtype."""
 
     def __torch_dispatch__(
         self,
@@ -57,7 +57,7 @@ class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*arguments, **(keywords or {}))
         name = function._schema.name.removeprefix("aten::")
         if name not in _VIEWS:
-            read, written = _formats((arguments, keywords)), _formats(result)
+            read, written = _floating_dtypes((arguments, keywords)), _floating_dtypes(result)
             if written:
                 self.operators[name, read, written] += 1
             if name == _CAST and read and read != written:
@@ -65,10 +65,10 @@ class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _formats(tree: Any) -> Formats:
-    found = {
+def _floating_dtypes(tree: Any) -> Dtypes:
+    names = {
         str(leaf.dtype).removeprefix("torch.")
         for leaf in tree_leaves(tree)
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     }
-    return tuple(sorted(found))
+    return tuple(sorted(names))

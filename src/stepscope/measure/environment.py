@@ -1,4 +1,4 @@
-"""Where a measurement is made: device, software, and the state of the checkout."""
+"""The environment of a measurement: device, software, and the state of the checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.records.schema import Environment
 from stepscope.version import __version__
 
 _TRITON_FROM = (7, 0)
-"""The compute capability."""
+"""Minimum compute capability for Triton."""
 
 
 def describe(device: Device) -> Environment:
@@ -50,11 +50,11 @@ def describe(device: Device) -> Environment:
 
 
 def lacks(device: Device) -> dict[str, str]:
-    """What cases may need and this machine does not have, each with the mend."""
+    """Features that cases may need and that this machine lacks, each with the fix."""
     missing = device.lacks()
     no_triton = _without_triton(device)
     if no_triton:
-        missing["kernels"] = f"our kernels need Triton: {no_triton}"
+        missing["kernels"] = f"the kernels need Triton: {no_triton}"
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         missing["compiler"] = "torch.compile needs a C++ compiler: install g++"
     elif no_triton:
@@ -63,14 +63,14 @@ def lacks(device: Device) -> dict[str, str]:
 
 
 def _without_triton(device: Device) -> str:
-    """Why a GPU cannot run Triton's kernels, with the mend; empty where it can, or is none."""
+    """Reason why this GPU cannot run Triton kernels; empty if it can, or if it is not a GPU."""
     if not isinstance(device, CudaDevice):
         return ""
     if _triton_version() is None:
         return "pip install triton"
     if device.capability < _TRITON_FROM:
         have, need = (".".join(map(str, version)) for version in (device.capability, _TRITON_FROM))
-        return f"{device.name} has compute capability {have}, Triton runs from {need} on"
+        return f"{device.name} has compute capability {have}, Triton needs at least {need}"
     return ""
 
 
@@ -86,19 +86,22 @@ def _triton_version() -> str | None:
 def _checkout() -> tuple[str | None, bool | None]:
     """Commit and dirty flag of the checkout this package runs from.
 
-    A copy without history may be told its commit through STEPSCOPE_COMMIT.
+    A copy without git history takes its commit from STEPSCOPE_COMMIT.
     """
-    told = os.environ.get("STEPSCOPE_COMMIT")
-    if told:
-        return told.removesuffix("+dirty"), told.endswith("+dirty")
+    given = os.environ.get("STEPSCOPE_COMMIT")
+    if given:
+        return given.removesuffix("+dirty"), given.endswith("+dirty")
     package = Path(__file__).resolve().parents[1]
 
     def git(*args: str) -> str | None:
         try:
             done = subprocess.run(
                 ["git", "-C", str(package), *args],
-                capture_output=True, text=True, timeout=10, check=True,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         return done.stdout.strip()

@@ -1,9 +1,9 @@
 """FLOPs of any program, counted operator by operator at the dispatcher.
 
-Counted as everywhere here: two for each multiply-add of the matrix products and convolutions,
-those inside of recurrent layers too, causal attention at half, nothing for anything else. What a
-checkpointed segment computes again in the backward is counted apart, and what fused attention
-computes again not at all: neither is part of the model's.
+Each multiply-add of matmuls and convolutions, including those inside recurrent layers, counts two
+FLOPs; causal attention counts half; everything else counts zero. Recomputation in a checkpointed
+segment is counted separately and recomputation inside fused attention is not counted: neither is
+part of the model's FLOPs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKPOINTS = ("_recomputation_hook.", "_checkpoint_hook.")
 def operator_flops(
     function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
 ) -> int:
-    """Of one call of one operator, 0 for all that have no matrix product or convolution in them."""
+    """FLOPs of one operator call; 0 for operators without a matmul or convolution."""
     packet = getattr(function, "_overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name == _CPU_ATTENTION:
@@ -54,7 +54,7 @@ def operator_flops(
 
 
 def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
-    """torch counts the scores that the backward of fused attention computes a second time."""
+    """Subtract the scores that the backward of fused attention recomputes, which torch counts."""
     _, q, _, v, *_ = arguments
     head, value = q.shape[-1], v.shape[-1]
     # dQ, dK and the recomputed scores have `head`; dV and the gradient of the scores `value`.
@@ -62,7 +62,7 @@ def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
 
 
 def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """What an operator was called with, its defaults included."""
+    """Arguments of an operator call by name, including defaults."""
     declared = function._schema.arguments
     named = {one.name: one.default_value for one in declared if one.has_default_value()}
     names = (one.name for one in declared)
@@ -70,23 +70,23 @@ def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 
 
 def _recurrent_flops(given: dict[str, Any]) -> int:
-    """Of the forward of a recurrent layer, or of a stack of them: every weight matrix meets every
-    token once, whether it takes the input, the state or the projection of the state."""
+    """Forward FLOPs of a recurrent layer or a stack of them: every weight matrix (input, state or
+    projection of the state) is multiplied with every token once."""
     tokens = given["input"].numel() // given["input"].shape[-1]
-    held = tree_leaves(
+    weights = tree_leaves(
         [value for name, value in given.items() if _RECURRENT_WEIGHT.fullmatch(name)]
     )
-    return int(2 * tokens * sum(weight.numel() for weight in held if weight.dim() == 2))
+    return int(2 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2))
 
 
 def computes_again() -> bool:
-    """Whether torch.utils.checkpoint is at it, in either of its forms."""
+    """Return True while torch.utils.checkpoint recomputes, in either of its implementations."""
     if torch._C._current_graph_task_id() == -1:
         return False
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     while hooks is not None:
-        # Within one that is computed again there may be another stretch.
+        # Checkpointed segments may be nested.
         if getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINTS):
             return True
         hooks = getattr(hooks[0], "around", None)
@@ -95,16 +95,16 @@ def computes_again() -> bool:
 
 
 class FlopCount:
-    """A sum of FLOPs by the number format of the operands."""
+    """FLOPs by the dtype of the operands."""
 
     def __init__(self) -> None:
-        self.by_format: dict[str, int] = {}
+        self.by_dtype: dict[str, int] = {}
         self.again = 0
-        """Of what was computed before; in none of the others."""
+        """FLOPs of recomputation; not part of `total`."""
 
     @property
     def total(self) -> int:
-        return sum(self.by_format.values())
+        return sum(self.by_dtype.values())
 
     def add(
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
@@ -115,19 +115,19 @@ class FlopCount:
         elif counted:
             tensors = (a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
             name = str(next(tensors).dtype).removeprefix("torch.")
-            self.by_format[name] = self.by_format.get(name, 0) + counted
+            self.by_dtype[name] = self.by_dtype.get(name, 0) + counted
 
     def main_format(self) -> str:
-        """The format with the most of them, by the name that a record gives it."""
-        if not self.by_format:
+        """The dtype with the most FLOPs, by its name in records (`tf32` for float32 with TF32)."""
+        if not self.by_dtype:
             return ""
-        name = max(self.by_format, key=lambda one: self.by_format[one])
+        name = max(self.by_dtype, key=lambda one: self.by_dtype[one])
         fast = tf32_is_enabled() and torch.cuda.is_available()
         return "tf32" if name == "float32" and fast else name
 
 
 class CountingFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it around anything; what torch.compile made into one kernel is not seen."""
+    """Counts the FLOPs of all operators that run inside; kernels of torch.compile are not seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

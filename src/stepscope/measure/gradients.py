@@ -1,4 +1,4 @@
-"""When each gradient of a backward is ready, by marks in the device's queue or the host's clock."""
+"""Time at which each gradient of a backward is ready, on the device's queue or the host's clock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from stepscope.measure.timer import no_collection
 
 
 class GradientTimes(NamedTuple):
-    """Samples in ms, one for each recorded step."""
+    """Samples in ms, one per recorded step."""
 
     forward: list[float]
     backward: list[float]
     optimizer: list[float]
     ready: list[list[float]]
-    """By parameter: from the start of the backward; empty for one that never has a gradient."""
+    """By parameter: ms from the start of the backward; empty for a parameter without a gradient."""
 
 
 def record_gradients(
@@ -33,18 +33,18 @@ def record_gradients(
     before: Callable[[], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> GradientTimes:
-    """Run whole steps with a mark at each gradient, from hooks that follow its accumulation."""
+    """Run full steps and mark each gradient from a post-accumulate-grad hook."""
     marks: dict[int, Timestamp] = {}
 
-    def hook(place: int) -> Callable[[Tensor], None]:
+    def hook(index: int) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
-            marks[place] = device.mark()
+            marks[index] = device.mark()
 
         return ready
 
     handles = [
-        parameter.register_post_accumulate_grad_hook(hook(place))  # type: ignore[no-untyped-call]
-        for place, parameter in enumerate(parameters)
+        parameter.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(parameters)
     ]
     times = GradientTimes([], [], [], [[] for _ in parameters])
     try:
@@ -60,7 +60,7 @@ def record_gradients(
                     bounds.append(device.mark())
                 device.synchronize()
                 if taken >= 0:
-                    _keep(times, bounds, marks, device)
+                    _add_sample(times, bounds, marks, device)
                 if progress:
                     progress(taken + warmup + 1, warmup + steps)
     finally:
@@ -69,15 +69,15 @@ def record_gradients(
     return times
 
 
-def _keep(
+def _add_sample(
     times: GradientTimes, bounds: list[Timestamp], marks: dict[int, Timestamp], device: Device
 ) -> None:
     start, forward, backward, optimizer = bounds
     times.forward.append(_between(device, start, forward))
     times.backward.append(_between(device, forward, backward))
     times.optimizer.append(_between(device, backward, optimizer))
-    for place, mark in marks.items():
-        times.ready[place].append(_between(device, forward, mark))
+    for index, mark in marks.items():
+        times.ready[index].append(_between(device, forward, mark))
 
 
 def _between(device: Device, start: Timestamp, end: Timestamp) -> float:

@@ -1,4 +1,4 @@
-"""Hooks in a model that its owner may copy or save while they are there."""
+"""Hooks on a model that can be copied or saved while they are registered."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 
 
 class Hook:
-    """Passes on that it was called, in the very model that it was put into.
+    """Forwards calls to a callback, in the model where it was registered.
 
-    In a copy of that model, and in one that was saved and loaded, a function of Python's own that
-    does nothing stands in its place: a file can be loaded where there is no stepscope.
+    In a copy of that model, and in a model that was saved and loaded, a builtin that does nothing
+    replaces it: the file can be loaded where stepscope is not installed.
     """
 
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[..., None]) -> None:
+        self._callback = callback
 
     def __call__(self, *given: Any) -> None:
-        self._tell(*given)
+        self._callback(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `copy` asks this as `pickle` does.
+        # Both `copy` and `pickle` use this method.
         return getattr, (nullcontext(), "__exit__")
 
 
 def around_calls(
     module: torch.nn.Module, enter: Callable[..., None], leave: Callable[..., None]
 ) -> list[Any]:
-    """`enter` ahead of all that a call of the module does, `leave` at its end, even a bad one."""
+    """Call `enter` before each forward of the module and `leave` after it, even if it raises."""
     return [
         module.register_forward_pre_hook(Hook(enter), prepend=True),
         module.register_forward_hook(Hook(leave), always_call=True),
     ]
 
 
-def after_gradient(parameter: torch.Tensor, tell: Callable[[torch.Tensor], None]) -> Any:
-    """`tell` when a gradient has been added to the parameter's own."""
-    return parameter.register_post_accumulate_grad_hook(Hook(tell))  # type: ignore[no-untyped-call]
+def after_gradient(parameter: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
+    """Call `callback` whenever a gradient has been accumulated into the parameter."""
+    return parameter.register_post_accumulate_grad_hook(Hook(callback))  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Several ways to do one thing, timed in turns.
+"""Interleaved timing of several variants of the same work.
 
-A GPU that works hard lowers its clock, so times taken one after the other do not compare. Here
-every round takes one sample of each, in an order that changes from round to round.
+A GPU under load lowers its clock, so timings of one variant after the other are not comparable.
+Here every round takes one sample of each variant, in an order that is shuffled each round.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from stepscope.measure.device import Device
 from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collection
 
 STEP, WALL = "step", "wall"
-"""Names of the series of each contestant: single calls, and calls that follow each other without a
-wait."""
+"""Names of the series of each variant: single calls, and back-to-back calls."""
 MOST_ROUNDS = 200
 _LEAD = 2.0
-"""Times what the host took so far: that of a busy machine varies."""
+"""Factor on the median issue time of the host: the issue time varies on a busy machine."""
 _MOST_LEAD_MS = 20.0
 
 
 def time_interleaved(
-    contestants: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     device: Device,
     *,
     warmup: int = 2,
@@ -35,21 +34,20 @@ def time_interleaved(
     before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
-    """A series for each contestant, its variant: by the device's queue, and how long the host took
-    to issue it.
+    """Time each variant: a series on the device's queue, and one of the host's issue time.
 
-    `before` has what a contestant does ahead of its sample, outside of it.
+    `before[name]` runs ahead of each sample of that variant, outside of it.
 
-    With `host_ahead` the device is kept busy until the host has issued a sample, so that the first
-    is the device's own time, without the gaps that a slow host leaves.
+    With `host_ahead` the device is kept busy until the host has issued a sample, so that the device
+    series is free of the gaps that a slow host leaves.
 
-    With `back_to_back`, each round also times that many calls in a row by the host's clock, from an
-    idle device to an idle device, and keeps the time of one (`wall`): what a caller sees where
-    the host is slower than the device.
+    With `back_to_back`, each round also times that many consecutive calls by the host's clock, from
+    an idle device to an idle device, and records the time per call (`wall`): the time that a caller
+    sees if the host is slower than the device.
     """
     samples = Samples()
     readings = [device.read()]
-    order = list(contestants)
+    order = list(variants)
     shuffle = random.Random(0).shuffle
     started, taken = 0.0, -warmup
     with no_collection():
@@ -61,10 +59,10 @@ def time_interleaved(
                 if before and name in before:
                     before[name]()
                 lead_ms = _lead(samples, name) if host_ahead else 0.0
-                _alone(name, contestants[name], device, samples, lead_ms, warm=taken >= 0)
+                _time_single(name, variants[name], device, samples, lead_ms, warm=taken >= 0)
                 if back_to_back:
-                    _in_a_row(
-                        name, contestants[name], device, samples, back_to_back, warm=taken >= 0
+                    _time_back_to_back(
+                        name, variants[name], device, samples, back_to_back, warm=taken >= 0
                     )
             taken += 1
             if progress:
@@ -72,22 +70,27 @@ def time_interleaved(
             if time.monotonic() - readings[-1].at_s > READING_EVERY_S:
                 readings.append(device.read())
     readings.append(device.read())
-    # Shuffled rounds mix up who came first: the series stand in the order that was asked for.
-    index = {name: number for number, name in enumerate(contestants)}
+    # Rounds are shuffled: return the series in the order of the arguments.
+    index = {name: number for number, name in enumerate(variants)}
     series = sorted(samples.series(), key=lambda one: (one.name == WALL, index[one.variant]))
     return Timing(tuple(series), tuple(readings))
 
 
 def _lead(samples: Samples, name: str) -> float:
-    values, warmup = samples.held.get((STEP, name, "host"), ([], []))
+    values, warmup = samples.collected.get((STEP, name, "host"), ([], []))
     issued = values or warmup
     return min(_MOST_LEAD_MS, _LEAD * statistics.median(issued)) if issued else 0.0
 
 
-def _alone(
-    name: str, run: Callable[[], object], device: Device, samples: Samples, lead_ms: float,
-    *, warm: bool,
-) -> None:  # fmt: skip
+def _time_single(
+    name: str,
+    run: Callable[[], object],
+    device: Device,
+    samples: Samples,
+    lead_ms: float,
+    *,
+    warm: bool,
+) -> None:
     device.synchronize()
     if lead_ms:
         device.occupy(lead_ms)
@@ -101,10 +104,15 @@ def _alone(
     samples.add(STEP, "host", (end.host_s - start.host_s) * 1e3, warm=warm, variant=name)
 
 
-def _in_a_row(
-    name: str, run: Callable[[], object], device: Device, samples: Samples, calls: int,
-    *, warm: bool,
-) -> None:  # fmt: skip
+def _time_back_to_back(
+    name: str,
+    run: Callable[[], object],
+    device: Device,
+    samples: Samples,
+    calls: int,
+    *,
+    warm: bool,
+) -> None:
     device.synchronize()
     start_s = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Which kernels a call really runs on a GPU, and how long each takes, from torch's profiler."""
+"""The kernels that a call runs on a GPU, with their times, from torch.profiler."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ SEPARATOR = "; "
 
 
 class KernelRun(NamedTuple):
-    """One kernel on the device."""
+    """One kernel execution on the device."""
 
     name: str
     ms: float
 
 
 def profile_kernels(run: Callable[[], object], device: Device) -> tuple[KernelRun, ...] | None:
-    """The kernels of a call in the order they ran; None on a device without kernels of its own.
-
-    Copies and fills are no kernels and are left out.
-    """
+    """Kernels of a call in the order they ran, without copies and fills; None on a CPU."""
     if device.kind != "cuda":
         return None
     from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     device.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as held:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         device.synchronize()
     on_device = [
         event
-        for event in held.events() or ()
+        for event in profiler.events() or ()
         if event.device_type == DeviceType.CUDA
         and not getattr(event, "is_user_annotation", False)
         and not event.name.startswith(("Memcpy", "Memset"))
@@ -44,5 +41,5 @@ def profile_kernels(run: Callable[[], object], device: Device) -> tuple[KernelRu
 
 
 def kernel_names(runs: Iterable[KernelRun]) -> str:
-    """Each name once, in one line; the tail of a template's name says nothing more."""
+    """Join the distinct names in one line; long template names are cut to 160 characters."""
     return SEPARATOR.join(dict.fromkeys(run.name[:_LONGEST_NAME] for run in runs))

@@ -1,9 +1,9 @@
-"""A closed account of memory while a step runs: every storage on one line, at each phase's peak.
+"""Memory ledger of a step: every live storage on exactly one line, at the peak of each phase.
 
-Storages are counted at the dispatcher. What is saved for backward is told by autograd's hooks for
-saved tensors, with the module, the operator and the line of code that saved it. On CUDA the
-allocator is read around every operator, so that what an operator takes within itself and what
-blocks are larger than requests are measured too; the rest is the residual.
+Storages are counted at the dispatcher. Autograd's saved-tensor hooks report what is saved for
+backward, with the module, the operator and the line of code that saved it. On CUDA the allocator is
+read around every operator, so that temporary memory inside operators and the rounding of blocks are
+measured too; the rest is the residual.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ _NOT_OF_THE_PROGRAM = tuple(
         *(Path(__file__).parents[1] / package for package in ("measure", "scope")),
     )
 )
-"""Folders of torch and of the instruments: a program may have a folder of such a name too."""
+"""Full paths of torch and of the instruments: the user's program may have folders of these names.
+"""
 
 
 class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
-    """Enter it around a step; `phase` marks where one begins."""
+    """Attributes all live storages while a step runs inside `watching`; `begin` starts a phase."""
 
     def __init__(
         self, device: torch.device, allocator: CudaAllocator | None, library_bytes: int = 0
@@ -64,9 +65,9 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         super().__init__(device)
         self.saved: list[SavedTensor] = []
         self.largest: tuple[int, str, str] = (0, "", "")
-        """Bytes of the largest storage made, its operator, and the line of code."""
+        """Bytes of the largest new storage, its operator, and the line of code."""
         self.library_bytes = library_bytes
-        """Of the work space that libraries hold in the allocator; may be measured afterwards."""
+        """Workspace of libraries in the allocator; may be measured afterwards."""
         self._allocator = allocator
         self._lines: dict[str, int] = {}
         self._current = ""
@@ -74,19 +75,19 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._peaks: dict[str, PhasePeak] = {}
         self._ends: dict[str, PhasePeak] = {}
         self.course = MemoryTimeline()
-        """What each kind of line holds as the step goes on."""
+        """Bytes of each kind of line in the course of the step."""
         self._kinds: dict[str, int] = {}
         self._modules: list[str] = []
         self._functions: list[str] = []
 
     @property
     def peaks(self) -> list[PhasePeak]:
-        """The highest of each phase so far, in the order in which they began."""
+        """The peak of each phase so far, in the order in which the phases began."""
         return [self._with_libraries(peak) for peak in self._peaks.values()]
 
     @property
     def ends(self) -> list[PhasePeak]:
-        """What was live at the end of each phase, and at the moments that were named."""
+        """Live bytes at the end of each phase and at the named moments."""
         return [self._with_libraries(end) for end in self._ends.values()]
 
     @contextmanager
@@ -98,7 +99,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
     def watching_all(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Iterator[None]:
-        """Everything that lives so far is put on its line, and modules tell where they begin."""
+        """Attribute all existing tensors, and hook the modules to follow the current module."""
         self.aside(self.count_existing, models, optimizers)
         with ExitStack() as stack:
             for model, root in zip(models, model_names(models), strict=True):
@@ -107,7 +108,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                         stack.callback(handle.remove)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
-                        stack.callback(after_gradient(parameter, self._gradient_made).remove)
+                        stack.callback(after_gradient(parameter, self._attribute_gradient).remove)
             stack.enter_context(self.seeing_saved(self._pack))
             stack.enter_context(FunctionNames(self._functions))
             stack.enter_context(self)
@@ -124,20 +125,20 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         for model in models:
             self.count(model.parameters(), PARAMETERS)
             self.count(model.buffers(), INPUTS)
-            held = (p.grad for p in model.parameters() if p.grad is not None)
-            self.count(held, GRADIENTS)
+            gradients = (p.grad for p in model.parameters() if p.grad is not None)
+            self.count(gradients, GRADIENTS)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
 
     def phase(self, name: str, run: Callable[[], object]) -> None:
-        """Run a phase and keep its peak."""
+        """Run a phase and record its peak."""
         self.begin(name)
         run()
         self.end()
 
     def begin(self, name: str) -> None:
-        """A phase begins, and the one before ends."""
+        """Begin a phase; the previous phase ends."""
         self.end()
         self._current = name
         self._best = self._lines_at(name, self._allocated(), "")
@@ -152,11 +153,11 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._current = ""
 
     def moment(self, name: str) -> None:
-        """Keep what is live now."""
+        """Record the live bytes now under that name."""
         self._ends[name] = self._lines_at(name, self._allocated(), "")
 
     def made(self, size: int, operator: str) -> LiveStorage:
-        # A module that runs within the backward runs again.
+        # A module that runs inside the backward is being recomputed.
         again = self._current == "backward" and self._modules
         line = RECOMPUTED if again else TEMPORARIES
         self._add(line, size)
@@ -164,13 +165,13 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
             self.largest = (size, operator, _line_of_code())
         return LiveStorage(size, operator, line)
 
-    def freed(self, held: LiveStorage) -> None:
-        self._add(held.line, -held.bytes)
+    def freed(self, storage: LiveStorage) -> None:
+        self._add(storage.line, -storage.bytes)
 
-    def move(self, held: LiveStorage, line: str) -> None:
-        self._add(held.line, -held.bytes)
-        self._add(line, held.bytes)
-        held.line = line
+    def move(self, storage: LiveStorage, line: str) -> None:
+        self._add(storage.line, -storage.bytes)
+        self._add(line, storage.bytes)
+        storage.line = line
 
     def _add(self, line: str, size: int) -> None:
         self._lines[line] = self._lines.get(line, 0) + size
@@ -212,36 +213,39 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
 
     def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         if any(original.line == PARAMETERS for original in self.held(source)):
-            for made in self.held(copy):
-                self.move(made, WEIGHT_COPIES)
+            for storage in self.held(copy):
+                self.move(storage, WEIGHT_COPIES)
 
-    def _gradient_made(self, parameter: torch.Tensor) -> None:
+    def _attribute_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.aside(self.count, (parameter.grad,), GRADIENTS)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.aside(self._note_saved, tensor)
-        # An operator that kept its very output would keep itself alive, beyond any collector.
+        # An autograd node that saves its own output is a reference cycle that no collector breaks.
         with _disable_current_modes():
             return tensor.detach()
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
-        kept = [held for held in self.held(tensor) if held.line == TEMPORARIES]
-        if not kept:
+        storages = [storage for storage in self.held(tensor) if storage.line == TEMPORARIES]
+        if not storages:
             return
         module = self._modules[-1] if self._modules else "loss"
-        operator = self._functions[-1] if self._functions else kept[0].operator
+        operator = self._functions[-1] if self._functions else storages[0].operator
         if not self._functions and _called_by("/torch/utils/checkpoint.py"):
             module, operator = KEPT_INPUT.split(", ")
-        for held in kept:
-            self.move(held, f"{SAVED}{_part(module)}, {operator}")
+        for storage in storages:
+            self.move(storage, f"{SAVED}{_part(module)}, {operator}")
         self.saved.append(
             SavedTensor(
-                module=module, operator=operator, shape=_known_sizes(tensor),
+                module=module,
+                operator=operator,
+                shape=_known_sizes(tensor),
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                bytes=sum(held.bytes for held in kept), code=_line_of_code(),
+                bytes=sum(storage.bytes for storage in storages),
+                code=_line_of_code(),
             )
-        )  # fmt: skip
+        )
 
     def _hook(self, name: str, module: torch.nn.Module) -> list[Any]:
         def enter(*_: Any) -> None:
@@ -254,7 +258,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
 
 
 class FunctionNames(TorchFunctionMode):
-    """Knows which function of torch the model has called."""
+    """Tracks the names of the torch functions that are currently being called."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -276,12 +280,12 @@ class FunctionNames(TorchFunctionMode):
 
 
 def _known_sizes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its shape, with -1 where rows have lengths of their own."""
+    """The tensor's shape, with -1 for ragged dimensions."""
     return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
 
 
 def _part(module: str) -> str:
-    """Modules of all blocks together: `blocks.3.attention.query` is `attention`."""
+    """Group the modules of all blocks: `blocks.3.attention.query` becomes `attention`."""
     root, slash, below = module.rpartition("/")
     words = below.split(".")
     part = words[2] if len(words) > 2 and words[1].isdigit() else words[0]
@@ -289,7 +293,7 @@ def _part(module: str) -> str:
 
 
 def _called_by(file: str, depth: int = 6) -> bool:
-    """Whether one of the nearest callers is in that file."""
+    """Return True if one of the `depth` nearest callers is in that file."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(depth):
         if frame is None:
@@ -301,8 +305,9 @@ def _called_by(file: str, depth: int = 6) -> bool:
 
 
 def _line_of_code() -> str:
-    """The innermost line outside of torch and of the instruments. Autograd runs the backward of a
-    GPU in a thread of its own, which has none: there it is the line that the program waits in."""
+    """The innermost line outside of torch and of the instruments. Autograd runs the backward on a
+    GPU in a separate thread without Python frames; then it is the line where the main thread waits.
+    """
     own = _outside_of_torch(sys._getframe(1))
     return own or _outside_of_torch(sys._current_frames().get(threading.main_thread().ident or 0))
 

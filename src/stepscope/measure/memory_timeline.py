@@ -1,4 +1,4 @@
-"""What memory holds as a step goes on, in a bounded number of points that keep the peaks."""
+"""Memory over the course of a step, in a bounded number of points that preserve the peaks."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ MOST_POINTS = 160
 
 
 class MemoryTimeline:
-    """One point for each operator; when there are too many, of two neighbours the higher stays."""
+    """One point per operator; when there are too many, the higher of two neighbours is kept."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
         self._every = 1
         self._seen = 0
-        self._held: list[tuple[str, int, int, dict[str, int]]] = []
-        """Phase, number of the operator, bytes in all, bytes by kind."""
+        self._entries: list[tuple[str, int, int, dict[str, int]]] = []
+        """Phase, operator number, total bytes, bytes by kind."""
 
     def add(self, phase: str, kinds: Mapping[str, int]) -> None:
         self._seen += 1
         total = sum(kinds.values())
-        last = self._held[-1] if self._held else None
-        alike = (
+        last = self._entries[-1] if self._entries else None
+        same_bin = (
             last is not None
             and last[0] == phase
             and (last[1] - 1) // self._every == (self._seen - 1) // self._every
         )
-        if alike:
+        if same_bin:
             assert last is not None
             if total > last[2]:
-                self._held[-1] = (phase, self._seen, total, dict(kinds))
+                self._entries[-1] = (phase, self._seen, total, dict(kinds))
             return
-        self._held.append((phase, self._seen, total, dict(kinds)))
-        if len(self._held) > 2 * self._most:
+        self._entries.append((phase, self._seen, total, dict(kinds)))
+        if len(self._entries) > 2 * self._most:
             self._halve()
 
     def points(self) -> tuple[Point, ...]:
-        while len(self._held) > self._most:
-            before = len(self._held)
+        while len(self._entries) > self._most:
+            before = len(self._entries)
             self._halve()
-            if len(self._held) == before:
+            if len(self._entries) == before:
                 break
         return tuple(
             Point(
@@ -49,13 +49,13 @@ class MemoryTimeline:
                 operator=number,
                 kinds={kind: size for kind, size in kinds.items() if size},
             )
-            for phase, number, _, kinds in self._held
+            for phase, number, _, kinds in self._entries
         )
 
     def _halve(self) -> None:
         self._every *= 2
         merged: list[tuple[str, int, int, dict[str, int]]] = []
-        for each in self._held:
+        for each in self._entries:
             if (
                 merged
                 and merged[-1][0] == each[0]
@@ -65,4 +65,4 @@ class MemoryTimeline:
                     merged[-1] = each
             else:
                 merged.append(each)
-        self._held = merged
+        self._entries = merged

@@ -1,4 +1,4 @@
-"""Which models a program trains, and named ranges around their parts while it is recorded."""
+"""Find the models that a program trains, and put named profiler ranges around their modules."""
 
 from __future__ import annotations
 
@@ -17,63 +17,67 @@ from torch.autograd.profiler import record_function
 from stepscope.measure.hooks import around_calls
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
-"""Attributes by which torch.compile, DDP and FSDP hold the module that they wrap."""
+"""Attributes of the wrapped module in torch.compile, DDP and FSDP."""
 _NO_BACKWARD = -1
 _NOT_OF_THE_PROGRAM = ("stepscope.", "torch.")
 
 
 def trained_models(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
-    """The outermost modules alive that hold one of these parameters."""
+    """Return the outermost live modules that contain one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
-    # `isinstance` would ask objects for their class, and lazy ones answer with a warning.
+    # `isinstance` would read `__class__`, which makes some lazy objects emit a warning.
     alive = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
-    holding = [m for m in alive if _holds(m, wanted)]
-    inside = {id(part) for module in holding for part in module.modules() if part is not module}
-    return [module for module in holding if id(module) not in inside]
+    containing = [m for m in alive if _contains(m, wanted)]
+    inside = {id(part) for module in containing for part in module.modules() if part is not module}
+    return [module for module in containing if id(module) not in inside]
 
 
-def _holds(module: torch.nn.Module, wanted: set[int]) -> bool:
+def _contains(module: torch.nn.Module, wanted: set[int]) -> bool:
     try:
         return any(id(parameter) in wanted for parameter in module.parameters())
     except Exception:
-        # Made halfway, or with `parameters` of its own: then it is not what is trained.
+        # Partially constructed, or with another meaning of `parameters`: not a trained model.
         return False
 
 
 def model_names(models: Sequence[torch.nn.Module]) -> list[str]:
-    """Words that tell models apart: none for one alone, or their classes. Where several have the
-    same class, what the program calls them as well, or their number."""
+    """Names that distinguish the models: empty for a single model, else the class name. Models of
+    the same class also get the name of the program's variable, or a number."""
     if len(models) < 2:
         return [""] * len(models)
     kinds = [type(_unwrapped(model)).__name__ for model in models]
-    called = _called(models)
+    variable_names = _variable_names(models)
     names: list[str] = []
     for model, kind in zip(models, kinds, strict=True):
-        name = kind if kinds.count(kind) == 1 else f"{kind} {called.get(id(model), '')}".strip()
+        name = (
+            kind
+            if kinds.count(kind) == 1
+            else f"{kind} {variable_names.get(id(model), '')}".strip()
+        )
         alike = sum(other.partition(" #")[0] == name for other in names)
         names.append(f"{name} #{alike + 1}" if alike else name)
     return names
 
 
-def _called(models: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """Their variables in the functions that are under way, and attributes of what these are
-    methods of. The outermost function decides: further in, all are called `model`."""
+def _variable_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """Variable names of the models in the functions on the stack and in the attributes of their
+    `self`. The outermost function decides: in inner functions every model is called `model`."""
     wanted = {id(model) for model in models}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_NOT_OF_THE_PROGRAM):
             variables = dict(frame.f_locals)
             owner = variables.pop("self", None)
-            held = (*variables.items(), *getattr(owner, "__dict__", {}).items())
-            # In each the name that came first.
-            found |= {id(value): name for name, value in reversed(held) if id(value) in wanted}
+            entries = (*variables.items(), *getattr(owner, "__dict__", {}).items())
+            # The first name in each function wins.
+            names |= {id(value): name for name, value in reversed(entries) if id(value) in wanted}
         frame = frame.f_back
-    return found
+    return names
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling it runs what torch.compile made of it."""
+    """Return True if calling the module runs code of torch.compile."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"
@@ -85,10 +89,10 @@ def any_compiled(models: Sequence[torch.nn.Module]) -> bool:
 
 
 class ModuleRanges:
-    """A range around every call of a module: `forward` around the outermost, names within it.
+    """Puts a range around every module call: `forward` around the outermost, module names inside.
 
-    What torch.compile runs is left alone, so that nothing is compiled again: a compiled module as a
-    whole has a range where it can have one from outside.
+    Modules inside compiled code are not hooked, since a hook would trigger recompilation. A
+    compiled module gets one range around its call if it can be hooked from outside.
     """
 
     def __init__(
@@ -97,15 +101,15 @@ class ModuleRanges:
         self._models = models
         self._outermost = {id(module) for module in (models if called is None else called)}
         self._here = threading.local()
-        self._called: list[Counter[int]] = [Counter() for _ in models]
+        self._calls: list[Counter[int]] = [Counter() for _ in models]
         self.evaluations = 0
-        """Calls of a whole model with gradients off."""
+        """Calls of a full model with gradients disabled."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for place, name in enumerate(model_names(self._models)):
-                for handle in self._hook(place, name):
+            for index, name in enumerate(model_names(self._models)):
+                for handle in self._hook(index, name):
                     stack.callback(handle.remove)
             try:
                 yield
@@ -115,37 +119,37 @@ class ModuleRanges:
 
     @property
     def forwards(self) -> int:
-        """Calls with gradients on: as many as every model had that had any. Where the program
-        calls parts of a model and never the whole, as many as each of these parts had."""
-        found = (
+        """Calls with gradients enabled: the minimum over the models that were called. For a model
+        whose parts are called but never the model itself, the minimum over these parts."""
+        counts = (
             times.get(id(model)) or min(times.values(), default=0)
-            for model, times in zip(self._models, self._called, strict=True)
+            for model, times in zip(self._models, self._calls, strict=True)
         )
-        return min(filter(None, found), default=0)
+        return min(filter(None, counts), default=0)
 
     def forget_calls(self) -> None:
-        """Calls are counted from here on."""
-        for times in self._called:
+        """Reset the counts of calls."""
+        for times in self._calls:
             times.clear()
 
-    def _hook(self, place: int, name: str) -> Iterator[Any]:
-        model = self._models[place]
+    def _hook(self, index: int, name: str) -> Iterator[Any]:
+        model = self._models[index]
         for part, words in _hookable(model):
             own = ".".join(words)
 
             def enter(*_: Any, part: torch.nn.Module = part, own: str = own) -> None:
                 outermost = id(part) in self._outermost and not self._open()
-                # One that runs within the backward is recomputed.
+                # A module that runs inside the backward is being recomputed.
                 if (outermost or part is model) and not _in_backward():
-                    self._count(place, part)
+                    self._count(index, part)
                 around = ("forward" if outermost else "", name if outermost or not own else "")
                 self._enter([word for word in (*around, own) if word])
 
             yield from around_calls(part, enter, self._leave)
 
-    def _count(self, place: int, part: torch.nn.Module) -> None:
+    def _count(self, index: int, part: torch.nn.Module) -> None:
         if torch.is_grad_enabled():
-            self._called[place][id(part)] += 1
+            self._calls[index][id(part)] += 1
         else:
             self.evaluations += 1
 
@@ -160,14 +164,14 @@ class ModuleRanges:
             opened.__exit__(None, None, None)
 
     def _open(self) -> list[list[record_function]]:
-        """Ranges of the calls under way on this thread: a model may run in several."""
-        held: list[list[record_function]] = self._here.__dict__.setdefault("open", [])
-        return held
+        """Open ranges of this thread; a model may run in several threads."""
+        ranges: list[list[record_function]] = self._here.__dict__.setdefault("open", [])
+        return ranges
 
 
 class OutermostCalls:
-    """Finds the modules that a program calls itself, as opposed to those that a module calls: a
-    model may be a mere container whose parts are called, or be called by a method of another name.
+    """Finds the modules that a program calls directly, as opposed to those that a module calls: a
+    model may be a container whose parts are called, or be called through another method.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -175,7 +179,7 @@ class OutermostCalls:
         self._seen: dict[torch.nn.Module, None] = {}
 
     def of(self, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Those within each model, or the model itself where no call was seen."""
+        """Directly called modules of each model, or the model itself if no call was seen."""
         within = [[part for part in model.modules() if part in self._seen] for model in models]
         return [
             part for model, seen in zip(models, within, strict=True) for part in seen or [model]
@@ -183,7 +187,7 @@ class OutermostCalls:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Calls with gradients on are seen inside."""
+        """Record calls with gradients enabled."""
         parts = [part for model in self._models for part, _ in _hookable(model)]
 
         def note(part: torch.nn.Module) -> None:
@@ -201,7 +205,8 @@ def _in_backward() -> bool:
 def _hookable(
     model: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
-    """The model, without a name, and its parts with theirs, except what is compiled in place."""
+    """Yield the model with an empty name and its submodules with their names, except modules that
+    are compiled in place."""
     seen: set[int] = set()
     for part, words in ((model, ()), *_called_parts(model, ())):
         if id(part) not in seen and not _compiled_in_place(part):
@@ -212,10 +217,10 @@ def _hookable(
 def _called_parts(
     module: torch.nn.Module, words: tuple[str, ...]
 ) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
-    """Every part below a module, with its name as seen from the called module around it.
+    """Yield every submodule with its name relative to the enclosing module that is called.
 
-    Containers are never called: their name becomes part of their children's. Nothing below a
-    compiled module is entered.
+    Containers are never called: their name becomes part of their children's names. The submodules
+    of a compiled module are skipped.
     """
     if is_compiled(module):
         return
@@ -231,7 +236,8 @@ def _called_parts(
 
 
 def named_parts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Its children. Numbers in a row of layers come with the class, unless all are alike."""
+    """Yield the children with their names; the index in a Sequential of different classes is
+    followed by the class name."""
     children = dict(module.named_children())
     mixed = isinstance(module, torch.nn.Sequential) and len(set(map(type, children.values()))) > 1
     for name, part in children.items():
@@ -241,7 +247,7 @@ def named_parts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 def all_named_parts(
     module: torch.nn.Module, path: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """As `named_modules`, with these names."""
+    """Like `Module.named_modules`, with the names of `named_parts`."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -252,16 +258,16 @@ def all_named_parts(
 
 
 def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack | None:
-    """`enter` before and `leave` after each call of a whole model, until it is closed; None where
-    one of them is compiled in place, and calls no hooks."""
+    """Call `enter` before and `leave` after each call of a model, until the stack is closed. Return
+    None if a model is compiled in place and therefore calls no hooks."""
     if not models or any(_compiled_in_place(model) for model in models):
         return None
     return hooked_calls(models, enter, leave)
 
 
 def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack:
-    """`enter` before and `leave` after calls of these modules that none of them makes itself, until
-    it is closed."""
+    """Call `enter` before and `leave` after the outermost calls of these modules, until the stack
+    is closed."""
     here = threading.local()
 
     def enter_first(*given: Any) -> None:
@@ -270,7 +276,7 @@ def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> 
             enter(*given)
 
     def leave_last(*given: Any) -> None:
-        # It may have been called before it was hooked.
+        # The call may have begun before the hooks were registered.
         here.depth = max(0, getattr(here, "depth", 0) - 1)
         if here.depth == 0:
             leave(*given)
@@ -283,7 +289,7 @@ def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> 
 
 
 def _compiled_in_place(module: torch.nn.Module) -> bool:
-    """Its hooks are part of what was compiled: a new one would compile it again."""
+    """Return True if hooks are part of the compiled code; a new hook would recompile the module."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 

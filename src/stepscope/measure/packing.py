@@ -1,6 +1,6 @@
-"""gzip by blocks on all cores: torch's own export compresses a trace line by line on one.
+"""Parallel gzip on all cores; torch's export compresses a trace line by line on one core.
 
-The blocks are one stream to whoever reads it: each is deflated by itself and ends on a whole byte.
+The blocks form one gzip stream: each is deflated independently and ends on a byte boundary.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 _BLOCK = 4 << 20
 _LEVEL = 6
 _HEADER = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
-"""Deflated, no name, no time of writing, no word of the system."""
+"""gzip header: deflate, without file name, modification time and operating system."""
 
 
 def pack(source: Path, target: Path) -> None:
-    """Write the file again, compressed."""
+    """Compress the file `source` into `target`."""
     data = memoryview(source.read_bytes())
     starts = range(0, max(1, len(data)), _BLOCK)
 
@@ -31,7 +31,7 @@ def pack(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool, target.open("wb") as file:
         file.write(_HEADER)
-        # zlib works without Python's lock.
+        # zlib releases the GIL.
         for block in pool.map(deflated, starts):
             file.write(block)
         file.write(struct.pack("<II", zlib.crc32(data), len(data) & 0xFFFFFFFF))

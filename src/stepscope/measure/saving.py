@@ -1,4 +1,4 @@
-"""Autograd's hooks for saved tensors, around code that may not run under any."""
+"""Autograd's saved-tensor hooks around code that may refuse to run under hooks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 def seen_while_allowed(
     pack: Callable[[torch.Tensor], torch.Tensor], give_up: Callable[[], None]
 ) -> Iterator[None]:
-    """`pack` sees every tensor that is saved, until something inside refuses to run under hooks, as
-    torch.func.grad does. Then they are taken off, and `give_up` is told."""
+    """Call `pack` for every saved tensor, until code inside refuses to run under hooks, as
+    torch.func.grad does. Then remove the hooks and call `give_up`."""
     autograd: Any = torch._C._autograd
     disable = autograd._saved_tensors_hooks_disable
-    there = True
+    active = True
 
     def disable_without_ours(*given: Any, **named: Any) -> None:
-        nonlocal there
-        # The program may have put hooks of its own on top, and every thread has its own.
+        nonlocal active
+        # The program may have pushed hooks on top, and the hooks are thread-local.
         top = autograd._top_saved_tensors_default_hooks(True)
-        if there and top is not None and top[0] is pack:
+        if active and top is not None and top[0] is pack:
             autograd._pop_saved_tensors_default_hooks()
-            there = False
+            active = False
             give_up()
         disable(*given, **named)
 
@@ -35,5 +35,5 @@ def seen_while_allowed(
         yield
     finally:
         autograd._saved_tensors_hooks_disable = disable
-        if there:
+        if active:
             autograd._pop_saved_tensors_default_hooks()

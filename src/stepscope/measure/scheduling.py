@@ -1,4 +1,4 @@
-"""Whether this process had the cores that it asked for."""
+"""Time that this process waited for a CPU core."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _THREADS = Path("/proc/self/task")
 
 
 def seconds_without_a_core() -> float | None:
-    """Of all threads together, so far: ready to run, and no core was free. None where the kernel
-    does not count it."""
+    """Seconds that all threads together were runnable without a free core; None if the kernel does
+    not count them."""
     waited: list[int] = []
     with suppress(OSError):
         for thread in _THREADS.iterdir():
-            # A thread may end meanwhile.
+            # A thread may end between listing and reading.
             with suppress(OSError, IndexError, ValueError):
                 waited.append(int((thread / "schedstat").read_text().split()[1]))
     return sum(waited) / 1e9 if waited else None

@@ -1,6 +1,6 @@
-"""A training step as a module that waits where a real one computes, and has its gradients.
+"""A simulated training step: a module that sleeps instead of computing and produces gradients.
 
-For ranks that are more than the machine's cores: what they send is real, their compute is time.
+It is used with more ranks than the machine has cores: communication is real, compute is a wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Due(NamedTuple):
-    """A gradient: its size, its format, and when it is ready after the start of the backward."""
+    """A gradient: its size, its dtype, and its time from the start of the backward."""
 
     elements: int
     dtype: str
@@ -23,10 +23,10 @@ class Due(NamedTuple):
 
 
 class Pace:
-    """A schedule: each stretch begins where the one before should have ended, late or not."""
+    """A schedule: each interval begins when the previous one was due to end, late or not."""
 
     def __init__(self) -> None:
-        self._due_s = self._reached_s = 0.0
+        self._due_s = self._paused_s = 0.0
 
     def start(self, at_s: float) -> None:
         self._due_s = at_s
@@ -37,20 +37,20 @@ class Pace:
         if left > 0:
             time.sleep(left)
 
-    def reach(self) -> None:
-        """Something else has the thread from now on."""
-        self._reached_s = time.monotonic()
+    def pause(self) -> None:
+        """Stop the schedule: other code uses the thread from now on."""
+        self._paused_s = time.monotonic()
 
-    def go_on(self) -> None:
-        """All that follows is later by as much as it took."""
-        self._due_s += time.monotonic() - self._reached_s
+    def resume(self) -> None:
+        """Continue the schedule, delayed by the time since `pause`."""
+        self._due_s += time.monotonic() - self._paused_s
 
 
 class WaitingStep(nn.Module):
-    """Its backward makes gradients in their order and at their distances.
+    """Produces the gradients in the recorded order and at the recorded intervals.
 
-    What a hook does with a gradient delays all that follow, as it would delay real compute; what
-    autograd itself takes between two gradients is part of the distance that was recorded.
+    A gradient hook delays all following gradients, as it would delay real compute; the time of
+    autograd itself between two gradients is part of the recorded interval.
     """
 
     def __init__(
@@ -61,32 +61,33 @@ class WaitingStep(nn.Module):
         optimizer_ms: float,
         like: WaitingStep | None = None,
     ) -> None:
-        """`like` is another of the same gradients, whose values this one may use as well."""
+        """`like` is another step with the same gradients, whose values this step shares."""
         super().__init__()
         self._forward_ms, self._optimizer_ms = forward_ms, optimizer_ms
         self._pace = Pace()
-        self.held = nn.ParameterList(
+        self.weights = nn.ParameterList(
             nn.Parameter(torch.zeros(due.elements, dtype=getattr(torch, due.dtype)))
             for due in gradients
         )
-        # Copied for each backward: a real one makes new tensors as well.
-        self._made: list[Tensor] = (
-            [torch.full_like(parameter, 1e-3) for parameter in self.held]
+        # Copied for each backward: a real backward creates new tensors too.
+        self._gradients: list[Tensor] = (
+            [torch.full_like(parameter, 1e-3) for parameter in self.weights]
             if like is None
-            else like._made
+            else like._gradients
         )
-        self._order = sorted(range(len(gradients)), key=lambda place: gradients[place].ready_ms)
-        moments = [0.0, *(gradients[place].ready_ms for place in self._order), backward_ms]
+        self._order = sorted(range(len(gradients)), key=lambda index: gradients[index].ready_ms)
+        moments = [0.0, *(gradients[index].ready_ms for index in self._order), backward_ms]
         self._gaps = [end - start for start, end in pairwise(moments)]
-        self._at_each_gradient(self._pace.reach)
+        self._at_each_gradient(self._pace.pause)
 
     def count_hooks(self) -> None:
-        """Hooks that were registered until now put off what follows; call after wrapping."""
-        self._at_each_gradient(self._pace.go_on)
+        """Let the hooks registered so far delay the following gradients; call after wrapping."""
+        self._at_each_gradient(self._pace.resume)
 
     def _at_each_gradient(self, act: Callable[[], None]) -> None:
-        # It must not hold this module: no collector looks into the hooks of a parameter.
-        for parameter in self.held:
+        # The hook must not reference this module: the garbage collector does not traverse the hooks
+        # of a parameter.
+        for parameter in self.weights:
             parameter.register_post_accumulate_grad_hook(lambda _: act())
 
     def forward(self) -> Tensor:
@@ -95,37 +96,42 @@ class WaitingStep(nn.Module):
         stream: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
             start, None, None, self._gaps[-1], self._pace
         )
-        # Autograd goes through these from last to first.
+        # Autograd runs these from last to first.
         for number in reversed(range(len(self._order))):
-            place = self._order[number]
+            index = self._order[number]
             stream = _Wait.apply(  # type: ignore[no-untyped-call]
-                stream, self.held[place], self._made[place], self._gaps[number], self._pace
+                stream, self.weights[index], self._gradients[index], self._gaps[number], self._pace
             )
         self._pace.wait(self._forward_ms)
         return stream
 
     def optimize(self, synchronized: bool = False) -> None:
-        """With `synchronized`, from now on: the ranks have waited for each other."""
+        """Wait for the optimizer's time; with `synchronized`, counted from now, since the ranks
+        have waited for each other."""
         if synchronized:
             self._pace.start(time.monotonic())
-        for parameter in self.held:
+        for parameter in self.weights:
             parameter.grad = None
         self._pace.wait(self._optimizer_ms)
 
 
 class _Wait(torch.autograd.Function):
-    """Nothing in the forward; in the backward the time until a gradient is there, and it."""
+    """Does nothing in the forward; in the backward waits and then returns the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, stream: Tensor, parameter: Tensor | None, made: Tensor | None, gap_ms: float,
+        ctx: Any,
+        stream: Tensor,
+        parameter: Tensor | None,
+        value: Tensor | None,
+        gap_ms: float,
         pace: Pace,
-    ) -> Tensor:  # fmt: skip
-        ctx.made, ctx.gap_ms, ctx.pace = (None if parameter is None else made), gap_ms, pace
+    ) -> Tensor:
+        ctx.value, ctx.gap_ms, ctx.pace = (None if parameter is None else value), gap_ms, pace
         return stream.clone()
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = None if ctx.made is None else ctx.made.clone()
+        gradient = None if ctx.value is None else ctx.value.clone()
         ctx.pace.wait(ctx.gap_ms)
         return incoming[0], gradient, None, None, None

@@ -1,4 +1,4 @@
-"""What the GPU's driver says of clocks, power and throttling, through NVML."""
+"""Clocks, power and throttling of a GPU, read from the driver through NVML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _THROTTLE_BITS = {
 
 
 class Telemetry:
-    """One GPU's readings; every value is None where the driver does not give it."""
+    """Readings of one GPU; a value is None if the driver does not report it."""
 
     def __init__(self, uuid: str) -> None:
         self._nvml: Any = None
@@ -35,47 +35,47 @@ class Telemetry:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             self._nvml = pynvml
         except Exception:
-            # No driver library, no permission, a partitioned device: measuring goes on without.
+            # No driver library, no permission or a partitioned device: measure without telemetry.
             self._nvml = None
 
-    def _ask(self, question: Callable[[Any, Any], Any]) -> Any:
+    def _query(self, query: Callable[[Any, Any], Any]) -> Any:
         if self._nvml is None:
             return None
         try:
-            return question(self._nvml, self._handle)
+            return query(self._nvml, self._handle)
         except (self._nvml.NVMLError, AttributeError):
             return None
 
     def read(self) -> Reading:
-        milliwatts = self._ask(lambda n, h: n.nvmlDeviceGetPowerUsage(h))
-        bits = self._ask(lambda n, h: n.nvmlDeviceGetCurrentClocksEventReasons(h)) or 0
+        milliwatts = self._query(lambda n, h: n.nvmlDeviceGetPowerUsage(h))
+        bits = self._query(lambda n, h: n.nvmlDeviceGetCurrentClocksEventReasons(h)) or 0
         return Reading(
             at_s=time.monotonic(),
-            sm_clock_mhz=self._ask(
+            sm_clock_mhz=self._query(
                 lambda n, h: float(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM))
             ),
-            memory_clock_mhz=self._ask(
+            memory_clock_mhz=self._query(
                 lambda n, h: float(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM))
             ),
             power_w=None if milliwatts is None else milliwatts / 1e3,
-            temperature_c=self._ask(
+            temperature_c=self._query(
                 lambda n, h: float(n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU))
             ),
             throttle=tuple(name for bit, name in _THROTTLE_BITS.items() if bits & bit),
         )
 
     def energy_j(self) -> float | None:
-        """Joules that the device has taken since the driver was loaded."""
-        millijoules = self._ask(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))
+        """Energy consumed since the driver was loaded, in joules."""
+        millijoules = self._query(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))
         return None if millijoules is None else float(millijoules) / 1e3
 
     def driver(self) -> str | None:
-        version = self._ask(lambda n, _: n.nvmlSystemGetDriverVersion())
+        version = self._query(lambda n, _: n.nvmlSystemGetDriverVersion())
         return None if version is None else str(version)
 
     def power_limit_w(self) -> float | None:
-        milliwatts = self._ask(lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h))
+        milliwatts = self._query(lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h))
         return None if milliwatts is None else float(milliwatts) / 1e3
 
     def max_sm_clock_mhz(self) -> float | None:
-        return self._ask(lambda n, h: float(n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)))  # type: ignore[no-any-return]
+        return self._query(lambda n, h: float(n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)))  # type: ignore[no-any-return]

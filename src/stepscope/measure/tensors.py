@@ -1,7 +1,8 @@
-"""Bytes of the tensors that live, counted at the dispatcher: on any device, to the byte.
+"""Exact bytes of live tensors on any device, counted at the dispatcher.
 
-An allocator's statistics exist for CUDA only. Here every operator's result is seen as it is made,
-and its storage is counted until it dies; what existed before is counted when it is named.
+Allocator statistics exist for CUDA only. Here the result of every operator is seen when it is
+created, and its storage is counted until it is freed; tensors that existed before are added with
+`count`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorage:
-    """One storage that lives: its bytes, who made it, and the line of the account it is on."""
+    """A live storage: its bytes, the operator that created it, and its line in the ledger."""
 
     __slots__ = ("bytes", "line", "operator")
 
@@ -34,12 +35,12 @@ _PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
     torch.jagged: ("values", "offsets"),
 }
-"""Methods that give the tensors which hold the numbers of one that has no storage of its own."""
+"""Methods that return the component tensors of a layout without a storage of its own."""
 
 
 def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose storages hold its numbers: itself, or its parts. None where a library
-    keeps them to itself."""
+    """Tensors with the storages of this tensor: itself or its components; empty for layouts whose
+    components are not accessible."""
     if tensor.layout is torch.strided:
         return [tensor]
     with torch.no_grad(), _disable_current_modes():
@@ -47,9 +48,9 @@ def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages on one device while it is entered.
+    """Counts the live storages on one device while it is active.
 
-    A tensor that an operator makes and frees within itself is not seen.
+    A tensor that an operator creates and frees internally is not seen.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,19 +61,19 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
 
     def count(self, tensors: Iterable[torch.Tensor], line: str = "") -> None:
-        """Tensors that were made outside, or that belong on another line from now on."""
+        """Count tensors that were created outside, or move tensors to another line."""
         for tensor in tensors:
-            for held in self._see(tensor, ""):
-                self.move(held, line)
+            for storage in self._see(tensor, ""):
+                self.move(storage, line)
 
-    def move(self, held: LiveStorage, line: str) -> None:
-        held.line = line
+    def move(self, storage: LiveStorage, line: str) -> None:
+        storage.line = line
 
     def reset_peak(self) -> None:
         self.peak = self.now
 
     def held(self, tensor: torch.Tensor) -> list[LiveStorage]:
-        """The storages of a tensor that are known."""
+        """The counted storages of a tensor."""
         keys = (part.untyped_storage()._cdata for part in stored(tensor))
         return [self._live[key] for key in keys if key in self._live]
 
@@ -90,11 +91,11 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def aside(self, note: Callable[..., None], *given: Any) -> None:
-        """All that is done here within the program that is counted."""
+        """Run the bookkeeping of the counter; overridden to handle its errors."""
         note(*given)
 
     def before(self) -> None:
-        """Called ahead of every operator."""
+        """Called before every operator."""
 
     def after(
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
@@ -113,18 +114,18 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_storage(self, storage: torch.UntypedStorage, operator: str) -> LiveStorage:
         key = storage._cdata
         if key not in self._live:
-            held = self._live[key] = self.made(storage.nbytes(), operator)
-            self.now += held.bytes
+            entry = self._live[key] = self.made(storage.nbytes(), operator)
+            self.now += entry.bytes
             weakref.finalize(storage, self._forget, key)
         return self._live[key]
 
     def _forget(self, key: int) -> None:
-        held = self._live.pop(key)
-        self.now -= held.bytes
-        self.freed(held)
+        storage = self._live.pop(key)
+        self.now -= storage.bytes
+        self.freed(storage)
 
     def made(self, size: int, operator: str) -> LiveStorage:
         return LiveStorage(size, operator, "")
 
-    def freed(self, held: LiveStorage) -> None:
-        """Called when a storage has died."""
+    def freed(self, storage: LiveStorage) -> None:
+        """Called when a storage has been freed."""

@@ -1,8 +1,8 @@
-"""The timer: phases of a step as closures in, raw samples out.
+"""The timer: takes the phases of a step as closures and returns raw samples.
 
-A sample starts on an idle device and ends on an idle device. Within it the host never waits, so
-the device's queue shows what the device took (events) and the host's clock shows two things: how
-long the host took to issue the work, and the wall time until the device was done.
+A sample starts and ends on an idle device. Within it the host never waits, so events in the
+device's queue give the device time, and the host's clock gives two times: how long the host took to
+issue the work, and the wall time until the device was done.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ class Timing(NamedTuple):
 
 
 class Samples:
-    """Collects values by name and clock; warm-up samples are kept apart."""
+    """Collects values by name, variant and clock; warm-up samples are collected separately."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str, Clock], tuple[list[float], list[float]]] = {}
+        self.collected: dict[tuple[str, str, Clock], tuple[list[float], list[float]]] = {}
 
     def add(self, name: str, clock: Clock, value: float, *, warm: bool, variant: str = "") -> None:
-        values, warmup = self.held.setdefault((name, variant, clock), ([], []))
+        values, warmup = self.collected.setdefault((name, variant, clock), ([], []))
         (values if warm else warmup).append(value)
 
     def series(self) -> tuple[Series, ...]:
         return tuple(
             Series(
-                name=name, variant=variant, unit="ms", clock=clock,
-                values=tuple(values), warmup=tuple(warmup),
+                name=name,
+                variant=variant,
+                unit="ms",
+                clock=clock,
+                values=tuple(values),
+                warmup=tuple(warmup),
             )
-            for (name, variant, clock), (values, warmup) in self.held.items()
-        )  # fmt: skip
+            for (name, variant, clock), (values, warmup) in self.collected.items()
+        )
 
 
 def time_step(
@@ -73,11 +77,10 @@ def time_step(
     """Time a step and its phases.
 
     `alternate` takes each sample twice, once without and once with marks between the phases, so
-    that the series `step` is free of them and the phases can be held against it. `always` marks
-    every step, for when the first steps themselves are the subject. `before` runs ahead of each
-    sample, outside of it. Samples are taken until there are `steps` of them and `min_seconds`
-    have passed; `enough_samples` of them, and one step of warm-up, are enough where they have taken
-    `enough_seconds`: long steps differ by little.
+    that the series `step` has no marks and the phases can be compared with it. `always` marks every
+    step, for studies of the first steps. `before` runs ahead of each sample, outside of it.
+    Sampling ends after `steps` samples and `min_seconds`, or after `enough_samples` samples (and
+    one step of warm-up) that took `enough_seconds`: long steps vary little.
     """
     samples = Samples()
 
@@ -87,13 +90,13 @@ def time_step(
         _sample(phases, device, samples, warm=warm, inner=inner, outer=outer)
 
     readings = [device.read()]
-    whole_too = inner_marks == "alternate"
+    alternate = inner_marks == "alternate"
     with no_collection():
         started = time.monotonic()
         for done in range(warmup):
             if done and time.monotonic() - started >= enough_seconds:
                 break
-            take(warm=False, inner=not whole_too, outer=True)
+            take(warm=False, inner=not alternate, outer=True)
             if progress:
                 progress(done + 1, warmup + steps)
         started = time.monotonic()
@@ -101,10 +104,10 @@ def time_step(
         while taken < steps or (
             time.monotonic() - started < min_seconds and taken < max(steps, MAX_SAMPLES)
         ):
-            if whole_too:
+            if alternate:
                 take(warm=True, inner=False, outer=True)
-            if not whole_too or len(phases) > 1:
-                take(warm=True, inner=True, outer=not whole_too)
+            if not alternate or len(phases) > 1:
+                take(warm=True, inner=True, outer=not alternate)
             taken += 1
             if progress:
                 progress(warmup + min(taken, steps), warmup + steps)
@@ -154,7 +157,7 @@ def _sample(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector from running inside a sample, as `timeit` does."""
+    """Disable Python's garbage collector inside samples, as `timeit` does."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

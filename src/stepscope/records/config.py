@@ -1,7 +1,7 @@
-"""The configuration of a record's case, checked once where the record is read.
+"""Validation of the configuration of a record's case, once, when the record is read.
 
-A setting has the same type in every study, so one table of them serves all, and the pages of the
-studies can rely on it. Settings that are not in the table are not checked.
+A setting has the same type in every study, so one table covers all studies, and their pages can
+rely on it. Settings that are not in the table are not checked.
 """
 
 from __future__ import annotations
@@ -14,104 +14,104 @@ from msgspec import UNSET, UnsetType
 from stepscope.errors import StepscopeError, in_one_line
 
 _DEEPEST = 32
-"""Levels of nesting; what studies record has less than 10."""
+"""Maximum levels of nesting; the studies record less than 10."""
 
 Counted = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
-Whole = Counted | UnsetType
-Some = Annotated[int, msgspec.Meta(ge=1, le=10**15)] | UnsetType
+OptionalCount = Counted | UnsetType
+OptionalPositiveInt = Annotated[int, msgspec.Meta(ge=1, le=10**15)] | UnsetType
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 Positive = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-Number = Positive | UnsetType
-Text = str | UnsetType
-Flag = bool | UnsetType
+OptionalNumber = Positive | UnsetType
+OptionalText = str | UnsetType
+OptionalFlag = bool | UnsetType
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass"}):
-    """Every setting that the studies have, with its type and range."""
+    """All settings of the studies, with type and range."""
 
-    accumulator: Text = UNSET
+    accumulator: OptionalText = UNSET
     arguments: list[str] | UnsetType = UNSET
-    attention: Text = UNSET
-    back_to_back: Whole = UNSET
-    backend: Text = UNSET
-    batch: Some | None = UNSET
+    attention: OptionalText = UNSET
+    back_to_back: OptionalCount = UNSET
+    backend: OptionalText = UNSET
+    batch: OptionalPositiveInt | None = UNSET
     bucket_mb: list[Positive] | UnsetType = UNSET
-    budget_bytes: Whole = UNSET
-    causal: Flag = UNSET
-    checkpoint: Text = UNSET
-    collective: Text = UNSET
-    compile: Text = UNSET
-    compile_mode: Text = UNSET
-    compute: Text = UNSET
-    context: Whole = UNSET
-    count: Whole = UNSET
-    dtype: Text = UNSET
-    format: Text = UNSET
-    fused: Flag = UNSET
-    graph: Flag = UNSET
-    head: Some = UNSET
-    heads: Some = UNSET
-    how: Text = UNSET
-    joined: Flag = UNSET
-    keep: Text = UNSET
-    kind: Text = UNSET
+    budget_bytes: OptionalCount = UNSET
+    causal: OptionalFlag = UNSET
+    checkpoint: OptionalText = UNSET
+    collective: OptionalText = UNSET
+    compile: OptionalText = UNSET
+    compile_mode: OptionalText = UNSET
+    compute: OptionalText = UNSET
+    context: OptionalCount = UNSET
+    count: OptionalCount = UNSET
+    dtype: OptionalText = UNSET
+    format: OptionalText = UNSET
+    fused: OptionalFlag = UNSET
+    graph: OptionalFlag = UNSET
+    head: OptionalPositiveInt = UNSET
+    heads: OptionalPositiveInt = UNSET
+    how: OptionalText = UNSET
+    joined: OptionalFlag = UNSET
+    keep: OptionalText = UNSET
+    kind: OptionalText = UNSET
     length: list[Counted] | UnsetType = UNSET
-    lever: Text = UNSET
+    lever: OptionalText = UNSET
     link: list[str] | UnsetType = UNSET
-    loss: Text = UNSET
-    loss_steps: Whole = UNSET
-    mib: Whole = UNSET
-    min_seconds: Number = UNSET
-    mode: Text = UNSET
-    model: Text = UNSET
-    optimizer: Text = UNSET
+    loss: OptionalText = UNSET
+    loss_steps: OptionalCount = UNSET
+    mib: OptionalCount = UNSET
+    min_seconds: OptionalNumber = UNSET
+    mode: OptionalText = UNSET
+    model: OptionalText = UNSET
+    optimizer: OptionalText = UNSET
     overrides: dict[str, Any] | UnsetType = UNSET
-    own: Text = UNSET
-    part: Text = UNSET
-    pass_: Text = UNSET
-    race: Text = UNSET
+    own: OptionalText = UNSET
+    part: OptionalText = UNSET
+    pass_: OptionalText = UNSET
+    race: OptionalText = UNSET
     racers: list[Any] | UnsetType = UNSET
     rank: Rank | UnsetType = UNSET
     ranks: Ranks | list[Ranks] | UnsetType = UNSET
-    rounds: Whole = UNSET
-    rows: Whole = UNSET
-    rung: Text = UNSET
-    samples: Whole = UNSET
-    script: Text = UNSET
-    searched: Flag = UNSET
-    seq: Some = UNSET
-    size: Text = UNSET
+    rounds: OptionalCount = UNSET
+    rows: OptionalCount = UNSET
+    rung: OptionalText = UNSET
+    samples: OptionalCount = UNSET
+    script: OptionalText = UNSET
+    searched: OptionalFlag = UNSET
+    seq: OptionalPositiveInt = UNSET
+    size: OptionalText = UNSET
     sizes: list[Counted] | UnsetType = UNSET
-    snapshot: Text = UNSET
+    snapshot: OptionalText = UNSET
     step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType | None = UNSET
-    steps: Whole = UNSET
-    subject: Text = UNSET
-    table: Text = UNSET
+    steps: OptionalCount = UNSET
+    subject: OptionalText = UNSET
+    table: OptionalText = UNSET
     term: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType = UNSET
-    terms: Text = UNSET
-    timed: Whole = UNSET
+    terms: OptionalText = UNSET
+    timed: OptionalCount = UNSET
     together_ms: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)] | UnsetType | None = UNSET
-    traced: Whole = UNSET
-    warmup: Whole = UNSET
-    warps: Whole = UNSET
+    traced: OptionalCount = UNSET
+    warmup: OptionalCount = UNSET
+    warps: OptionalCount = UNSET
 
 
 class Named(dict[str, Any]):
-    """Settings or notes of a record, which report a missing one as an error of that record."""
+    """Settings or notes of a record; a missing key raises an error that names the record."""
 
-    def __init__(self, held: dict[str, Any], where: str) -> None:
-        super().__init__(held)
+    def __init__(self, entries: dict[str, Any], where: str) -> None:
+        super().__init__(entries)
         self._where = where
 
     def __missing__(self, key: str) -> Any:
         raise StepscopeError(
-            f"{self._where} has no {key!r}", "was it made by another version of Stepscope?"
+            f"{self._where} has no {key!r}", "was it written by another version of Stepscope?"
         )
 
 
 def check_depth(value: dict[str, Any], part: str) -> None:
-    """Raise StepscopeError where `value` is nested too deeply to be traversed and encoded again."""
+    """Raise StepscopeError if `value` is nested too deeply to be traversed and encoded again."""
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         level = [

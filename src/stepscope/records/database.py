@@ -1,4 +1,4 @@
-"""Opening the SQLite file of a store, wherever it is, without harm to what is there."""
+"""Open the SQLite file of a store safely, also on read-only media."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = {
 }
 
 _MAGIC = b"SQLite format 3\0"
-_CANNOT_WRITE_BESIDE = (
+_CANNOT_WRITE_TO_FOLDER = (
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_IOERR,
@@ -44,12 +44,13 @@ _CANNOT_WRITE_BESIDE = (
 
 
 def open_database(path: Path, *, create: bool, wait_s: float) -> sqlite3.Connection:
-    """A connection to a store that exists, or to a new one. Without `create`, reading suffices."""
+    """Connect to a store. With `create`, create it if it is missing and open it for writing; else
+    open it for reading."""
     with plain_errors(path):
         if path.is_dir():
             raise StepscopeError(f"{path} is a folder", f"name a file in it: {path / 'runs.db'}")
         if not path.exists() and not create:
-            raise StepscopeError(f"there is no store at {path}", "name another, or make one")
+            raise StepscopeError(f"there is no store at {path}", "name another, or create one")
         if path.exists():
             _refuse_broken(path)
         if create:
@@ -59,7 +60,8 @@ def open_database(path: Path, *, create: bool, wait_s: float) -> sqlite3.Connect
 
 
 def _refuse_broken(path: Path) -> None:
-    """Two things SQLite lets pass: a file of one byte, which it overwrites, and a cut last page."""
+    """Reject two cases that SQLite accepts: a one-byte file, which it overwrites, and a truncated
+    last page."""
     with path.open("rb") as file:
         header = file.read(len(_MAGIC) + 2)
         size = file.seek(0, os.SEEK_END)
@@ -69,7 +71,7 @@ def _refuse_broken(path: Path) -> None:
         raise not_a_database(path)
     page = int.from_bytes(header[len(_MAGIC) :], "big")
     if page > 1 and size % page:
-        raise damaged(path, "its last page is not whole")
+        raise damaged(path, "its last page is truncated")
 
 
 def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
@@ -78,7 +80,7 @@ def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
 
 
 def _guarded(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """A file may come from anywhere: its schema may call no function, and cells are checked."""
+    """Protect against untrusted files: the schema may not call functions, and cells are checked."""
     with _closed_on_failure(connection):
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
@@ -107,14 +109,15 @@ def _open_for_writing(path: Path, wait_s: float) -> sqlite3.Connection:
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
-        # Whether writing works must show here, and not after an hour of measuring.
+        # A failure to write must show here, not after an hour of measuring.
         connection.execute("DELETE FROM runs WHERE FALSE")
         connection.execute("COMMIT")
     return connection
 
 
 def _use_wal(connection: sqlite3.Connection, wait_s: float) -> None:
-    """Switch to write-ahead logging; SQLite's own wait does not cover two first openers."""
+    """Switch to write-ahead logging; SQLite's timeout does not cover two processes that open a new
+    store at once."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -130,7 +133,7 @@ def _open_for_reading(path: Path, wait_s: float) -> sqlite3.Connection:
     try:
         return _checked(_connect(path, "mode=rw", wait_s), path)
     except sqlite3.Error as error:
-        if primary_code(error) not in _CANNOT_WRITE_BESIDE:
+        if primary_code(error) not in _CANNOT_WRITE_TO_FOLDER:
             raise
     return _checked(_open_without_writing(path, wait_s), path)
 
@@ -143,11 +146,12 @@ def _checked(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
 
 
 def _open_without_writing(path: Path, wait_s: float) -> sqlite3.Connection:
-    """Reading a write-ahead log needs a file beside it, which this folder does not allow."""
+    """Open a store in a read-only folder, where the extra file of a write-ahead log cannot be
+    created."""
     log = path.with_name(path.name + "-wal")
     if not log.exists() or log.stat().st_size == 0:
         return _connect(path, "mode=ro&immutable=1", wait_s)
-    # `immutable` would skip the log, and with it the newest records: read a copy of both.
+    # `immutable` would ignore the log with the newest records: read a copy of both files.
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
         copy = Path(folder) / path.name
         shutil.copyfile(path, copy)
@@ -159,7 +163,7 @@ def _open_without_writing(path: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: bool) -> None:
-    # As of one moment: another process may be making the store.
+    # In one transaction: another process may be creating the store.
     connection.execute("BEGIN")
     application = _pragma(connection, "application_id")
     version = _pragma(connection, "user_version")
@@ -180,8 +184,8 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: b
 
 
 def _unlike_a_store(connection: sqlite3.Connection, schema: list[tuple[object, ...]]) -> str:
-    """How the tables differ from a store's. A view or a virtual table in the place of a table runs
-    code of whoever wrote the file at every query, and may never end."""
+    """Describe how the tables differ from a store's; empty if they do not. A view or a virtual
+    table instead of a table would run code from the file at every query, possibly forever."""
     tables = {name for kind, name, page in schema if kind == "table" and page}
     for kind, name, page in schema:
         if kind in ("view", "trigger") or not page:
@@ -189,7 +193,7 @@ def _unlike_a_store(connection: sqlite3.Connection, schema: list[tuple[object, .
     for table, wanted in _COLUMNS.items():
         if table not in tables:
             return f"it has no table {table}"
-        # A column that is not stored has a value other than 0 in the last field.
+        # A hidden or generated column has a value other than 0 in the last field.
         columns = connection.execute(f"PRAGMA table_xinfo({table})").fetchall()
         if tuple(column[1] for column in columns) != wanted or any(c[-1] for c in columns):
             return f"its table {table} has other columns"

@@ -1,4 +1,4 @@
-"""JSON from files and processes that may be damaged: every failure is a `msgspec.DecodeError`."""
+"""Decode JSON that may be damaged: every failure is a `msgspec.DecodeError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar, overload
 import msgspec
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""An integer that fits a float and a column of SQLite; those of JSON may have any length."""
+"""A 64-bit integer, as in SQLite; integers in JSON have no limit."""
 
 Kind = TypeVar("Kind")
 
@@ -21,8 +21,8 @@ def from_json(data: bytes | bytearray | str, kind: type[Kind]) -> Kind: ...
 
 
 def from_json(data: bytes | bytearray | str, kind: Any = Any) -> Any:
-    """`msgspec.json.decode`, which raises other exceptions for text that is not UTF-8 and for text
-    that is nested too deeply."""
+    """Decode JSON like `msgspec.json.decode`, but raise DecodeError also for text that is not UTF-8
+    or is nested too deeply."""
     try:
         return msgspec.json.decode(data, type=kind)
     except UnicodeError as error:

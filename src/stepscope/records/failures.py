@@ -1,4 +1,4 @@
-"""What SQLite and the file system can fail with, as one line with its mend."""
+"""Errors of SQLite and of the file system as one line with a fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEARLY_FULL_BYTES = 1 << 18
 
 @contextmanager
 def plain_errors(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the file system raise into one line with its mend."""
+    """Convert exceptions of SQLite and of the file system to one line with a fix."""
     try:
         yield
     except sqlite3.ProgrammingError:
@@ -24,14 +24,14 @@ def plain_errors(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         raise _explain_sqlite(error, path) from error
     except UnicodeDecodeError as error:
-        # A message of SQLite that quotes a scribbled schema.
-        raise damaged(path, "its table of contents is unreadable") from error
+        # A message of SQLite that quotes a corrupted schema.
+        raise damaged(path, "its schema is unreadable") from error
     except OSError as error:
         raise explain_os(error, path) from error
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """The primary result code; 0 for what Python's own layer raised."""
+    """The primary result code; 0 for errors raised by Python's sqlite3 module itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -43,7 +43,7 @@ def _explain_sqlite(error: sqlite3.Error, path: Path) -> StepscopeError:
             return _disk_full(path)
         case sqlite3.SQLITE_NOTADB:
             return not_a_database(path)
-        # The statements are fixed: where one fails as such, the file does not fit it.
+        # The statements are fixed: if one is invalid, the file has another schema.
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_ERROR | 0:
             return damaged(path, str(error))
         case sqlite3.SQLITE_READONLY:
@@ -64,19 +64,19 @@ def _explain_sqlite(error: sqlite3.Error, path: Path) -> StepscopeError:
 
 
 def explain_os(error: OSError, path: Path) -> StepscopeError:
-    """The same for a failure that did not come through SQLite."""
+    """Convert an OSError to one line with a fix."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(path)
     why = error.strerror or str(error)
     return StepscopeError(
         f"{error.filename or path}: {why[:1].lower()}{why[1:]}",
-        "choose a place where files can be read and written",
+        "choose a folder where files can be read and written",
     )
 
 
 def _disk_full(path: Path) -> StepscopeError:
     return StepscopeError(
-        f"the disk of {path} is full; what was stored before is safe", "free some space and go on"
+        f"the disk of {path} is full; the stored records are safe", "free some space and resume"
     )
 
 

@@ -1,4 +1,4 @@
-"""Records as JSON Lines: what travels between machines and into version control."""
+"""Records as JSON Lines, for transfer between machines and for version control."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from stepscope.records.store import Store
 
 
 class Imported(NamedTuple):
-    """How many records an import added, and how many were there already."""
+    """Number of records that an import added, and of those that were already stored."""
 
     added: int
     skipped: int
 
 
 def rounded(record: Record, digits: int) -> Record:
-    """The record with its samples and readings to so many significant digits; times end well before
-    the sixteenth digit, and a file of them is half as long without."""
+    """Round the samples to `digits` significant digits and the times of readings to 1 ms. Float64
+    has sixteen digits, far more than a time needs; a rounded file is half as long."""
 
     def short(value: float) -> float:
         return float(f"{value:.{digits}g}")
 
     series = tuple(
         msgspec.structs.replace(
-            held, values=tuple(map(short, held.values)), warmup=tuple(map(short, held.warmup))
+            one, values=tuple(map(short, one.values)), warmup=tuple(map(short, one.warmup))
         )
-        for held in record.series
+        for one in record.series
     )
     readings = tuple(
-        msgspec.structs.replace(held, at_s=round(held.at_s, 3)) for held in record.readings
+        msgspec.structs.replace(one, at_s=round(one.at_s, 3)) for one in record.readings
     )
     return msgspec.structs.replace(record, series=series, readings=readings)
 
 
 def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> None:
-    """One record a line. The file is complete or, if this fails, as it was before."""
+    """Write one record per line. If this fails, the previous file is unchanged."""
     target = Path(path)
     if target.is_dir():
         raise StepscopeError(f"{target} is a folder", "name a file in it")
@@ -56,8 +56,8 @@ def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> No
 
 
 def replace_file(target: Path, parts: Iterable[bytes]) -> None:
-    """Write a file whole or not at all. The name of the temporary one cannot be guessed, so that
-    no link can be waiting there, and a link at the target is replaced and not followed."""
+    """Write a file atomically. The name of the temporary file is random, so that it cannot be an
+    existing link; a link at the target is replaced, not followed."""
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(descriptor, "wb") as file:
@@ -75,7 +75,7 @@ def replace_file(target: Path, parts: Iterable[bytes]) -> None:
 
 
 def _mode(target: Path) -> int:
-    """Permissions of the file that is replaced, else the usual: a temporary file is private."""
+    """Permissions of the replaced file, or the default; temporary files are private."""
     if target.exists():
         return target.stat().st_mode & 0o777
     mask = os.umask(0)
@@ -84,7 +84,7 @@ def _mode(target: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Without this, a power cut may forget the new name."""
+    """Flush the directory entry, so that the new name survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,7 +93,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
-    """All records of a file; an error names the line."""
+    """Read all records of a file; an error names the line."""
     source = Path(path)
     try:
         lines = source.read_bytes().split(b"\n")
@@ -108,36 +108,36 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
         try:
             records.append(decode(line))
         except StepscopeError as error:
-            mend = _mend(source, number, len(lines), error)
-            raise StepscopeError(f"{source}, line {number}: {error}", mend) from error
+            hint = _hint(source, number, len(lines), error)
+            raise StepscopeError(f"{source}, line {number}: {error}", hint) from error
     return tuple(records)
 
 
-def _mend(source: Path, number: int, lines: int, error: StepscopeError) -> str:
-    """What can be done about a line that is not JSON; other errors say it themselves."""
+def _hint(source: Path, number: int, lines: int, error: StepscopeError) -> str:
+    """Hint for a line that is not JSON; the messages of other errors contain their own."""
     cause = error.__cause__
     if not isinstance(cause, msgspec.DecodeError) or isinstance(cause, msgspec.ValidationError):
         return ""
     if number == 1:
-        return "it is no file of records, which has one JSON object a line"
+        return "a file of records has one JSON object per line"
     if number == lines:
-        whole = number - 1
+        complete = number - 1
         return (
-            f"the file is cut off in its last line; to take what is whole:"
-            f" head -n {whole} {source} > whole.jsonl"
+            f"the file is truncated in its last line; to recover the complete records:"
+            f" head -n {complete} {source} > complete.jsonl"
         )
     return ""
 
 
 def import_into(store: Store, records: Sequence[Record]) -> Imported:
-    """Add records and the runs they name, all or none; those that are there already are skipped."""
+    """Add records and their runs in one transaction; skip records that are already stored."""
     by_id: dict[str, Record] = {}
     for record in records:
-        held = by_id.setdefault(record.id, record)
-        _refuse_other(record, held)
+        first = by_id.setdefault(record.id, record)
+        _refuse_other(record, first)
     with store.transaction():
         known_runs = {run.id for run in store.runs()}
-        kept = {
+        stored = {
             record.id: record
             for run in {record.run for record in records} & known_runs
             for record in store.records(run, all_attempts=True)
@@ -147,26 +147,26 @@ def import_into(store: Store, records: Sequence[Record]) -> Imported:
                 store.add_run(_run_of([r for r in by_id.values() if r.run == run_id]))
         added = 0
         for record in by_id.values():
-            if record.id in kept:
-                _refuse_other(record, kept[record.id])
+            if record.id in stored:
+                _refuse_other(record, stored[record.id])
             else:
                 store.add(record)
                 added += 1
     return Imported(added, len(records) - added)
 
 
-def _refuse_other(record: Record, held: Record) -> None:
-    # Compared as read back: a whole number given as an int is written unlike the same float.
-    if decode(encode(record)) != decode(encode(held)):
+def _refuse_other(record: Record, existing: Record) -> None:
+    # Compared after a round trip: an int and the equal float have different encodings.
+    if decode(encode(record)) != decode(encode(existing)):
         raise StepscopeError(
-            f"record {record.id} ({record.study} {record.case}) differs from the one of that id"
-            " which is there already",
+            f"record {record.id} ({record.study} {record.case}) differs from the record that is"
+            " already stored with that id",
             "import into another store to keep both",
         )
 
 
 def _run_of(records: Sequence[Record]) -> Run:
-    """The run that records from elsewhere belong to, as far as they tell."""
+    """Reconstruct the run of imported records from their fields."""
     return Run(
         id=records[0].run,
         created=min(record.started for record in records),

@@ -1,4 +1,4 @@
-"""One worker at a time: an advisory lock that dies with its holder."""
+"""An advisory lock for one process at a time, released when the process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.records.failures import explain_os
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file at `path`, or say which process does."""
+    """Hold the lock file at `path`, or raise an error that names the process that holds it."""
     try:
         descriptor = _acquire(path, what)
     except OSError as error:
@@ -22,7 +22,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while still held: whoever waits on this file sees that it is no longer the one.
+        # Removed while locked: a process that opened this file sees that it was replaced.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -41,7 +41,7 @@ def _acquire(path: Path, what: str) -> int:
             os.close(descriptor)
             by = f"process {holder}" if holder else "another process"
             raise StepscopeError(
-                f"{by} is working on {what}", "wait for it, or end it and try again"
+                f"{by} is working on {what}", "wait for it, or stop it and try again"
             ) from None
         except BaseException:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The account of a step's memory as a record's notes keep it: lines, phases, saved tensors."""
+"""The memory ledger of a step as stored in a record: lines, phases, saved tensors."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ WITHIN_OPERATORS = "within operators"
 LIBRARIES = "cuBLAS work space"
 ROUNDING = "blocks larger than requests"
 RECOMPUTED = "activations run again"
-"""What a checkpointed stretch makes when the backward runs it again."""
+"""Line of the activations that the backward recomputes in a checkpointed segment."""
 KEPT_INPUT = "checkpoint, input"
-"""Names the line of what a checkpointed stretch keeps, after `SAVED`."""
+"""Line of the saved input of a checkpointed segment, after `SAVED`."""
 SAVED = "saved: "
-"""Begins the lines of activations kept for backward; module and operator follow."""
+"""Prefix of the lines of activations saved for backward; module and operator follow."""
 SAVED_KIND = "saved for backward"
-"""All of those lines together."""
+"""Kind of all lines with the prefix `SAVED`."""
 MODEL_BUILT = "model built"
 STEP_END = "step end"
-"""Moments beside the ends of phases: before the first step, and when a step has let go of all."""
+"""Moments besides the ends of phases: before the first step, and after a step has freed its
+tensors."""
 
 
 class PhasePeak(Part, frozen=True):
-    """The peak of a phase: `allocated` is the allocator's, or on a CPU the count's."""
+    """The peak of a phase; `allocated` is reported by the allocator, or counted on a CPU."""
 
     phase: str
     allocated: Int64
     lines: dict[str, Int64]
     operator: str
-    """The one that reached it."""
+    """The operator that reached the peak."""
 
     @property
     def residual(self) -> int:
-        """What is on no line."""
+        """Bytes that are not attributed to a line."""
         return self.allocated - sum(self.lines.values())
 
 
 class Standing(Part, frozen=True):
-    """What CUDA's allocator and driver hold at one moment, in bytes."""
+    """Bytes of CUDA's allocator and driver at one moment."""
 
     allocated: Int64
     reserved: Int64
     driver: Int64
-    """Of the whole device, as `nvidia-smi` shows it."""
+    """Memory in use on the entire device, as `nvidia-smi` shows it."""
 
 
 class Point(Part, frozen=True):
-    """What the tensors of each kind hold after an operator, by its number in the step."""
+    """Bytes of the tensors of each kind after an operator; `operator` is its number in the step."""
 
     phase: str
     operator: Int64
@@ -63,7 +64,7 @@ class Point(Part, frozen=True):
 
 
 class SavedTensor(Part, frozen=True):
-    """One tensor that autograd keeps."""
+    """A tensor that autograd saved for backward."""
 
     module: str
     operator: str
@@ -71,33 +72,34 @@ class SavedTensor(Part, frozen=True):
     dtype: str
     bytes: Int64
     code: str
-    """File and line of the model that ran the operator."""
+    """File and line of the code that ran the operator."""
     times: Int64 = 1
-    """Others like it in the same step, and itself."""
+    """Number of equal tensors in the same step, including this one."""
 
 
 class Remedy(Part, frozen=True):
-    """A change with which a step is predicted to fit."""
+    """A change that is predicted to make the step fit."""
 
     words: str
     peak: Int64
     changes: dict[str, str | Int64]
-    """Fields of the workload."""
+    """Changed fields of the workload."""
 
 
 class PostMortem(Part, frozen=True):
-    """Of a step that ran out of memory; all sizes in bytes."""
+    """Analysis of a step that ran out of memory; all sizes in bytes."""
 
     limit: Int64
-    """What the allocator may hold: the device's memory without context and libraries, or less."""
+    """Memory available to the allocator: the device's memory without context and libraries, or a
+    lower limit."""
     asked: Int64
-    """The request that failed, 0 where the error does not say."""
+    """Size of the failed request; 0 if the error does not report it."""
     held: Int64
-    """What was allocated then, by the allocator; 0 where it does not say."""
+    """Bytes allocated at that time; 0 if the allocator does not report them."""
     phase: str
-    """In which it is predicted to need more than there is."""
+    """The phase that is predicted to exceed the limit."""
     lines: dict[str, Int64]
-    """What holds the bytes at that moment, as predicted."""
+    """Predicted bytes by line at that moment."""
     needed: Int64
     """The predicted peak."""
     remedies: tuple[Remedy, ...]
@@ -113,7 +115,7 @@ Course = tuple[Point, ...]
 
 
 def kind_of(line: str) -> str:
-    """Lines by kind: all that is saved for backward is one."""
+    """The kind of a line; all lines that are saved for backward are one kind."""
     return SAVED_KIND if line.startswith(SAVED) else line
 
 

@@ -1,8 +1,8 @@
-"""Names in records: which text may become part of a path, a command line or a page.
+"""Valid names in records, which become part of paths, command lines and pages.
 
-A record file or a store may come from anywhere, and its run becomes a file name. The rule is
-checked when a record or a run is constructed, which covers every way in: JSON Lines, the store,
-an import, a measurement.
+A record file or a store may come from an untrusted source, and its run becomes a file name. The
+names are checked when a record or a run is constructed, which covers every source: JSON Lines, the
+store, an import, a measurement.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 
 LONGEST_NAME = 200
-"""Characters. With a prefix and a suffix it still fits into the 255 bytes of a file name."""
+"""Maximum length. With a prefix and a suffix it still fits into the 255 bytes of a file name."""
 LONGEST_CASE = 1000
-"""A case lists every setting that differs from the default; it never becomes a file name."""
+"""Maximum length. A case lists all settings that differ from the default; it never becomes a file
+name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]*")
 _CASE = re.compile(r"[A-Za-z0-9._=+-]+")
@@ -38,7 +39,8 @@ def require_case(field: str, text: str) -> None:
 
 
 def file_name(text: str) -> str:
-    """`text` as one component of a path: other characters become a dash, and it is never hidden."""
+    """Convert `text` to one component of a path: other characters become a dash, and the file is
+    never hidden."""
     return _NOT_IN_FILE_NAMES.sub("-", text).lstrip(".-")[:LONGEST_NAME] or "unnamed"
 
 

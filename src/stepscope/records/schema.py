@@ -1,10 +1,10 @@
-"""The record: the immutable result of one case, and the parts it is made of.
+"""The record: the immutable result of one case, and its parts.
 
-Format history
-  1  first published form
-  2  notes: what is neither a number nor a sample
-  3  quantities and series carry variant, phase, rank and size as fields; what is structured is an
-     attachment; the rules that upgrade older records are in `upgrades`
+Schema history
+  1  first published version
+  2  notes: values that are neither numbers nor samples
+  3  quantities and series have variant, phase, rank and size as fields; structured values are
+     attachments; the rules that upgrade older records are in `upgrades`
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ Status = Literal["ok", "oom", "error", "timeout", "skipped"]
 Clock = Literal["device", "host"]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""What SQLite and a float can hold; JSON has integers of any length."""
+"""A 64-bit count, as in SQLite; integers in JSON have no limit."""
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 T = TypeVar("T")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything inside a record: immutable, named fields, no unknown ones."""
+    """Base of all parts of a record: immutable, keyword-only, without unknown fields."""
 
 
 class Quantity(Part, frozen=True, omit_defaults=True):
-    """One number that is not sampled, with its unit and what it belongs to."""
+    """A single number that is not sampled, with its unit and dimensions."""
 
     name: str
     value: float
     unit: str
     variant: str = ""
-    """Which of several things that were measured together: a strategy, a side of a race."""
+    """Name of one of several alternatives measured together, such as a strategy."""
     phase: str = ""
     rank: Count = 0
     size: Count = 0
-    """Bytes or elements, where the same thing is measured for several."""
+    """Bytes or elements, if the quantity is measured for several sizes."""
 
 
 def quantities(values: Mapping[str, tuple[float, str]]) -> tuple[Quantity, ...]:
-    """From names to values and units."""
+    """Create quantities from a mapping of names to values and units."""
     return tuple(
         Quantity(name=name, value=value, unit=unit) for name, (value, unit) in values.items()
     )
 
 
 class Series(Part, frozen=True, omit_defaults=True):
-    """Raw samples of one quantity in the order they were taken; nothing is ever dropped."""
+    """Raw samples of one quantity in the order they were taken; no sample is dropped."""
 
     name: str
     unit: str
     values: tuple[float, ...]
     warmup: tuple[float, ...] = ()
-    """Samples taken before steady state was assumed; kept, never mixed in."""
+    """Samples taken before steady state was assumed; stored separately."""
     clock: Clock = "host"
     """`device`: between events on the device's queue. `host`: by the host's clock."""
     rank: Count = 0
@@ -73,24 +73,24 @@ class Series(Part, frozen=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """The name with what it belongs to, in words."""
+        """The name with its dimensions, in words."""
         of = " ".join(filter(None, (self.variant, self.phase, str(self.size or ""))))
         return f"{self.name} of {of}" if of else self.name
 
 
 class Ceiling(Part, frozen=True):
-    """A limit of the machine, measured on it or read from a data sheet."""
+    """A limit of the machine, measured on it or taken from a datasheet."""
 
     name: str
     value: float
     unit: str
     source: str
-    """`measured`, or the data sheet it comes from."""
+    """`measured`, or the name of the datasheet."""
     detail: str = ""
 
 
 class Reading(Part, frozen=True):
-    """What the device said of itself at one moment during a case."""
+    """Clocks, power and throttling of the device at one moment during a case."""
 
     at_s: float
     sm_clock_mhz: float | None = None
@@ -99,18 +99,19 @@ class Reading(Part, frozen=True):
     temperature_c: float | None = None
     throttle: tuple[str, ...] = ()
     waited_s: float | None = None
-    """On a CPU: for how long threads of the process were ready and had no core, since it began."""
+    """On a CPU: seconds that threads of the process were runnable without a core, since it began.
+    """
 
 
 class Lint(Part, frozen=True):
-    """A check of a record against physics that did not hold."""
+    """A failed check of a record against physics."""
 
     code: str
     message: str
 
 
 class Environment(Part, frozen=True):
-    """Where a record was made."""
+    """The machine and software of a measurement."""
 
     device_kind: str
     device_name: str
@@ -136,15 +137,15 @@ class Environment(Part, frozen=True):
 
 
 class Run(Part, frozen=True):
-    """The records that one command made."""
+    """The records of one command."""
 
     id: str
     created: str
     """UTC, ISO 8601."""
     command: str
-    """What to type to go on with it."""
+    """Command line that resumes the run."""
     plan: str
-    """Digest of the planned cases: the same request on the same kind of device has the same."""
+    """Digest of the planned cases; equal for the same request on the same kind of device."""
     cases: Count
 
     def __post_init__(self) -> None:
@@ -158,7 +159,7 @@ class Record(Part, frozen=True):
     run: str
     study: str
     case: str
-    """Readable identity of the case within its study; equal cases of two runs compare."""
+    """Readable identity of the case within its study; equal cases of two runs can be compared."""
     config: dict[str, Any]
     status: Status
     environment: Environment
@@ -170,9 +171,9 @@ class Record(Part, frozen=True):
     series: tuple[Series, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     notes: dict[str, str] = {}
-    """Text: why a part was left out, names of files beside the store."""
+    """Texts: why a part is missing, names of files next to the store."""
     attachments: dict[str, Any] = {}
-    """What is structured: a ledger, a profile; `attachment` decodes it."""
+    """Structured values, such as a ledger or a profile; `attachment` decodes them."""
     ceilings: tuple[Ceiling, ...] = ()
     readings: tuple[Reading, ...] = ()
     lints: tuple[Lint, ...] = ()
@@ -184,10 +185,10 @@ class Record(Part, frozen=True):
         require_name("study", self.study)
         require_case("case", self.case)
         for part in ("config", "notes", "attachments"):
-            held = getattr(self, part)
-            if not isinstance(held, Named):
+            entries = getattr(self, part)
+            if not isinstance(entries, Named):
                 where = f"the {part} of record {self.id} ({self.study} {self.case})"
-                msgspec.structs.force_setattr(self, part, Named(held, where))
+                msgspec.structs.force_setattr(self, part, Named(entries, where))
 
     def find(
         self,
@@ -199,9 +200,8 @@ class Record(Part, frozen=True):
         rank: int | None = None,
         size: int = 0,
     ) -> Series | None:
-        """The series with these dimensions: of that clock, or the device's where there is one.
-
-        Without a rank: the first rank's that has one.
+        """Return the series with these dimensions, or None. Without `clock`, the device's clock is
+        preferred; without `rank`, the first rank that has the series.
         """
         matches = [
             one
@@ -222,11 +222,11 @@ class Record(Part, frozen=True):
         return None
 
     def attachment(self, name: str, kind: type[T]) -> T | None:
-        """The attachment of that name as `kind`; None where the record has none."""
+        """Return the attachment of that name as `kind`; None if the record does not have it."""
         return self.required(name, kind) if name in self.attachments else None
 
     def required(self, name: str, kind: type[T]) -> T:
-        """An attachment that every such record has."""
+        """Return an attachment that the record must have."""
         try:
             return msgspec.convert(self.attachments[name], kind)
         except msgspec.ValidationError as error:
@@ -237,10 +237,10 @@ class Record(Part, frozen=True):
             ) from error
 
     def ceiling(self, name: str, *, measured: bool = True) -> Ceiling | None:
-        """The measured ceiling of that name, or the data sheet's."""
-        for held in self.ceilings:
-            if held.name == name and (held.source == "measured") == measured:
-                return held
+        """Return the ceiling of that name: the measured one, or the one of the datasheet."""
+        for ceiling in self.ceilings:
+            if ceiling.name == name and (ceiling.source == "measured") == measured:
+                return ceiling
         return None
 
 
@@ -248,7 +248,7 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda raw: raw,
     2: upgrade_from_2,
 }
-"""From a version to the next one, on the decoded JSON."""
+"""Upgrades from each version to the next, on the decoded JSON."""
 
 
 def encode(record: Record) -> bytes:
@@ -256,10 +256,10 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes | str) -> Record:
-    """Read a record of this version or an older one; refuse a newer one."""
+    """Decode a record of this or an older schema version; raise an error for a newer one."""
     try:
         raw = from_json(data)
-    # A damaged store may give a null or a number where the text was.
+    # A damaged store may contain a null or a number instead of the text.
     except (msgspec.DecodeError, TypeError) as error:
         raise StepscopeError(f"not a record: {in_one_line(error)}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
@@ -269,12 +269,12 @@ def decode(data: bytes | str) -> Record:
         )
     if version > SCHEMA_VERSION:
         raise StepscopeError(
-            f"the record has format version {version}, this Stepscope reads up to {SCHEMA_VERSION}",
+            f"the record has schema version {version}, this Stepscope reads up to {SCHEMA_VERSION}",
             "install a newer Stepscope",
         )
     for step in range(version, SCHEMA_VERSION):
         if step not in UPGRADES:
-            raise StepscopeError(f"the record has format version {step}, which has no upgrade")
+            raise StepscopeError(f"the record has schema version {step}, which has no upgrade")
         raw = UPGRADES[step](raw) | {"version": step + 1}
     try:
         record = msgspec.convert(raw, Record)

@@ -1,8 +1,8 @@
-"""The one place of statistics: what samples say, how sure that is, and whether two sets differ.
+"""Statistics of samples: summaries, confidence intervals and comparisons.
 
-Medians and ranks throughout, because timing noise is one-sided and has outliers. Every random
-draw has a fixed seed and a generator whose stream never changes: the same samples always give
-the same numbers.
+All statistics use medians and ranks, because timing noise is one-sided and has outliers. Every
+random draw has a fixed seed and a generator with a stable stream: the same samples always give the
+same results.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.intp]
 
 MIN_SAMPLES = 5
-"""Fewer say nothing about their own spread."""
+"""Fewer samples do not allow a statement about their spread."""
 WIDE_STD = 0.10
 FAR_EXTREME = 0.50
 MEAN_KNOWN_TO = 0.05
 SIGNIFICANCE = 0.002
-"""Chance of a false alarm that a verdict accepts, for one comparison among hundreds."""
+"""Accepted false-positive rate of a verdict, for one comparison among hundreds."""
 
 FAR_ABOVE = 1.5
-"""Times the median: a sample beyond holds something that the others do not."""
+"""A sample above this multiple of the median is an outlier."""
 
 _RESAMPLES = 2000
 _SEED = 336
 _EXACT_UP_TO = 25
-"""Samples on a side; above, the normal approximation is within 2 % where it matters."""
+"""Maximum samples per side for the exact test; above, the normal approximation is within 2 % near
+the significance level."""
 _SQUARES_OVERFLOW = 1e150
-"""Samples beyond are scaled before they are squared and summed."""
+"""Larger samples are scaled before they are squared and summed."""
 _COUNTED_UP_TO = 1000
-"""Samples whose middle is found by counting; above, a place more or less is within 0.2 %."""
+"""Maximum samples for exact binomial counting; above, the approximate rank is within 0.2 %."""
 
 
 class Summary(Part, frozen=True):
-    """Samples in numbers. `low` to `high` holds the median with 95 % confidence or, of fewer than
-    six samples, with as much as the smallest and the largest have."""
+    """Summary of samples. `low` and `high` are the 95 % confidence interval of the median, or the
+    minimum and the maximum for fewer than six samples."""
 
     count: int
     mean: float
@@ -65,17 +66,17 @@ class Summary(Part, frozen=True):
 
 
 def far_above(values: Sequence[float]) -> list[int]:
-    """Places of samples far above the median; none where they are no exceptions."""
+    """Indices of samples far above the median; empty if more than a third of the samples are."""
     if len(values) < 3:
         return []
     middle = _quantile(np.sort(np.array(values, dtype=np.float64)), 0.5)
-    found = [place for place, value in enumerate(values) if value > FAR_ABOVE * middle]
-    return found if len(found) <= len(values) // 3 else []
+    outliers = [index for index, value in enumerate(values) if value > FAR_ABOVE * middle]
+    return outliers if len(outliers) <= len(values) // 3 else []
 
 
 def even_spacing(places: Sequence[int], count: int) -> int | None:
-    """Every how many of so many samples one of these comes, where they come evenly throughout: two
-    of them always have one distance."""
+    """The period of the indices `places` among `count` samples, or None if they are not evenly
+    spaced over all samples. Two indices do not determine a period."""
     gaps = {after - before for before, after in itertools.pairwise(places)}
     if len(places) < 3 or len(gaps) != 1:
         return None
@@ -84,7 +85,7 @@ def even_spacing(places: Sequence[int], count: int) -> int | None:
 
 
 class Ratio(Part, frozen=True):
-    """How the median changed: new over base, with the interval that holds it."""
+    """Ratio of medians, new over base, with its confidence interval."""
 
     value: float
     low: float
@@ -100,17 +101,17 @@ def summarize(values: Sequence[float]) -> Summary:
     try:
         return _summarize(tuple(values))
     except TypeError:
-        # What cannot be a key of the cache is no list of numbers; the check says so.
+        # An unhashable value is not a sequence of numbers; `_ordered` raises the clear error.
         _ordered(values)
         raise
 
 
 @lru_cache(maxsize=65_536)
 def _summarize(values: tuple[float, ...]) -> Summary:
-    # Several views of a page ask for the same samples.
+    # Cached: several views of a page summarize the same samples.
     ordered = _ordered(values)
     count = len(values)
-    low, high, _ = _around_the_median(ordered, 0.95)
+    low, high, _ = _median_interval(ordered, 0.95)
     mean, std = _moments(values)
     return Summary(
         count=count,
@@ -127,11 +128,11 @@ def _summarize(values: tuple[float, ...]) -> Summary:
 
 
 def _moments(values: tuple[float, ...]) -> tuple[float, float]:
-    """Mean and sample standard deviation; a spread beyond the largest float is infinite."""
+    """Mean and sample standard deviation; an overflow of the deviation gives infinity."""
     count = len(values)
     largest = max(map(abs, values))
     if largest > _SQUARES_OVERFLOW:
-        # A power of two: no sample is rounded.
+        # A power of two, so that no sample is rounded.
         scale = 2.0 ** math.frexp(largest)[1] if largest < 2.0**1023 else 2.0**1023
         mean, std = _moments(tuple(value / scale for value in values))
         return mean * scale, std * scale
@@ -141,34 +142,34 @@ def _moments(values: tuple[float, ...]) -> tuple[float, float]:
 
 
 def stability(values: Sequence[float]) -> tuple[str, ...]:
-    """What makes these samples doubtful, in plain words; nothing if they are steady."""
+    """Messages that explain why the samples are not reliable; empty if they are stable."""
     summary = summarize(values)
     count = summary.count
     if count < MIN_SAMPLES:
         few = "sample" if count == 1 else "samples"
         return (f"only {count} {few}; at least {MIN_SAMPLES} are needed to judge the spread",)
-    complaints = []
+    messages = []
     spread = _relative(summary.std, summary.mean)
     if spread >= WIDE_STD:
-        complaints.append(f"the standard deviation is {spread:.0%} of the mean")
+        messages.append(f"the standard deviation is {spread:.0%} of the mean")
     for name, extreme in (("minimum", summary.minimum), ("maximum", summary.maximum)):
         off = _relative(abs(extreme - summary.median), summary.median)
         if off >= FAR_EXTREME:
             side = "below" if extreme < summary.median else "above"
-            complaints.append(f"the {name} is {off:.0%} {side} the median")
+            messages.append(f"the {name} is {off:.0%} {side} the median")
     root = 1.96 * spread / MEAN_KNOWN_TO
-    # Unlike a power, a product of floats becomes infinite and does not raise.
+    # Unlike `**`, multiplication overflows to infinity and does not raise.
     wanted = root * root
     if count < wanted < math.inf:
-        complaints.append(
+        messages.append(
             f"{count} samples are too few to know the mean to {MEAN_KNOWN_TO:.0%}:"
             f" with this spread it takes {math.ceil(wanted)}"
         )
-    return tuple(complaints)
+    return tuple(messages)
 
 
 def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
-    """The ratio of the medians; both sides are resampled for its interval."""
+    """Ratio of the medians with a bootstrap interval; both sides are resampled."""
     before, after = _ordered(base), _ordered(new)
     if before[0] <= 0.0 or after[0] <= 0.0:
         raise ValueError("a ratio needs samples above zero")
@@ -185,19 +186,20 @@ def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0
 
 
 def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
-    """The median ratio of samples that were taken next to each other, so that a machine that gets
-    slower meanwhile moves both. Where there are too few for that level, its interval has the level
-    of the smallest and the largest."""
+    """Median ratio of paired samples, which were taken next to each other, so that a drift of the
+    machine affects both. With too few samples for `level`, the interval is that of the smallest and
+    the largest ratio, with their level."""
     if not _ordered(base)[0] > 0.0 or not _ordered(new)[0] > 0.0:
         raise ValueError("a ratio needs samples above zero")
     ratios = np.array([after / before for before, after in zip(base, new, strict=True)])
     ratios.sort()
-    low, high, level = _around_the_median(ratios, level)
+    low, high, level = _median_interval(ratios, level)
     return Ratio(value=_quantile(ratios, 0.5), low=low, high=high, level=level)
 
 
 def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
-    """Two-sided p of the rank-sum test: exact for few samples without ties, else normal."""
+    """Two-sided p-value of the rank-sum test: exact for few samples without ties, else the normal
+    approximation."""
     before, after = _ordered(base), _ordered(new)
     below = np.searchsorted(before, after, side="left")
     up_to = np.searchsorted(before, after, side="right")
@@ -217,7 +219,7 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
 
 
 def decide(base: Sequence[float], new: Sequence[float]) -> Verdict:
-    """Whether `new` takes longer. It takes the test and the interval together to say so."""
+    """Decide whether `new` takes longer; both the test and the interval must show it."""
     fewest = min(len(base), len(new))
     smallest_p = 2.0 / math.comb(len(base) + len(new), fewest)
     if fewest < MIN_SAMPLES or smallest_p >= SIGNIFICANCE:
@@ -233,7 +235,7 @@ def _ordered(values: Sequence[float]) -> Floats:
     if samples.ndim != 1 or not samples.size:
         raise ValueError("statistics need at least one sample")
     samples.sort()
-    # Sorting puts nan last, so the two ends tell whether all are finite.
+    # Sorting puts nan last, so checking both ends is enough.
     if not (math.isfinite(samples[0]) and math.isfinite(samples[-1])):
         raise ValueError("statistics need finite samples; nan or infinity is among them")
     return samples
@@ -250,22 +252,22 @@ def _quantile(ordered: Floats, share: float) -> float:
     return low + share * gap if math.isfinite(gap) else low * (1.0 - share) + high * share
 
 
-def _around_the_median(ordered: Floats, level: float) -> tuple[float, float, float]:
-    """Two of the samples, counted from both ends, between which the median is with that confidence,
-    whatever their distribution; the outermost, and the level that these have, where there are too
-    few. Resampled, the median of few samples would seem surer than it is."""
+def _median_interval(ordered: Floats, level: float) -> tuple[float, float, float]:
+    """Distribution-free confidence interval of the median from order statistics, and its level.
+    With too few samples for `level`, it is the full range with its level. A bootstrap interval of
+    a median of few samples would be too narrow."""
     count = len(ordered)
     left_out = _left_out(count, level)
     if not left_out:
         level = max(0.0, 1.0 - 2 * 0.5**count)
-    place = max(0, left_out - 1)
-    return float(ordered[place]), float(ordered[count - 1 - place]), level
+    index = max(0, left_out - 1)
+    return float(ordered[index]), float(ordered[count - 1 - index]), level
 
 
 @lru_cache(maxsize=512)
 def _left_out(count: int, level: float) -> int:
-    """How many samples are below the median so rarely that it may be taken to lie above them: as
-    coins fall."""
+    """Number of samples at each end outside the interval of the median, from the binomial
+    distribution with p = 1/2."""
     tail = (1.0 - level) / 2.0
     if count > _COUNTED_UP_TO:
         away = statistics.NormalDist().inv_cdf(1.0 - tail) * math.sqrt(count) / 2.0
@@ -278,19 +280,19 @@ def _left_out(count: int, level: float) -> int:
     return left_out
 
 
-def _relative(part: float, whole: float) -> float:
-    if whole == 0.0:
+def _relative(part: float, total: float) -> float:
+    if total == 0.0:
         return 0.0 if part == 0.0 else math.inf
-    return part / abs(whole)
+    return part / abs(total)
 
 
 def _bootstrap_medians(ordered: Floats, *, stream: int) -> Floats:
-    """Medians of resamples. The ranks they have depend on the count alone, so those are kept."""
+    """Medians of bootstrap resamples. Their ranks depend only on the count and are cached."""
     lower, upper = _median_ranks(len(ordered), stream)
     below, above = ordered[lower], ordered[upper]
     with np.errstate(over="ignore"):
         total = below + above
-    # The sum of two large samples is infinite, half of the smallest one is zero.
+    # The sum of two large samples overflows, and half of the smallest float is zero.
     medians: Floats = np.where(np.isfinite(total), total * 0.5, below * 0.5 + above * 0.5)
     return medians
 
@@ -302,7 +304,7 @@ def _median_ranks(count: int, stream: int) -> tuple[Ranks, Ranks]:
     The k-th smallest of n uniform draws is Beta(k, n - k + 1), and the next one is the smallest
     of the n - k that lie above it: no resample has to be drawn in full.
     """
-    # RandomState, because numpy promises that its stream stays as it is.
+    # RandomState, because NumPy guarantees that its stream does not change.
     draw = np.random.RandomState(_SEED + stream)
     k = (count + 1) // 2
     middle = draw.beta(k, count - k + 1, _RESAMPLES)
@@ -319,17 +321,17 @@ def _ranks(share: NDArray[Any], count: int) -> Ranks:
 
 @lru_cache(maxsize=512)
 def _rank_sum_tail(smaller: int, larger: int) -> tuple[float, ...]:
-    """P(U <= u) for every u, from the number of orders that give it: a Gaussian binomial."""
+    """P(U <= u) for every u, from the number of orderings with that U: a Gaussian binomial."""
     size = smaller * larger + 1
-    orders = [1] + [0] * (size - 1)
+    orderings = [1] + [0] * (size - 1)
     for i in range(1, smaller + 1):
         for u in range(size - 1, larger + i - 1, -1):
-            orders[u] -= orders[u - larger - i]
+            orderings[u] -= orderings[u - larger - i]
         for u in range(i, size):
-            orders[u] += orders[u - i]
+            orderings[u] += orderings[u - i]
     total = math.comb(smaller + larger, smaller)
     tail, seen = [], 0
-    for held in orders:
-        seen += held
+    for number in orderings:
+        seen += number
         tail.append(seen / total)
     return tuple(tail)

@@ -51,7 +51,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is added inside is kept together or not at all."""
+        """Store all additions inside, or none of them."""
         if self._connection.in_transaction:
             yield
             return
@@ -61,7 +61,7 @@ class Store:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                # SQLite has rolled back by itself after some failures, and says so.
+                # After some failures SQLite has already rolled back, and ROLLBACK raises.
                 with suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
                 raise
@@ -76,14 +76,14 @@ class Store:
             )
 
     def expect(self, run_id: str, cases: int) -> None:
-        """A run has so many cases at least: what one shows may call for more."""
+        """Raise the number of cases of a run to at least `cases`: a result may require more."""
         with self.transaction():
             self._connection.execute(
                 "UPDATE runs SET cases = max(cases, ?) WHERE id = ?", (cases, run_id)
             )
 
     def runs(self) -> tuple[Run, ...]:
-        """Newest first."""
+        """All runs, newest first."""
         rows = self._rows("SELECT * FROM runs ORDER BY created DESC, rowid DESC")
         return tuple(map(self._run_of, rows))
 
@@ -91,10 +91,10 @@ class Store:
         return next((run for run in self.runs() if run.plan == digest), None)
 
     def find_run(self, text: str) -> Run:
-        """The run meant by `latest`, `latest~2`, a full id or the beginning of one."""
+        """Find a run by `latest`, `latest~2`, a full id or a prefix of an id."""
         runs = self.runs()
         if not runs:
-            raise UsageError(f"{self.path} has no runs yet", "make one with `stepscope run`")
+            raise UsageError(f"{self.path} has no runs yet", "create one with `stepscope run`")
         counted = re.fullmatch(r"latest(?:~(\d+))?", text)
         if counted:
             back = int(counted[1] or 0)
@@ -102,10 +102,10 @@ class Store:
                 raise UsageError(f"there is no run {text}: {self.path} has {len(runs)}")
             return runs[back]
         by_id = {run.id: run for run in runs}
-        return by_id[_meant("run", text, list(by_id))]
+        return by_id[_matching_id("run", text, list(by_id))]
 
     def add(self, record: Record) -> None:
-        """Keep a record. It is on the disk when this returns."""
+        """Store a record durably."""
         body = encode(record)
         try:
             decode(body)
@@ -118,15 +118,15 @@ class Store:
         with self.transaction():
             if self._run(record.run) is None:
                 raise StepscopeError(f"run {record.run} is not in {self.path}", "add it first")
-            held = self._rows(
+            duplicates = self._rows(
                 "SELECT id FROM records WHERE id = ? OR"
                 " (run, study, case_key, attempt) = (?, ?, ?, ?)",
                 (record.id, *key),
             )
-            if held:
+            if duplicates:
                 raise StepscopeError(
                     f"attempt {record.attempt} at {record.study} {record.case} of run {record.run}"
-                    f" is stored already as {held[0][0]}"
+                    f" is stored already as {duplicates[0][0]}"
                 )
             self._connection.execute(
                 "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -136,7 +136,8 @@ class Store:
     def records(
         self, run_id: str | None = None, study: str | None = None, all_attempts: bool = False
     ) -> tuple[Record, ...]:
-        """In the order they were added; of each case the newest attempt, unless all are wanted."""
+        """Records in the order they were added; only the newest attempt of each case, unless
+        `all_attempts`."""
         conditions = ["(:run IS NULL OR run = :run)", "(:study IS NULL OR study = :study)"]
         if not all_attempts:
             conditions.append(_NEWEST_ATTEMPT)
@@ -147,14 +148,14 @@ class Store:
         return tuple(self._decode(*row) for row in rows)
 
     def find_record(self, prefix: str) -> Record:
-        """The record whose id is that, or begins so."""
+        """Find a record by its id or a prefix of it."""
         rows = self._rows(
             "SELECT id, body FROM records WHERE substr(id, 1, length(:prefix)) = :prefix"
             " ORDER BY rowid",
             {"prefix": prefix},
         )
         bodies = {str(name): body for name, body in rows}
-        record_id = _meant("record", prefix, list(bodies))
+        record_id = _matching_id("record", prefix, list(bodies))
         return self._decode(record_id, bodies[record_id])
 
     def finished(self, run_id: str) -> dict[tuple[str, str], tuple[str, int]]:
@@ -167,7 +168,8 @@ class Store:
         return {(study, case): (status, attempt) for study, case, status, attempt in rows}
 
     def hold_run(self, run_id: str) -> AbstractContextManager[None]:
-        """Work on a run alone. A process that dies lets go; one it forks without exec does not."""
+        """Lock a run for this process. The lock is released when the process ends; a child that was
+        forked without exec keeps it."""
         return locked(self.path.with_name(f"{self.path.name}.{run_id}.lock"), f"run {run_id}")
 
     def _run(self, run_id: str) -> Run | None:
@@ -197,17 +199,17 @@ class Store:
         return record
 
 
-def _meant(kind: str, text: str, ids: list[str]) -> str:
-    """The one id that is `text` or begins with it."""
+def _matching_id(kind: str, text: str, ids: list[str]) -> str:
+    """Return the id that is `text`, or the only id that begins with it."""
     if text in ids:
         return text
-    found = [known for known in ids if text and known.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    matches = [known for known in ids if text and known.startswith(text)]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         shown = f"one of: {_listed(ids)}" if ids else ""
         raise UsageError(f"no {kind} has an id that begins with {text!r}", shown)
-    raise UsageError(f"{len(found)} {kind}s begin with {text!r}", f"one of: {_listed(found)}")
+    raise UsageError(f"{len(matches)} {kind}s begin with {text!r}", f"one of: {_listed(matches)}")
 
 
 def _listed(ids: list[str]) -> str:

@@ -1,22 +1,22 @@
-"""Whether a record's times may carry a conclusion: the one verdict drawn from all of its lints.
+"""The trust level of a record: one verdict from all of its lints.
 
 `good`
-    Nothing says that the times are wrong by more than their own intervals.
+    There is no indication that the times are wrong by more than their intervals.
 `noisy`
-    Other work or the spread of the samples decides the times as much as the case does. The
-    numbers are shown; no success, ranking or cause may rest on them.
+    Other work or the spread of the samples affects the times as much as the case does. The numbers
+    are shown, but no success, ranking or cause may be based on them.
 `invalid`
-    What was timed is not what the record names. No number of it counts.
+    The record does not measure what its name says. None of its numbers is used.
 
-A lint alone is too coarse for the spread: `wide-spread`, `first-call-inside`, `few-samples` and
-`clocks-dropped` fire on one far sample, on a warm-up that is the subject of the study, and on the
-power cap at which a GPU runs all day. None of them moves a median much. So the samples decide about
-those four: the record is noisy where the 95 % interval of the median reaches `MEDIAN_KNOWN_TO` of
-its middle to either side and the quartiles lie as far apart. The interval shrinks with the number
-of samples, so hundreds of uneven samples still give a good median; the quartiles ignore one far
-sample, which in a case of five is an end of the interval. The bound is the distance at which a
-single sample counts as far (`stats.FAR_EXTREME`): below it, comparisons and findings have the
-interval itself to go by.
+Lints alone are too coarse for the spread: `wide-spread`, `first-call-inside`, `few-samples` and
+`clocks-dropped` fire on a single outlier, on a warm-up that is the subject of the study, and on the
+power cap at which a GPU runs permanently. None of them changes a median much. So the samples decide
+about those four: the record is noisy if the 95 % interval of the median reaches `MEDIAN_KNOWN_TO`
+of its middle to either side and the quartiles are as far apart. The interval shrinks with the
+number of samples, so hundreds of uneven samples still give a good median; the quartiles ignore a
+single outlier, which in a case of five samples is an end of the interval. The bound is the distance
+at which a single sample counts as far (`stats.FAR_EXTREME`): below it, comparisons and findings
+rely on the interval itself.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ Level = Literal["good", "noisy", "invalid"]
 
 MEDIAN_KNOWN_TO = FAR_EXTREME
 FEWEST = 3
-"""Samples whose distances say anything about the next one."""
+"""Minimum number of samples for a statement about their spread."""
 SPREAD = "uncertain-median"
-"""The reason that comes from the samples instead of a lint."""
+"""Code of the reason that comes from the samples instead of a lint."""
 
 _ABOUT_FIRST_STEPS = ("warmup",)
-"""Studies in which the first samples differ from the later ones by design; the later ones count."""
+"""Studies in which the first samples differ from the later ones by design; only the later half is
+used."""
 _LEVELS: tuple[Level, ...] = ("good", "noisy", "invalid")
 
 LEVEL_OF: dict[str, Level] = {
-    # The work was not done or not waited for: no such time exists on this device.
+    # The work was not done or not waited for: this time is impossible on this device.
     "above-ceiling": "invalid",
     # The time belongs to a kernel other than the one in the case's name.
     "other-kernel": "invalid",
     # Part of the backward pass did not run, so the time is that of a smaller step.
     "no-gradient": "invalid",
-    # The same, seen by the ratio of the phases.
+    # The same, detected by the ratio of the phases.
     "backward-too-fast": "invalid",
     # A peak that an earlier case left behind.
     "forward-peak-above-step": "invalid",
@@ -57,12 +58,12 @@ LEVEL_OF: dict[str, Level] = {
     "first-call-inside": "good",
     "few-samples": "good",
     "clocks-dropped": "good",
-    # The whole step is timed without marks and stands; the phases carry the complaint.
+    # The full step is timed without marks and remains valid; the lint is about the phases.
     "phases-do-not-add-up": "good",
-    # Small steps are as long as their launches: a result, not an error of measurement.
+    # Small steps take as long as their kernel launches: a result, not a measurement error.
     "flat-in-size": "good",
 }
-"""The level each lint gives. A code that is not here, as from a newer version, gives `noisy`."""
+"""Trust level by lint. An unknown code, as from a newer version, gives `noisy`."""
 
 _REASONS = {
     "above-ceiling": "the rate is above the limit of the hardware",
@@ -76,12 +77,12 @@ _REASONS = {
 
 
 class Trust(Part, frozen=True):
-    """The verdict on one record. `codes` are the complaints that gave its level."""
+    """The verdict on one record. `codes` are the lints that determined its level."""
 
     level: Level = "good"
     codes: tuple[str, ...] = ()
     uncertainty: float = 0.0
-    """Of the time that the case is about; see the function of that name."""
+    """Relative uncertainty of the case's main time; see the function `uncertainty`."""
 
     @property
     def good(self) -> bool:
@@ -89,12 +90,12 @@ class Trust(Part, frozen=True):
 
     @property
     def reason(self) -> str:
-        """The first complaint in a few words; empty where there is none."""
+        """The first code in a few words; empty if there is none."""
         return reason(self.codes[0]) if self.codes else ""
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Smaller is better."""
+        """Sort key: smaller is better."""
         return _LEVELS.index(self.level), self.uncertainty
 
 
@@ -103,9 +104,9 @@ def reason(code: str) -> str:
 
 
 def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
-    """The trust in a record, by these lints or by those it was stored with.
+    """Return the trust in a record, based on `lints` or on its stored lints.
 
-    A record that is not `ok` claims no time and is good: an out-of-memory is a result.
+    A record that is not `ok` has no time and is good: an out-of-memory is a result.
     """
     if record.status != "ok":
         return Trust()
@@ -121,12 +122,12 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     level: Level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
         return Trust(uncertainty=unknown)
-    blamed = tuple(code for code, one in given.items() if one == level)
-    return Trust(level=level, codes=blamed, uncertainty=unknown)
+    causes = tuple(code for code, one in given.items() if one == level)
+    return Trust(level=level, codes=causes, uncertainty=unknown)
 
 
 def _subject(record: Record) -> Series | None:
-    """The time that the case is about: of a sweep over sizes or of a race, the longest one."""
+    """The main time of the case; of several sizes or variants, the longest one."""
     first = record.series[0] if record.series else None
     if first is None or first.unit != "ms" or len(first.values) < FEWEST:
         return None
@@ -140,11 +141,11 @@ def _subject(record: Record) -> Series | None:
 
 
 def uncertainty(values: Sequence[float]) -> float:
-    """How far the median of samples may be off, as a share of it: half of its interval, or the
-    distance of the quartiles where one far sample makes the interval wide.
+    """Relative uncertainty of the median: half of its confidence interval, or the interquartile
+    range if a single outlier makes the interval wide.
 
-    Each is relative to its own middle. Relative to the median, samples of two speeds whose median
-    is one of the slow ones would never be far apart.
+    Each is relative to its own middle. Relative to the median, bimodal samples whose median is one
+    of the slow ones would never be far apart.
     """
     summary = summarize(values)
     if not summary.minimum > 0.0:

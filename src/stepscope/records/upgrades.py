@@ -1,7 +1,7 @@
-"""Rules that upgrade records of schema 2, in which names carried the dimensions, to schema 3.
+"""Rules that upgrade records of schema 2, where names contained the dimensions, to schema 3.
 
-A rule is a pattern for an old name; its groups give the fields of the new one. Names that no rule
-of the record's study matches stay as they are.
+A rule is a pattern for an old name; its groups are the fields of the new one. Names that match no
+rule of the record's study are unchanged.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from stepscope.records.decoding import from_json
 Fields = dict[str, Any]
 
 Rules = tuple[tuple[str, str], ...]
-"""A pattern for an entire old name, and the new one; empty where the group `name` has it."""
+"""A pattern for a full old name, and the new name; empty if the group `name` is the new name."""
 
 _DIGITS = "[0-9]{1,19}"
-"""As many as 64 bits have; Python refuses to convert very long numbers."""
+"""Digits of a 64-bit number; Python refuses to convert very long numbers."""
 _SIZE, _RANK = f"(?P<size>{_DIGITS})", f"rank(?P<rank>{_DIGITS})"
 _PHASE = "(?P<phase>forward|loss|backward|optimizer|model built)"
 _TRIAL = "(?P<variant>base|changed)"
-_FORM = "(?P<variant>slow|fast)"
+_LEVER_VARIANT = "(?P<variant>slow|fast)"
 _SIDE = "(?P<variant>ours|peer|narrow|spare)"
 _COMPILED = ((r"(?P<variant>eager|compiled)\.(?P<name>\w+)", ""),)
 _MEMORY = ((rf"peak\.{_PHASE}", "peak_bytes"), (rf"predicted\.{_PHASE}", "predicted_bytes"))
@@ -46,12 +46,12 @@ QUANTITIES: dict[str, Rules] = {
         (r"(?P<variant>[^.]+)\.(?P<name>\w+)", ""),
     ),
     "fsdp": _SHARDED,
-    "levers": ((rf"(?P<name>error|moved|flops|kept)\.{_FORM}", ""),),
+    "levers": ((rf"(?P<name>error|moved|flops|kept)\.{_LEVER_VARIANT}", ""),),
     "memory": _MEMORY,
     "sharding": _SHARDED,
     "step": ((rf"{_SIDE}\.(?P<name>\w+)", ""),),
 }
-"""By study."""
+"""Rules for the names of quantities, by study."""
 
 SERIES: dict[str, Rules] = {
     "advise": ((_TRIAL, "step"), (rf"loss\.{_TRIAL}", "loss")),
@@ -64,7 +64,7 @@ SERIES: dict[str, Rules] = {
     ),
     "fsdp": _STRATEGY,
     "inspect": ((r"issue\.(?P<phase>\w+)", "issue"),),
-    "levers": ((_FORM, "step"),),
+    "levers": ((_LEVER_VARIANT, "step"),),
     "parallel-against-torch": ((r"(?P<variant>ours|theirs)\.(?P<name>step|cpu)", ""),),
     "rehearsal": (
         (r"step\.(?P<variant>.+)", "step"),
@@ -80,12 +80,26 @@ SERIES: dict[str, Rules] = {
 
 ATTACHED = frozenset(
     {
-        "advice", "backward", "collectives", "course", "ends", "formats", "forward", "ledger",
-        "post_mortem", "profile", "recording", "saved", "setting", "standing", "timeline",
-        "traced_longer", "traced_validations",
+        "advice",
+        "backward",
+        "collectives",
+        "course",
+        "ends",
+        "formats",
+        "forward",
+        "ledger",
+        "post_mortem",
+        "profile",
+        "recording",
+        "saved",
+        "setting",
+        "standing",
+        "timeline",
+        "traced_longer",
+        "traced_validations",
     }
-)  # fmt: skip
-"""Notes of JSON that became attachments of the same name."""
+)
+"""Notes with JSON that became attachments of the same name."""
 
 COLLECTED: dict[str, str] = {
     r"best\.(.+)": "best",
@@ -98,18 +112,18 @@ COLLECTED: dict[str, str] = {
     r"refused\.(.+)": "refused",
     r"(\d+x\d+|chosen)": "refused",
 }
-"""Patterns of notes, and the attachment that collects them by what the group matches."""
+"""Patterns of notes, and the attachment that collects them; the group is the key."""
 
 _STRUCTURED = "heats"
 """The collected attachment whose notes were JSON; the others are text."""
 
 LISTED = {r"break\.\d+": "breaks", r"recompiled\.\d+": "recompiled"}
-"""The same for numbered notes, which became a list."""
+"""Patterns of numbered notes, and the attachment that collects them as a list."""
 
 
 def upgrade_from_2(raw: dict[str, Any]) -> dict[str, Any]:
-    """The decoded JSON of a record of schema 2 as schema 3. What is malformed stays for the
-    decoder to report."""
+    """Upgrade the decoded JSON of a record from schema 2 to 3. Malformed parts are unchanged, so
+    that the decoder reports them."""
     study = raw.get("study")
     quantities, series, notes = raw.get("quantities"), raw.get("series"), raw.get("notes")
     upgraded = dict(raw)
@@ -145,21 +159,21 @@ def _fields(name: str, rules: Rules) -> Fields:
 
 
 def _split(notes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Notes that stay, and attachments."""
-    kept: dict[str, Any] = {}
+    """Split notes into those that remain notes and those that become attachments."""
+    remaining: dict[str, Any] = {}
     attachments: dict[str, Any] = {}
     for name, text in notes.items():
         if name in ATTACHED:
             attachments[name] = _decoded(text)
-        elif found := _first(COLLECTED, name):
-            match, attachment = found
-            held = _decoded(text) if attachment == _STRUCTURED else text
-            attachments.setdefault(attachment, {})[match[1]] = held
-        elif found := _first(LISTED, name):
-            attachments.setdefault(found[1], []).append(text)
+        elif rule := _first(COLLECTED, name):
+            match, attachment = rule
+            value = _decoded(text) if attachment == _STRUCTURED else text
+            attachments.setdefault(attachment, {})[match[1]] = value
+        elif rule := _first(LISTED, name):
+            attachments.setdefault(rule[1], []).append(text)
         else:
-            kept[name] = text
-    return kept, attachments
+            remaining[name] = text
+    return remaining, attachments
 
 
 def _first(patterns: dict[str, str], name: str) -> tuple[re.Match[str], str] | None:
@@ -170,8 +184,7 @@ def _first(patterns: dict[str, str], name: str) -> tuple[re.Match[str], str] | N
 
 
 def _decoded(text: Any) -> Any:
-    """The data that JSON stands for; damaged JSON as it is, for the reader of the attachment to
-    report."""
+    """Decode JSON; return damaged JSON unchanged, so that the attachment's reader reports it."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,4 +1,4 @@
-"""Parts of a whole over a numeric axis, one upon the other, and the named stretches of it."""
+"""Stacked areas over a numeric axis, and named spans of that axis."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Point(NamedTuple):
 
 
 Floors = dict[tuple[int, float], float]
-"""Where the part of a curve begins in the stack at a place."""
+"""Lower edge of a curve in the stack, by curve index and x."""
 
 
 def draw_areas(
-    axes: Axes, held: list[list[Point]], floors: Floors, styles: Sequence[int]
-) -> None:  # fmt: skip
-    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
+    axes: Axes, curves: list[list[Point]], floors: Floors, styles: Sequence[int]
+) -> None:
+    for index, (style, points) in enumerate(zip(styles, curves, strict=True)):
         bottoms = [floors[index, p.x] for p in points]
         axes.fill_between(
             [p.x for p in points],
@@ -43,20 +43,27 @@ def draw_areas(
 
 
 def draw_spans(axes: Axes, spans: Sequence[Span]) -> None:
-    """A line where each begins, and its name above where there is room for it."""
+    """Draw a line at the start of each span, and its name if it fits."""
     if not spans:
         return
     low, high = axes.get_xlim()
     for span, following in pairwise((*spans, Span(label="", start=high))):
         axes.axvline(span.start, color=SOFT, linewidth=0.6, linestyle=(0, (2, 2)), zorder=3)
-        room = (following.start - span.start) / (high - low) * _WIDTH
-        if room >= LETTER * len(short(span.label)):
+        width = (following.start - span.start) / (high - low) * _WIDTH
+        if width >= LETTER * len(short(span.label)):
             axes.annotate(
-                short(span.label), (span.start, 1), xycoords=("data", "axes fraction"),
-                xytext=(2, -1), textcoords="offset points", va="top", color=SOFT,
-                fontsize=FONT_SIZE - 0.5, zorder=4, **PLAIN,
-            )  # fmt: skip
+                short(span.label),
+                (span.start, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, -1),
+                textcoords="offset points",
+                va="top",
+                color=SOFT,
+                fontsize=FONT_SIZE - 0.5,
+                zorder=4,
+                **PLAIN,
+            )
 
 
 _WIDTH = 380.0
-"""Of the axes in points, about."""
+"""Approximate width of the axes in points."""

@@ -1,4 +1,4 @@
-"""Where ticks stand: round numbers on linear axes, plain numbers on logarithmic ones."""
+"""Limits and ticks of axes: round numbers on linear axes, plain numbers on logarithmic ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def log_limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def log_ticks(values: Sequence[float], limits: tuple[float, float], *, own: bool) -> list[float]:
-    """The values themselves where they are few or powers of two (128, 256, 512), else 1-2-5 steps
-    or decades."""
+    """Ticks at the values themselves if they are few or powers of two (128, 256, 512), else at
+    1-2-5 steps or decades."""
     distinct = sorted(set(values))
     doubled = all(math.log2(value).is_integer() for value in distinct)
     if own and (len(distinct) <= _MOST_TICKS or doubled):
@@ -36,7 +36,8 @@ def log_ticks(values: Sequence[float], limits: tuple[float, float], *, own: bool
 
 
 def linear_limits(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
-    """Zero is part of the range when the data says how much of something there is."""
+    """The range with a margin. It includes zero with `from_zero`, or if the values are non-negative
+    and the smallest is less than half of the largest."""
     low, high = min(values), max(values)
     if from_zero or (low >= 0 and low < 0.5 * high):
         low, high = min(low, 0.0), max(high, 0.0)
@@ -55,10 +56,11 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def spread_apart(places: Sequence[float], gap: float) -> list[float]:
-    """The places moved as little as keeps them `gap` apart, in the order they were given."""
-    order = sorted(range(len(places)), key=lambda index: places[index])
-    moved = [places[index] for index in order]
+def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
+    """Move the positions as little as possible so that they are `gap` apart; the order of the list
+    is unchanged."""
+    order = sorted(range(len(positions)), key=lambda index: positions[index])
+    moved = [positions[index] for index in order]
     for _ in range(50):
         shifted = False
         for left in range(len(moved) - 1):
@@ -69,7 +71,7 @@ def spread_apart(places: Sequence[float], gap: float) -> list[float]:
                 shifted = True
         if not shifted:
             break
-    result = [0.0] * len(places)
-    for place, index in zip(moved, order, strict=True):
-        result[index] = place
+    result = [0.0] * len(positions)
+    for position, index in zip(moved, order, strict=True):
+        result[index] = position
     return result

@@ -1,4 +1,4 @@
-"""What a person sees, as data: a study makes blocks, a writer draws them. No torch, no drawing."""
+"""Content blocks of a page as data: studies create blocks, writers render them. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.analysis.flame import Frame
 from stepscope.analysis.verdict import Verdict
 
 Kind = Literal["text", "code", "number", "count", "percent", "bytes", "rate"]
-"""`code` is text whose letters must stand below one another."""
+"""`code` is text in a monospaced font."""
 Tone = Literal["good", "info", "warn"]
 
 
@@ -35,31 +35,31 @@ class Interval(Data, frozen=True):
 
 
 Cell = str | int | float | Spread | Interval | None
-"""Text stands as it is in any column (`OOM`); None is shown as a dash."""
+"""A value of a table. Text is shown unchanged in any column (`OOM`); None is shown as a dash."""
 
 
 class Column(Data, frozen=True):
     title: str
     kind: Kind = "text"
     unit: str = ""
-    """Stands in the header. `bytes` and `rate` cells pick their own prefix (GiB, TFLOP/s)."""
+    """Shown in the header. `bytes` and `rate` cells choose their own prefix (GiB, TFLOP/s)."""
     hint: str = ""
-    """One sentence that says how the number is made."""
+    """One sentence that explains how the number is computed."""
 
 
 class Table(Data, tag="table", frozen=True):
     name: str
-    """Identifier: the anchor in the page and the file name of an export."""
+    """Identifier: anchor in the page and file name of an export."""
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     details: tuple[str, ...] = ()
-    """One text per row that the page shows when the row is opened; empty for a plain table."""
+    """One text per row that the page shows when the row is expanded; empty for a plain table."""
 
 
 class Curve(Data, frozen=True):
-    """Points of one label; `low` and `high` bound the error bars."""
+    """Points of one label; `low` and `high` are the ends of the error bars."""
 
     label: str
     x: tuple[float, ...] | tuple[str, ...]
@@ -67,8 +67,8 @@ class Curve(Data, frozen=True):
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     style: int | None = None
-    """Which colour and marker it has, so that a name looks alike in several figures; by its place
-    in the figure where it is not said."""
+    """Number of the colour and marker, so that a name looks the same in several figures; by
+    default, the index of the curve in the figure."""
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
@@ -76,14 +76,14 @@ class Curve(Data, frozen=True):
 
 
 class LimitLine(Data, frozen=True):
-    """A horizontal line that says where a limit lies."""
+    """A horizontal line at a limit."""
 
     label: str
     value: float
 
 
 class Span(Data, frozen=True):
-    """A named part of a numeric x axis, up to where the next one begins."""
+    """A named part of a numeric x axis, up to the start of the next span."""
 
     label: str
     start: float
@@ -93,30 +93,30 @@ class Figure(Data, tag="figure", frozen=True):
     name: str
     title: str
     kind: Literal["lines", "bars", "stacks", "areas"]
-    """`stacks` are bars that stand on one another: parts of a whole, none negative. `areas` are the
-    same over a numeric x that all curves share."""
+    """`stacks` are stacked bars: non-negative parts of a total. `areas` are the same over a numeric
+    x axis that all curves share."""
     curves: tuple[Curve, ...]
     x_label: str
     y_label: str
     x_log: bool = False
     y_log: bool = False
-    """Of lines alone: the length of a bar means nothing where the axis has no zero."""
+    """Only for `lines`: the length of a bar is meaningless on an axis without zero."""
     x_bytes: bool = False
-    """Along x are sizes: 4 MiB, and not 4.194 M."""
+    """The x axis shows sizes in bytes: 4 MiB instead of 4.194 M."""
     marks: tuple[LimitLine, ...] = ()
     spans: tuple[Span, ...] = ()
     caption: str = ""
 
 
 class LaneSpan(Data, frozen=True):
-    """A stretch of a lane; its group decides its colour."""
+    """An interval of a lane; its group determines its colour."""
 
     start: float
     end: float
     label: str
     group: str = ""
     style: int | None = None
-    """As of a curve: the colour of the group, by its place where it is not said."""
+    """Number of the colour of the group; by default, the index of the group."""
 
 
 class Lane(Data, frozen=True):
@@ -125,11 +125,11 @@ class Lane(Data, frozen=True):
     label: str
     stretches: tuple[LaneSpan, ...]
     look: Literal["named", "grouped", "gaps"] = "grouped"
-    """`named`: each says its name. `grouped`: a colour for each group. `gaps`: what is missing."""
+    """`named`: intervals show their names. `grouped`: one colour per group. `gaps`: idle time."""
 
 
 class Timeline(Data, tag="timeline", frozen=True):
-    """What happened when, one lane below the other."""
+    """Intervals over time in several lanes."""
 
     name: str
     title: str
@@ -159,25 +159,24 @@ Value = str | int | float | bool | None
 
 
 class Finding(Data, tag="finding", frozen=True):
-    """An answer to a study's question: a code, its values, and the sentence made from them.
+    """An answer to a study's question: a code, its values, and a sentence with these values.
 
-    `text` states what was measured. `conclusion` is what follows from it only where the
-    measurements are good: a cause, a ranking, a recommendation. `records` are the ids of the
-    records that both rest on; a finding that names none rests on all records of its section.
-    Where one of them cannot be trusted, `studies.trusted` takes back the good tone and the
-    conclusion.
+    `text` states what was measured. `conclusion` is a cause, a ranking or a recommendation that is
+    valid only if the measurements are good. `records` are the ids of the records that both are
+    based on; a finding without ids is based on all records of its section. If one of them is not
+    trusted, `studies.trusted` removes the good tone and the conclusion.
     """
 
     text: str
     tone: Tone = "info"
     code: str = ""
-    """What is said, for programs and tests: `memory.prediction-off`."""
+    """Identifier for programs and tests: `memory.prediction-off`."""
     values: Mapping[str, Value] = {}
     conclusion: str = ""
     records: tuple[str, ...] = ()
     timed: bool = True
-    """Whether it rests on times. A peak of memory, a dtype or an error of arithmetic is the same on
-    a busy machine."""
+    """True if the finding is based on times. A memory peak, a dtype or a numerical error is the
+    same on a busy machine."""
 
     @property
     def sentence(self) -> str:
@@ -200,6 +199,6 @@ class Page(Data, frozen=True):
     headline: Table
     sections: tuple[Section, ...]
     banner: str = ""
-    """A warning about all of the page, such as a machine that was busy."""
+    """A warning about the entire page, such as a busy machine."""
     verdict: Verdict | None = None
     """The answer that the page opens with."""

@@ -1,4 +1,4 @@
-"""The numbers of a figure as a table, for readers and formats that have no pictures."""
+"""The data of a figure as a table, for readers and formats without images."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from stepscope.report.blocks import Cell, Column, Curve, Figure, Interval, Table
 
 
 def categories(figure: Figure) -> list[float | str]:
-    """Every x of the figure once: numbers in order, names as they first appear."""
+    """The distinct x values of the figure: numbers sorted, names in order of appearance."""
     seen: dict[float | str, None] = {x: None for curve in figure.curves for x in curve.x}
     return list(seen) if any(isinstance(x, str) for x in seen) else sorted(seen, key=float)
 
 
 def data_table(figure: Figure) -> Table:
     points = [_points(curve) for curve in figure.curves]
-    whole = all(isinstance(x, str) or float(x).is_integer() for x in categories(figure))
+    integers = all(isinstance(x, str) or float(x).is_integer() for x in categories(figure))
     rows: list[tuple[Cell, ...]] = [
-        (int(x) if whole and not isinstance(x, str) else x, *(found.get(x) for found in points))
+        (int(x) if integers and not isinstance(x, str) else x, *(by_x.get(x) for by_x in points))
         for x in categories(figure)
     ]
     rows += [(mark.label, *(mark.value for _ in points)) for mark in figure.marks]

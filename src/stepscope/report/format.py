@@ -1,6 +1,6 @@
-"""How numbers are written: the only formatter of the project.
+"""Number formatting, used by all outputs of the project.
 
-A table cell, a finding, a tick label and a terminal line all say the same number the same way.
+A table cell, a finding, a tick label and a terminal line format the same number the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stepscope.report.blocks import Cell, Column, Interval, Spread
 DASH = "–"
 
 Scale = tuple[float, str]
-"""What a value is divided by, and the suffix that then follows it."""
+"""Divisor of a value and the suffix of the result."""
 
 _TIMES: Sequence[Scale] = ((1e-3, " µs"), (1.0, " ms"), (1e3, " s"))
 _SIZES: Sequence[Scale] = tuple(
@@ -26,12 +26,13 @@ _PREFIXES: Sequence[tuple[float, str]] = tuple(
 )
 _PERCENT: Scale = (0.01, " %")
 _LEAST_PERCENT = 0.5e-4
-"""Below, four decimals would be zeros."""
+"""Below this value four decimals would be zeros."""
 _MOST_DECIMALS = 12
 
 
 def number(value: float, digits: int = 4) -> str:
-    """`digits` significant digits; an int is exact. Exponents only where zeros would be counted."""
+    """Format with `digits` significant digits; an int is exact. Exponents are used only for very
+    large and very small values."""
     if isinstance(value, int):
         return f"{value:,}"
     if not math.isfinite(value) or value == 0:
@@ -44,14 +45,14 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """Whole numbers with separators; a small mean of counts keeps its fraction."""
+    """Format an integer with separators; a mean of counts below 1000 keeps its fraction."""
     if math.isfinite(value) and abs(value) < 1000 and value != int(value):
         return number(value)
     return _fixed(value, 0)
 
 
 def counted(number: int, noun: str) -> str:
-    """1 case, 2 cases."""
+    """Format a count with its noun: 1 case, 2 cases."""
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
@@ -68,7 +69,7 @@ def rate(value: float, unit: str, digits: int = 3) -> str:
 
 
 def percent(fraction: float) -> str:
-    """One decimal; a share below a tenth of a percent keeps its first digit."""
+    """Format with one decimal; a share below a tenth of a percent keeps its first digit."""
     divisor, suffix = _PERCENT
     value = fraction / divisor
     if 0 < abs(value) < _LEAST_PERCENT:
@@ -77,7 +78,7 @@ def percent(fraction: float) -> str:
 
 
 def tick(value: float) -> str:
-    """The shortest text of a round number, for the axes of a figure."""
+    """Format a round number as short as possible, for the axes of a figure."""
     if not math.isfinite(value) or value == 0:
         return _fixed(value, 0)
     divisor, prefix = (1.0, "") if abs(value) < 1e6 else _pick(value, _PREFIXES, 1000, 6)
@@ -89,7 +90,7 @@ def tick(value: float) -> str:
 
 
 def header_unit(column: Column) -> str:
-    """The unit that the header has to say because the cells do not."""
+    """The unit for the header, if the cells do not show it."""
     return "" if column.kind in ("bytes", "rate", "percent") else column.unit
 
 
@@ -138,7 +139,7 @@ def _interval_text(cell: Interval, column: Column) -> str:
 
 
 def _column_scale(value: float, column: Column) -> tuple[Scale, int]:
-    """The scale of a column's cell and the significant digits that it shows at least."""
+    """The scale of a column's cell and its minimum number of significant digits."""
     match column.kind:
         case "percent":
             return _PERCENT, 3
@@ -151,14 +152,16 @@ def _column_scale(value: float, column: Column) -> tuple[Scale, int]:
 
 
 def _shared_decimals(value: float, spread: float, digits: int) -> int:
-    """Enough decimals for the value, and for the spread's first digit unless it is far below."""
+    """Decimals for the value and for the first digit of the spread, unless the spread is much
+    smaller."""
     if value == 0 or not math.isfinite(value):
         return _decimals(spread, 2)
     return min(max(_decimals(value, digits), _decimals(spread, 1)), _decimals(value, 6))
 
 
 def _rates(unit: str) -> Sequence[Scale]:
-    """TFLOP/s grows together with its prefix; `k launches/s` does not."""
+    """Scales of a rate: the prefix is joined to an uppercase unit (TFLOP/s), else separated
+    (`k launches/s`)."""
     gap = "" if unit[:1].isupper() else " "
     return tuple(
         (size, f" {prefix}{gap}{unit}".rstrip()) if prefix else (size, f" {unit}".rstrip())
@@ -167,7 +170,7 @@ def _rates(unit: str) -> Sequence[Scale]:
 
 
 def _pick(value: float, scales: Sequence[Scale], limit: float, digits: int) -> Scale:
-    """The first scale under whose limit the value stays *as it will be written*."""
+    """The first scale in which the rounded value is below the limit."""
     if not math.isfinite(value):
         return scales[0]
     if value == 0:
@@ -182,8 +185,8 @@ def _pick(value: float, scales: Sequence[Scale], limit: float, digits: int) -> S
 def _scaled(value: float, scale: Scale, digits: int) -> str:
     divisor, suffix = scale
     small = value / divisor
-    whole_bytes = suffix == " B" and float(small).is_integer()
-    return _fixed(small, 0 if whole_bytes else _decimals(small, digits)) + suffix
+    integer_bytes = suffix == " B" and float(small).is_integer()
+    return _fixed(small, 0 if integer_bytes else _decimals(small, digits)) + suffix
 
 
 def _decimals(value: float, digits: int) -> int:
@@ -193,7 +196,7 @@ def _decimals(value: float, digits: int) -> int:
 
 
 def _exponent(value: float, digits: int) -> int:
-    """The power of ten after rounding, so that 999.96 counts as a thousand."""
+    """The power of ten after rounding, so that 999.96 counts as 1000."""
     return int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 

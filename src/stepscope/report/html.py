@@ -1,7 +1,7 @@
-"""A page as one HTML file that needs nothing else: no network, no other file, no inline style.
+"""Write a page as one self-contained HTML file: no network, no other files, no inline styles.
 
-The policy in its head allows exactly the script and the style sheet written here, by their hashes,
-so text from a record can never run even if it were not escaped.
+Its content security policy allows exactly the script and the style sheet of this package, by their
+hashes, so text from a record could never run even if it were not escaped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FILTER_FROM = 20
 """Tables with more rows than this get a filter box."""
 
 TALL_FROM = 40
-"""Tables with more rows than this scroll in a box of their own."""
+"""Tables with more rows than this scroll in a separate box."""
 
 MOST_FIGURE_ROWS = 60
 LONG_TEXT = 28
@@ -66,7 +66,7 @@ class HeadView(NamedTuple):
 class CellView(NamedTuple):
     text: str
     value: str
-    """The raw number that the column is sorted by; empty for text and for what is missing."""
+    """The raw number that the column is sorted by; empty for text and for missing values."""
     look: str
 
 
@@ -108,7 +108,7 @@ class SectionView(NamedTuple):
 
 
 class Builder:
-    """Turns blocks into what the template shows and hands out anchors, each one once."""
+    """Converts blocks to the views of the template and assigns unique anchors."""
 
     def __init__(self) -> None:
         self.details: dict[str, tuple[str, ...]] = {}
@@ -283,7 +283,7 @@ def _cell(cell: Cell, column: Column) -> CellView:
 
 
 def _json(value: object) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Encode JSON that cannot close the script element around it."""
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
 
 
@@ -297,7 +297,7 @@ def _asset(name: str) -> str:
 
 
 def prose(text: str) -> Markup:
-    """Text in which `words of a program` are set apart."""
+    """Escape text and convert code in backticks to <code> elements."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
@@ -306,12 +306,12 @@ def prose(text: str) -> Markup:
 def _templates() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    made = Environment(
+    environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.filters["prose"] = prose
-    return made
+    environment.filters["prose"] = prose
+    return environment

@@ -1,8 +1,8 @@
-"""A timeline as inline SVG: one lane below the other, the time along the bottom.
+"""Draw a timeline as inline SVG: lanes from top to bottom, the time axis below.
 
-Every stretch names itself and its length where the pointer rests; one that is wide enough says its
-name, and one that is alone in its lane says it beside itself. Widths are those of `names.py`:
-estimated from the number of letters.
+Every interval has a tooltip with its name and length. An interval that is wide enough shows its
+name inside; one that is alone in its lane shows it next to itself. Widths are estimated from the
+number of letters, as in `names.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAP_COLOURS = (MARK, SOFT, GRID)
 
 
 def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
-    """`prefix` must be a name that no other drawing of the page has."""
+    """Draw the timeline; `prefix` must be unique among the drawings of the page."""
     lanes = [_drawable(lane) for lane in timeline.lanes]
     lanes = [lane for lane in lanes if lane.stretches]
     colours = _colours(lanes)
@@ -35,50 +35,52 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
     height = top + len(lanes) * (_LANE + _GAP) + _AXIS
     root = Element("svg", {"viewBox": f"0 0 {WIDTH:g} {height:g}"})
     root.extend(keys)
-    ends = [stretch for lane in lanes for stretch in lane.stretches]
+    ends = [span for lane in lanes for span in lane.stretches]
     if ends:
         first, last = min(0.0, *(s.start for s in ends)), max(s.end for s in ends)
         scale = (WIDTH - left - _RIGHT) / (last - first)
         bottom = height - _AXIS
         root.extend(_axis(timeline.x_label, first, last, left, scale, top, bottom))
-        for place, lane in enumerate(lanes):
-            y = top + place * (_LANE + _GAP)
+        for index, lane in enumerate(lanes):
+            y = top + index * (_LANE + _GAP)
             root.append(_text(short(lane.label), left - 8, y + _LANE / 2, SOFT, "end"))
-            for stretch in lane.stretches:
-                x = left + (stretch.start - first) * scale
-                wide = (stretch.end - stretch.start) * scale
-                box = _box(lane, stretch, x, y, wide, colours, timeline.x_label)
-                box.extend(_name(lane, stretch, x, y, wide, left, colours))
+            for span in lane.stretches:
+                x = left + (span.start - first) * scale
+                wide = (span.end - span.start) * scale
+                box = _box(lane, span, x, y, wide, colours, timeline.x_label)
+                box.extend(_name(lane, span, x, y, wide, left, colours))
                 root.append(box)
     else:
         root.append(_text("no data", WIDTH / 2, height / 2, SOFT, "middle"))
     drawing = ElementTree.tostring(root, encoding="unicode")
     listed = ", ".join(clean(lane.label) for lane in lanes)
     return inline_svg(
-        drawing, prefix=prefix, title=clean(timeline.title),
+        drawing,
+        prefix=prefix,
+        title=clean(timeline.title),
         description=f"{clean(timeline.x_label)} of: {listed}",
-    )  # fmt: skip
+    )
 
 
 def _drawable(lane: Lane) -> Lane:
-    """Without what has no length or no place on an axis."""
-    kept = tuple(
-        s for s in lane.stretches
+    """Remove the intervals that are empty or not finite."""
+    drawable = tuple(
+        s
+        for s in lane.stretches
         if math.isfinite(s.start) and math.isfinite(s.end) and s.end > s.start
-    )  # fmt: skip
-    return Lane(label=lane.label, stretches=kept, look=lane.look)
+    )
+    return Lane(label=lane.label, stretches=drawable, look=lane.look)
 
 
 def _colours(lanes: list[Lane]) -> dict[tuple[str, str], str]:
-    """A colour for every group: its own, or by its place among those that appear."""
+    """Colour of every group: by its style, or by its index among the groups."""
     colours: dict[tuple[str, str], str] = {}
     for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
         groups = {
-            stretch.group: stretch.style
-            for lane in lanes if lane.look == look for stretch in lane.stretches
-        }  # fmt: skip
-        for place, (group, style) in enumerate(groups.items()):
-            colours[look, group] = palette[(place if style is None else style) % len(palette)]
+            span.group: span.style for lane in lanes if lane.look == look for span in lane.stretches
+        }
+        for index, (group, style) in enumerate(groups.items()):
+            colours[look, group] = palette[(index if style is None else style) % len(palette)]
     return colours
 
 
@@ -102,8 +104,14 @@ def _axis(
 ) -> Iterator[Element]:
     for value in linear_ticks(first, last, most=10):
         x = left + (value - first) * scale
-        line = {"x1": f"{x:.2f}", "x2": f"{x:.2f}", "y1": f"{top:g}", "y2": f"{bottom:g}",
-                "stroke": GRID, "stroke-width": "0.7"}  # fmt: skip
+        line = {
+            "x1": f"{x:.2f}",
+            "x2": f"{x:.2f}",
+            "y1": f"{top:g}",
+            "y2": f"{bottom:g}",
+            "stroke": GRID,
+            "stroke-width": "0.7",
+        }
         yield Element("line", line)
         yield _text(tick(value), x, bottom + 8, SOFT, "middle")
     yield _text(clean(label), (left + WIDTH) / 2, bottom + 22, SOFT, "middle")
@@ -111,7 +119,7 @@ def _axis(
 
 def _box(
     lane: Lane,
-    stretch: LaneSpan,
+    span: LaneSpan,
     x: float,
     y: float,
     wide: float,
@@ -119,30 +127,30 @@ def _box(
     unit: str,
 ) -> Element:
     named = lane.look == "named"
-    colour = PAPER if named else colours[lane.look, stretch.group]
+    colour = PAPER if named else colours[lane.look, span.group]
     group = Element("g")
     box = _rectangle(x, y, max(wide, 0.4), _LANE, colour)
     if named:
         box.attrib.update({"stroke": SOFT, "stroke-width": "0.7"})
     group.append(box)
     tip = Element("title")
-    length = number(float(stretch.end - stretch.start), 3)
-    tip.text = f"{clean(stretch.label)}: {length} {clean(unit)}"
+    length = number(float(span.end - span.start), 3)
+    tip.text = f"{clean(span.label)}: {length} {clean(unit)}"
     group.append(tip)
     return group
 
 
 def _name(
     lane: Lane,
-    stretch: LaneSpan,
+    span: LaneSpan,
     x: float,
     y: float,
     wide: float,
     left: float,
     colours: dict[tuple[str, str], str],
 ) -> Iterator[Element]:
-    """Within its box; beside it where it does not fit and nothing else is there; else cut."""
-    text, middle = clean(stretch.label), y + _LANE / 2
+    """The name inside its box; next to it if it does not fit and the lane is free; else cut."""
+    text, middle = clean(span.label), y + _LANE / 2
     letters, needed = int((wide - 4) / LETTER), width_of([text])
     if len(text) > letters and len(lane.stretches) == 1 and lane.look == "grouped":
         if x + wide + 4 + needed <= WIDTH:
@@ -152,7 +160,7 @@ def _name(
             yield _text(text, x - 4, middle, INK, "end")
             return
     if letters >= min(len(text), 5) and text:
-        light = lane.look != "named" and colours[lane.look, stretch.group] != GRID
+        light = lane.look != "named" and colours[lane.look, span.group] != GRID
         fitting = text if len(text) <= letters else f"{text[: letters - 1]}…"
         yield _text(fitting, x + wide / 2, middle, PAPER if light else INK, "middle")
 
@@ -163,8 +171,8 @@ def _rectangle(x: float, y: float, wide: float, high: float, colour: str) -> Ele
 
 
 def _text(text: str, x: float, y: float, colour: str, anchor: str = "start") -> Element:
-    # The middle of small letters is a third of the size above the line they stand on.
-    place = {"x": f"{x:.2f}", "y": f"{y + FONT_SIZE * 0.34:.2f}", "font-size": f"{FONT_SIZE:g}"}
-    element = Element("text", place | {"fill": colour, "text-anchor": anchor})
+    # The middle of lowercase letters is a third of the font size above the baseline.
+    position = {"x": f"{x:.2f}", "y": f"{y + FONT_SIZE * 0.34:.2f}", "font-size": f"{FONT_SIZE:g}"}
+    element = Element("text", position | {"fill": colour, "text-anchor": anchor})
     element.text = text
     return element

@@ -1,6 +1,6 @@
-"""The names on a figure: of its curves, where they end or in a legend, and of its categories.
+"""Labels of a figure: names of curves, at their ends or in a legend, and names of categories.
 
-Widths are estimated from the number of letters, in points: the reader's font is not known here.
+Widths are estimated from the number of letters, in points: the browser's font is not known here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FONT_SIZE = 8.5
 LETTER = FONT_SIZE * 0.6
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 PLAIN: dict[str, Any] = {"parse_math": False}
-"""Text is text: a dollar sign does not begin a formula."""
+"""Literal text: a dollar sign does not start a formula."""
 
 LEGEND_ROW = 14.0
 _LONGEST_NAME = 28
@@ -33,7 +33,7 @@ Path = list[tuple[float, float]]
 
 
 def clean(text: str, most: int = 90) -> str:
-    """One line of printable text; XML has no place for control characters."""
+    """Convert to one line of printable text; XML does not allow control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
@@ -47,26 +47,27 @@ def width_of(texts: Sequence[str]) -> float:
 
 
 def styles(figure: Figure) -> list[int]:
-    """The colour and marker of each curve, by number."""
+    """Number of the colour and marker of each curve."""
     return [
-        place if curve.style is None else curve.style for place, curve in enumerate(figure.curves)
+        index if curve.style is None else curve.style for index, curve in enumerate(figure.curves)
     ]
 
 
 def hatch(style: int) -> str:
-    """What tells an area from the one that has its colour already."""
+    """Hatching that distinguishes an area from an earlier one of the same colour."""
     return "" if style < len(CURVES) else "///"
 
 
 def end_names(labels: Sequence[str], paths: list[Path]) -> list[tuple[float, float]] | None:
-    """Where each name stands beside its curve's end; None if one would lie on another curve."""
+    """Positions of the names next to the ends of their curves; None if a name would overlap another
+    curve."""
     if not all(paths):
         return None
     heights = [path[-1][1] for path in paths]
     for end in {path[-1][0] for path in paths}:
         group = [index for index, path in enumerate(paths) if path[-1][0] == end]
         moved = spread_apart([heights[index] for index in group], _LABEL_GAP)
-        # Below the axes are its numbers.
+        # Below the axes are the tick labels.
         lift = max(0.0, -min(moved))
         for index, height in zip(group, moved, strict=True):
             heights[index] = height + lift
@@ -90,7 +91,8 @@ def _crosses(path: Path, left: float, right: float, height: float) -> bool:
 
 
 def room_right(labels: Sequence[str], ends: list[tuple[float, float]], room: float) -> float:
-    """The margin in points that the names need beyond the axes, out of `room` for both."""
+    """Margin in points for the names to the right of the axes; `room` is the width of axes and
+    margin."""
     needs = [
         (12 + width_of([label]) - (1 - x) * room) / x
         for label, (x, _) in zip(labels, ends, strict=True)
@@ -98,11 +100,11 @@ def room_right(labels: Sequence[str], ends: list[tuple[float, float]], room: flo
     return max(4.0, *needs)
 
 
-def draw_end_names(axes: Axes, figure: Figure, places: list[tuple[float, float]]) -> None:
-    for curve, style, place in zip(figure.curves, styles(figure), places, strict=True):
+def draw_end_names(axes: Axes, figure: Figure, positions: list[tuple[float, float]]) -> None:
+    for curve, style, position in zip(figure.curves, styles(figure), positions, strict=True):
         axes.annotate(
             short(curve.label),
-            place,
+            position,
             xycoords="axes fraction",
             xytext=(7, 0),
             textcoords="offset points",
@@ -118,7 +120,7 @@ def legend_columns(labels: Sequence[str], room: float) -> int:
 
 
 def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
-    """A legend whose upper right corner is `top` points above the axes."""
+    """Draw a legend whose upper right corner is `top` points above the axes."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation
@@ -133,7 +135,7 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
             keys.append(Line2D([], [], color=colour, marker=marker, markersize=4.6))
     canvas = axes.get_figure(root=True)
     assert canvas is not None
-    # A legend drops names that begin with an underscore, hence the stand-ins.
+    # A legend drops names that begin with an underscore, hence the placeholders.
     legend = axes.legend(
         keys,
         ["x" for _ in keys],
@@ -155,11 +157,9 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
         text.set_text(short(curve.label))
 
 
-def name_categories(
-    axes: Axes, names: Sequence[float | str], room: float
-) -> tuple[float, float]:  # fmt: skip
-    """Name the categories below the axes; gives the points that the names take below them and to
-    their left."""
+def name_categories(axes: Axes, names: Sequence[float | str], room: float) -> tuple[float, float]:
+    """Write the names of the categories below the axes; return the points that they need below and
+    to the left of the axes."""
     texts = [short(name) if isinstance(name, str) else tick(name) for name in names]
     axes.set_xlim(-0.6, len(names) - 0.4)
     if width_of(texts) + LETTER < room / len(names):

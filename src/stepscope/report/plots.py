@@ -1,8 +1,8 @@
-"""A figure as inline SVG, drawn with matplotlib's object interface.
+"""Draw a figure as inline SVG with matplotlib's object interface.
 
-Colours are those of `svg.py`, which turns them into the page's. Every curve has a marker of its own
-besides its colour, and is named where it ends if there is room, otherwise in a legend. Margins are
-set by hand: matplotlib's layout engine would draw everything twice.
+The colours are those of `svg.py`, which maps them to CSS variables. Every curve has a distinct
+marker besides its colour, and its name at its end if it fits, otherwise in a legend. Margins are
+computed here: matplotlib's layout engine would draw everything twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 446.0, 238.0
-"""In points, which are the units of the drawing."""
+"""Size in points, the units of the drawing."""
 
 _MOST_MARKERS = 32
 _MOST_BAR_NUMBERS = 12
@@ -38,13 +38,13 @@ _RC: dict[Any, Any] = {
 
 
 def svg(figure: Figure, prefix: str = "figure") -> str:
-    """`prefix` must be a name that no other figure of the page has."""
+    """Draw the figure; `prefix` must be unique among the figures of the page."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
     out = io.StringIO()
     with mpl.rc_context(), warnings.catch_warnings():
-        # A glyph that the measuring font lacks is drawn by the reader's own font.
+        # A glyph that is missing in matplotlib's font is drawn with the browser's font.
         warnings.simplefilter("ignore", UserWarning)
         mpl.rcdefaults()
         mpl.rcParams.update(_RC)
@@ -59,42 +59,42 @@ def svg(figure: Figure, prefix: str = "figure") -> str:
 def _draw(axes: Axes, figure: Figure) -> None:
     keys = categories(figure)
     named = figure.kind in ("bars", "stacks") or any(isinstance(key, str) for key in keys)
-    places = {key: float(index if named else key) for index, key in enumerate(keys)}
+    positions = {key: float(index if named else key) for index, key in enumerate(keys)}
     log_x = figure.x_log and not named
     log_y = _log_y(figure)
-    held = [_points(curve, places, log_x=log_x, log_y=log_y) for curve in figure.curves]
-    floors = _floors(held) if figure.kind in ("stacks", "areas") else {}
-    if not any(held):
+    curves = [_points(curve, positions, log_x=log_x, log_y=log_y) for curve in figure.curves]
+    floors = _floors(curves) if figure.kind in ("stacks", "areas") else {}
+    if not any(curves):
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", color=SOFT, ha="center")
         return
     labels = [names.short(curve.label) for curve in figure.curves]
-    y_ticks = _scale_y(axes, figure, [_tops(held, floors)] if floors else held)
+    y_ticks = _scale_y(axes, figure, [_tops(curves, floors)] if floors else curves)
     left, right, bottom, top = names.width_of(y_ticks) + 8, 4.0, 28.0, 22.0
     if named:
         below, beyond = names.name_categories(axes, keys, WIDTH - left - right)
         bottom, left = bottom + below - FONT_SIZE, max(left, beyond)
     else:
-        _scale_x(axes, figure, held)
-    alone = len(labels) == 1
+        _scale_x(axes, figure, curves)
+    single = len(labels) == 1
     ends = None
     styles = names.styles(figure)
     if figure.kind == "lines":
-        _lines(axes, held, styles)
-        ends = None if alone else names.end_names(labels, _paths(axes, held))
+        _lines(axes, curves, styles)
+        ends = None if single else names.end_names(labels, _paths(axes, curves))
     elif figure.kind == "bars":
-        _bars(axes, held, styles)
+        _bars(axes, curves, styles)
     elif figure.kind == "stacks":
-        _stacks(axes, held, floors, styles)
+        _stacks(axes, curves, floors, styles)
     else:
-        draw_areas(axes, held, floors, styles)
+        draw_areas(axes, curves, floors, styles)
     title = _axis_name(figure.y_label, log=log_y)
-    if alone and labels[0]:
+    if single and labels[0]:
         title += f" · {labels[0]}"
     if ends:
         names.draw_end_names(axes, figure, ends)
         right = names.room_right(labels, ends, WIDTH - left)
-    elif not alone:
+    elif not single:
         beside = WIDTH - names.width_of([title]) - 30
         columns = names.legend_columns(labels, beside)
         if columns < len(labels):
@@ -103,7 +103,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
         names.draw_legend(axes, figure, columns, top - 6)
     draw_spans(axes, figure.spans)
     _marks(axes, figure)
-    _dress(axes, _axis_name(figure.x_label, log=log_x), title, left)
+    _style_axes(axes, _axis_name(figure.x_label, log=log_x), title, left)
     axes.set_position(
         (left / WIDTH, bottom / HEIGHT, 1 - (left + right) / WIDTH, 1 - (top + bottom) / HEIGHT)
     )
@@ -118,15 +118,15 @@ def _axis_name(label: str, *, log: bool) -> str:
 
 
 def _points(
-    curve: Curve, places: dict[float | str, float], *, log_x: bool, log_y: bool
+    curve: Curve, positions: dict[float | str, float], *, log_x: bool, log_y: bool
 ) -> list[Point]:
-    """The points that can be drawn: finite, and with a logarithm where one is asked for."""
+    """The points that can be drawn: finite, and positive on a logarithmic axis."""
     keys: list[float | str] = list(curve.x)
     lows = curve.low if curve.low and curve.high else curve.y
     highs = curve.high if curve.low and curve.high else curve.y
     points = []
     for key, y, low, high in zip(keys, curve.y, lows, highs, strict=True):
-        x = places[key]
+        x = positions[key]
         if not (math.isfinite(x) and math.isfinite(y)) or (log_x and x <= 0) or (log_y and y <= 0):
             continue
         below = max(0.0, y - low) if math.isfinite(low) else 0.0
@@ -135,8 +135,8 @@ def _points(
     return sorted(points)
 
 
-def _scale_y(axes: Axes, figure: Figure, held: list[list[Point]]) -> list[str]:
-    extremes = [y for points in held for p in points for y in (p.y - p.below, p.y + p.above)]
+def _scale_y(axes: Axes, figure: Figure, curves: list[list[Point]]) -> list[str]:
+    extremes = [y for points in curves for p in points for y in (p.y - p.below, p.y + p.above)]
     extremes += [mark.value for mark in figure.marks if math.isfinite(mark.value)]
     if _log_y(figure):
         extremes = [value for value in extremes if value > 0]
@@ -153,8 +153,8 @@ def _scale_y(axes: Axes, figure: Figure, held: list[list[Point]]) -> list[str]:
     return texts
 
 
-def _scale_x(axes: Axes, figure: Figure, held: list[list[Point]]) -> None:
-    values = [point.x for points in held for point in points]
+def _scale_x(axes: Axes, figure: Figure, curves: list[list[Point]]) -> None:
+    values = [point.x for points in curves for point in points]
     if figure.x_log:
         limits = log_limits(values)
         ticks = log_ticks(values, limits, own=True)
@@ -172,16 +172,16 @@ def _scale_x(axes: Axes, figure: Figure, held: list[list[Point]]) -> None:
     axes.set_xticks(ticks, texts)
 
 
-def _paths(axes: Axes, held: list[list[Point]]) -> list[names.Path]:
+def _paths(axes: Axes, curves: list[list[Point]]) -> list[names.Path]:
     to_axes = axes.transScale + axes.transLimits
     return [
         to_axes.transform([(p.x, p.y) for p in points]).tolist() if points else []
-        for points in held
+        for points in curves
     ]
 
 
-def _lines(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
-    for style, points in zip(styles, held, strict=True):
+def _lines(axes: Axes, curves: list[list[Point]], styles: list[int]) -> None:
+    for style, points in zip(styles, curves, strict=True):
         if not points:
             continue
         axes.errorbar(
@@ -200,13 +200,13 @@ def _lines(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
         )
 
 
-def _bars(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
-    width = 0.76 / len(held)
-    if any(p.y < 0 for points in held for p in points):
+def _bars(axes: Axes, curves: list[list[Point]], styles: list[int]) -> None:
+    width = 0.76 / len(curves)
+    if any(p.y < 0 for points in curves for p in points):
         axes.axhline(0, color=SOFT, linewidth=0.6)
-    with_numbers = sum(len(points) for points in held) <= _MOST_BAR_NUMBERS
-    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
-        shift = (index - (len(held) - 1) / 2) * width
+    with_numbers = sum(len(points) for points in curves) <= _MOST_BAR_NUMBERS
+    for index, (style, points) in enumerate(zip(styles, curves, strict=True)):
+        shift = (index - (len(curves) - 1) / 2) * width
         axes.bar(
             [p.x + shift for p in points],
             [p.y for p in points],
@@ -230,28 +230,26 @@ def _bars(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
             )
 
 
-def _floors(held: list[list[Point]]) -> Floors:
+def _floors(curves: list[list[Point]]) -> Floors:
     floors: Floors = {}
     heights: dict[float, float] = {}
-    for index, points in enumerate(held):
+    for index, points in enumerate(curves):
         for p in points:
             floors[index, p.x] = heights.get(p.x, 0.0)
             heights[p.x] = floors[index, p.x] + max(0.0, p.y)
     return floors
 
 
-def _tops(held: list[list[Point]], floors: Floors) -> list[Point]:
+def _tops(curves: list[list[Point]], floors: Floors) -> list[Point]:
     return [
         Point(p.x, floors[index, p.x] + max(0.0, p.y), 0.0, 0.0)
-        for index, points in enumerate(held)
+        for index, points in enumerate(curves)
         for p in points
     ]
 
 
-def _stacks(
-    axes: Axes, held: list[list[Point]], floors: Floors, styles: list[int]
-) -> None:  # fmt: skip
-    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
+def _stacks(axes: Axes, curves: list[list[Point]], floors: Floors, styles: list[int]) -> None:
+    for index, (style, points) in enumerate(zip(styles, curves, strict=True)):
         axes.bar(
             [p.x for p in points],
             [max(0.0, p.y) for p in points],
@@ -264,13 +262,19 @@ def _stacks(
             zorder=2,
         )
     tops: dict[float, float] = {}
-    for p in _tops(held, floors):
+    for p in _tops(curves, floors):
         tops[p.x] = max(tops.get(p.x, 0.0), p.y)
     for x, top in tops.items() if len(tops) <= _MOST_BAR_NUMBERS else ():
         axes.annotate(
-            number(float(top), 3), (x, top), xytext=(0, 3), textcoords="offset points",
-            ha="center", va="bottom", color=INK, fontsize=FONT_SIZE - 1,
-        )  # fmt: skip
+            number(float(top), 3),
+            (x, top),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=INK,
+            fontsize=FONT_SIZE - 1,
+        )
 
 
 def _error_bars(points: list[Point]) -> list[list[float]] | None:
@@ -285,7 +289,7 @@ def _marks(axes: Axes, figure: Figure) -> None:
         if _log_y(figure) and mark.value <= 0:
             continue
         axes.axhline(mark.value, color=MARK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-        # Neighbouring limits are named at opposite ends so that their names cannot collide.
+        # Neighbouring limits have their names at opposite ends, so that the names do not overlap.
         right = index % 2 == 0
         axes.annotate(
             f"{clean(mark.label, 60)}, {number(float(mark.value), 3)}",
@@ -302,7 +306,7 @@ def _marks(axes: Axes, figure: Figure) -> None:
         )
 
 
-def _dress(axes: Axes, x_title: str, title: str, left: float) -> None:
+def _style_axes(axes: Axes, x_title: str, title: str, left: float) -> None:
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(SOFT)

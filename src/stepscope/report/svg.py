@@ -1,8 +1,9 @@
-"""An SVG file made into a part of a page: its colours, ids, size and description.
+"""Convert an SVG file for embedding in a page: its colours, ids, size and description.
 
 A figure is drawn in the colours of the light scheme. Each of them becomes a CSS variable with that
-colour as the fallback, so that the same drawing follows the page into dark mode and still stands
-alone. Styles become presentation attributes, because the page's policy allows no inline style.
+colour as the fallback, so that the same drawing follows the page into dark mode and also works
+standalone. Styles become presentation attributes, because the page's content security policy
+forbids inline styles.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FONT = re.compile(r"^(?:(\w+)\s+)?([\d.]+)px\b")
 
 
 def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> str:
-    """`prefix` makes the ids of this drawing differ from those of the page's other drawings."""
+    """Convert a drawing to inline SVG; `prefix` makes its ids unique in the page."""
     root = ElementTree.fromstring(drawing)
     _strip_namespaces(root)
     for parent in list(root.iter()):
@@ -57,8 +58,8 @@ def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> st
 
 
 def standalone_svg(drawing: str) -> str:
-    """An inline drawing as a file of its own: in the light colours on their paper, since not every
-    program that shows a file knows variables, and none knows the page."""
+    """Convert an inline drawing to a standalone file with the light colours and their background,
+    since not every viewer supports CSS variables and none has those of the page."""
     plain = _WITH_FALLBACK.sub(r"\1", drawing)
     width, height = (float(size) + 2 * _FILE_MARGIN for size in _VIEW_BOX.search(plain).groups())  # type: ignore[union-attr]
     box = f"{-_FILE_MARGIN} {-_FILE_MARGIN} {width:g} {height:g}"
@@ -69,8 +70,8 @@ def standalone_svg(drawing: str) -> str:
     return plain.replace("</desc>", f"</desc>{paper}", 1) + "\n"
 
 
-def _variable(found: re.Match[str]) -> str:
-    colour = found.group()
+def _variable(match: re.Match[str]) -> str:
+    colour = match.group()
     return f"var({VARIABLES[colour]}, {colour})" if colour in VARIABLES else colour
 
 
@@ -86,7 +87,7 @@ def _unfold_style(element: ElementTree.Element) -> None:
     for declaration in element.attrib.pop("style", "").split(";"):
         name, _, value = (part.strip() for part in declaration.partition(":"))
         if name == "font":
-            # The family is the page's own.
+            # The font family is that of the page.
             weight, size = _FONT.match(value).groups()  # type: ignore[union-attr]
             element.set("font-size", size)
             if weight:
@@ -96,7 +97,7 @@ def _unfold_style(element: ElementTree.Element) -> None:
 
 
 def _rename_ids(root: ElementTree.Element, prefix: str) -> None:
-    """Keep only the ids that something refers to."""
+    """Prefix the ids that are referenced and remove all others."""
     used = {value[1:] for element in root.iter() if (value := element.get("href", ""))}
     for element in root.iter():
         used.update(name for value in element.attrib.values() for name in _REFERENCE.findall(value))
@@ -124,7 +125,7 @@ def _describe(root: ElementTree.Element, prefix: str, title: str, description: s
             "stroke-linejoin": "round",
         }
     )
-    for place, (tag, text) in enumerate((("title", title), ("desc", description))):
+    for index, (tag, text) in enumerate((("title", title), ("desc", description))):
         element = ElementTree.Element(tag, {"id": f"{prefix}-{tag}"})
         element.text = text
-        root.insert(place, element)
+        root.insert(index, element)

@@ -6,8 +6,8 @@
         col("peak", lambda r: r.peak, "bytes"),
     ])
 
-A row that stands for a failed case (`row.status`, or that of `row.record`) shows its key columns
-and, in the first other column, its status; the rest stays empty.
+The row of a failed case (`row.status` or `row.record.status`) shows its key columns and, in the
+first other column, its status; the remaining cells are empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 from stepscope.report.blocks import Cell, Column, Interval, Kind, Table
 
 STATUS = {"oom": "OOM"}
-"""Statuses as a table shows them; others stand as they are."""
+"""Statuses as shown in tables; others are unchanged."""
 
 
 class Declared(NamedTuple):
-    """A column and where its cells come from."""
+    """A column and the function that computes its cells."""
 
     column: Column
     value: Callable[..., Cell]
@@ -32,7 +32,7 @@ class Declared(NamedTuple):
 
 
 class Failed(Protocol):
-    """A record of a case that has no result."""
+    """A record of a case without a result."""
 
     @property
     def case(self) -> str: ...
@@ -58,7 +58,7 @@ class Sampled(Protocol):
 
 
 def interval(summary: Sampled | None) -> Interval | None:
-    """The cell of a median with its confidence interval."""
+    """Cell of a median with its confidence interval."""
     if summary is None:
         return None
     return Interval(value=summary.median, low=summary.low, high=summary.high)
@@ -73,7 +73,8 @@ def col(
     hint: str = "",
     key: bool = False,
 ) -> Declared:
-    """A column. `key` columns are known of failed cases too. With a unit the cells are numbers."""
+    """Declare a column. `key` columns also have values for failed cases. With a unit, the cells are
+    numbers by default."""
     chosen: Kind = kind or ("number" if unit else "text")
     return Declared(Column(title=title, kind=chosen, unit=unit, hint=hint), value, key)
 
@@ -86,7 +87,7 @@ def cols(
     unit: str = "",
     hint: str = "",
 ) -> list[Declared]:
-    """A column for each title; `value` takes the row and the title."""
+    """Declare a column for each title; `value` takes the row and the title."""
 
     def one(title: str) -> Declared:
         return col(title, lambda row: value(row, title), kind, unit=unit, hint=hint)
@@ -103,7 +104,7 @@ def table(
     caption: str = "",
     details: Callable[[Any], str] | None = None,
 ) -> Table:
-    """The table of these rows. `details` gives the text that the page shows for an opened row."""
+    """Create a table from rows. `details` returns the text that the page shows for an open row."""
     listed = list(rows)
     return Table(
         name=name,
@@ -115,14 +116,14 @@ def table(
     )
 
 
-def keep_columns(made: Table, keep: Callable[[Column, tuple[Cell, ...]], bool]) -> Table:
-    """The table with the columns for which that holds, given their cells."""
-    columns = list(zip(*made.rows, strict=True)) or [()] * len(made.columns)
-    kept = [at for at, one in enumerate(made.columns) if keep(one, columns[at])]
+def keep_columns(source: Table, keep: Callable[[Column, tuple[Cell, ...]], bool]) -> Table:
+    """Return the table with only those columns for which `keep(column, cells)` is true."""
+    columns = list(zip(*source.rows, strict=True)) or [()] * len(source.columns)
+    indices = [at for at, one in enumerate(source.columns) if keep(one, columns[at])]
     return msgspec.structs.replace(
-        made,
-        columns=tuple(made.columns[at] for at in kept),
-        rows=tuple(tuple(row[at] for at in kept) for row in made.rows),
+        source,
+        columns=tuple(source.columns[at] for at in indices),
+        rows=tuple(tuple(row[at] for at in indices) for row in source.rows),
     )
 
 
@@ -133,8 +134,8 @@ def failed_table(
     *,
     caption: str = "",
 ) -> Iterator[Table]:
-    """The cases without a result, if there are any. Rows are records or have one; they are
-    identified by the columns `named`, or by the case's key."""
+    """Yield a table of the cases without a result, if there are any. Rows are records or have an
+    attribute `record`; they are identified by the columns `named`, or by the case."""
     failed = [row for row in rows if _record(row).status != "ok"]
     if failed:
         columns = [
@@ -152,10 +153,10 @@ def _record(row: Any) -> Failed:
 
 def _cells(row: Any, columns: Sequence[Declared]) -> Iterator[Cell]:
     status = str(getattr(getattr(row, "record", row), "status", "ok"))
-    said = False
+    shown = False
     for one in columns:
         if status == "ok" or one.key:
             yield one.value(row)
         else:
-            yield None if said else STATUS.get(status, status)
-            said = True
+            yield None if shown else STATUS.get(status, status)
+            shown = True

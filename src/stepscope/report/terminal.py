@@ -1,4 +1,4 @@
-"""Tables and findings on a terminal, at any width and without one."""
+"""Print tables and findings to a terminal of any width, or to a file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 _TONES = {"good": ("✓", "green"), "info": ("•", "cyan"), "warn": ("!", "yellow")}
 _GAP = 2
 _LEAD = 2 / 3
-"""Of the width at most so much goes to what is repeated."""
+"""Maximum share of the width for the repeated key columns."""
 _NARROWEST_KEY = 14
 _WIDEST_WORD = 28
-"""How much of a text a column must show before the table is dealt to several; where there is more
-room, it is used."""
+"""Minimum width of a text column (unless all texts are shorter) before the table is split; extra
+width is distributed."""
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """A table that is wider than the console is printed in parts that repeat the row's key."""
+    """Print a table; one that is wider than the console is split into parts that repeat the key
+    columns."""
     console = console or _console()
     texts = [
         [_visible(cell_text(cell, column)) for cell, column in zip(row, table.columns, strict=True)]
@@ -60,7 +61,7 @@ def print_findings(findings: Iterable[Finding], console: Console | None = None) 
 
 
 def print_sections(sections: Iterable[Section], console: Console | None = None) -> None:
-    """Every section with its question, findings and tables; a figure is named."""
+    """Print every section with its question, findings and tables; of figures only the title."""
     console = console or _console()
     for section in sections:
         console.rule(_text(section.title, "bold"), align="left")
@@ -83,7 +84,7 @@ def _console() -> Console:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text as it is: no markup, no control sequences from the data."""
+    """Literal text, without markup and without control sequences from the data."""
     from rich.text import Text
 
     return Text(_visible(text), style=style, overflow="fold")
@@ -94,7 +95,7 @@ def _visible(text: str) -> str:
 
 
 def _width(table: Table, texts: list[list[str]], index: int) -> int:
-    """Numbers are never folded; words may be, and long names."""
+    """Minimum width of a column: numbers are never folded, long texts may be."""
     from rich.cells import cell_len
 
     words = [(word, _WIDEST_WORD) for word in header(table.columns[index]).split()]
@@ -106,7 +107,7 @@ def _width(table: Table, texts: list[list[str]], index: int) -> int:
 
 
 def _keys(table: Table) -> list[int]:
-    """The columns that tell the rows apart, left to right; measurements are no keys."""
+    """The leftmost columns that distinguish the rows; measured values are not keys."""
     keys: list[int] = [0] if table.columns else []
     for index, column in enumerate(table.columns):
         distinct = len({tuple(row[key] for key in keys) for row in table.rows})
@@ -126,18 +127,18 @@ def _is_text(table: Table, index: int) -> bool:
 def _narrowed(
     widths: Sequence[int], folding: list[int], keys: list[int], console: Console
 ) -> list[int]:
-    """Keys that fold earlier, where all of them would leave too little room beside them."""
-    found = list(widths)
-    while sum(found[key] + _GAP for key in keys) > console.width * _LEAD:
-        widest = max(folding, key=lambda key: found[key], default=None)
-        if widest is None or found[widest] <= _NARROWEST_KEY:
+    """Reduce the widths of the key columns, if they leave too little space for other columns."""
+    narrowed = list(widths)
+    while sum(narrowed[key] + _GAP for key in keys) > console.width * _LEAD:
+        widest = max(folding, key=lambda key: narrowed[key], default=None)
+        if widest is None or narrowed[widest] <= _NARROWEST_KEY:
             return list(widths)
-        found[widest] -= 1
-    return found
+        narrowed[widest] -= 1
+    return narrowed
 
 
 def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[list[int]]:
-    """Columns dealt to as many grids as the width needs, each led by the keys."""
+    """Split the columns into as many grids as the width requires, each with the key columns."""
     columns = range(len(widths))
     if sum(widths) + _GAP * len(widths) <= console_width:
         return [list(columns)]
@@ -159,7 +160,7 @@ def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[l
 
 
 def _spread(widths: Sequence[int], wanted: Sequence[int], console_width: int) -> list[int]:
-    """The widths with the room that is left shared out among those that want more."""
+    """Distribute the remaining width among the columns that want more."""
     spread = [min(width, console_width) for width in widths]
     left = console_width - sum(spread) - _GAP * len(spread)
     while left > 0 and (short := [i for i, width in enumerate(spread) if width < wanted[i]]):
@@ -175,14 +176,14 @@ def _grid(table: Table, texts: list[list[str]], part: list[int], widths: Sequenc
     from rich import box
     from rich.table import Table as Grid
 
-    # The box adds one column between cells, so padding is what is left of the gap.
+    # The box adds one column between cells, so padding is the rest of the gap.
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
     for index, width in zip(part, widths, strict=True):
         column = table.columns[index]
         grid.add_column(
             _text(header(column)),
             justify="right" if is_numeric(column) else "left",
-            # Left to itself, rich shrinks the widest column first and then crops the last.
+            # By default, rich shrinks the widest column first and then crops the last.
             min_width=width,
             max_width=width,
             overflow="fold",
@@ -193,7 +194,7 @@ def _grid(table: Table, texts: list[list[str]], part: list[int], widths: Sequenc
 
 
 def _wanted(table: Table, texts: list[list[str]]) -> list[int]:
-    """What each column takes when nothing is folded."""
+    """Width of each column without folding."""
     from rich.cells import cell_len
 
     columns = zip(map(header, table.columns), *texts, strict=True)

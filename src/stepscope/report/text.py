@@ -1,4 +1,4 @@
-"""Tables and pages as text: Markdown, LaTeX and CSV."""
+"""Write tables and pages as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepscope.report.format import cell_text, header
 from stepscope.report.verdict import verdict_markdown
 
 MOST_FIGURE_ROWS = 12
-"""A figure with more points than this is named in Markdown, not spelled out."""
+"""A figure with more points than this is only named in Markdown, without its data."""
 
 _TONES = {"good": "✓", "info": "•", "warn": "⚠"}
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
@@ -66,7 +66,7 @@ def is_numeric(column: Column) -> bool:
 
 
 def markdown(table: Table) -> str:
-    """A pipe table, its title above and its caption below."""
+    """Format a pipe table with its title above and its caption below."""
     lines = [f"**{_md(table.title)}**", ""] if table.title else []
     lines += _md_grid(table)
     if table.caption:
@@ -85,7 +85,7 @@ def markdown_page(page: Page) -> str:
 
 
 def latex(table: Table) -> str:
-    """A booktabs `tabular`, ready to be \\input into a document."""
+    """Format a booktabs `tabular` for \\input into a document."""
     spec = "".join("r" if is_numeric(column) else "l" for column in table.columns)
     lines = [
         f"% {_one_line(table.title)}",
@@ -101,12 +101,12 @@ def latex(table: Table) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """Raw numbers in their base unit; a spread or an interval has columns of its own."""
+    """Format raw numbers in their base unit; a spread or an interval has separate columns."""
     cells = [[row[index] for row in table.rows] for index in range(len(table.columns))]
     fields = [
         field
-        for column, held in zip(table.columns, cells, strict=True)
-        for field in _fields(column, held)
+        for column, values in zip(table.columns, cells, strict=True)
+        for field in _fields(column, values)
     ]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -153,23 +153,23 @@ def _md_grid(table: Table) -> list[str]:
 def _md_cell(cell: Cell, column: Column) -> str:
     text = cell_text(cell, column)
     if column.kind == "code" and cell is not None:
-        # In a table a bar ends the cell even within code.
+        # In a table, `|` ends the cell even inside code.
         inside = _one_line(text).replace("`", "'").replace("|", r"\|")
         return f"`{inside}`"
-    # The brackets of an interval are no link, but a unit may hold anything.
+    # The brackets of an interval do not form a link, but a unit may contain any text.
     return _md(text) if isinstance(cell, str) or column.kind == "rate" else text
 
 
 def _md(text: str) -> str:
-    """Text that Markdown and the HTML inside it leave alone."""
+    """Escape text for Markdown and for the HTML inside it."""
     return _MARKDOWN.sub(r"\\\1", _one_line(text))
 
 
 def _md_prose(text: str) -> str:
-    """The same, with `words of a program` left as they are."""
+    """Escape text for Markdown, except code in backticks."""
     parts = re.split(r"(`[^`]+`)", _one_line(text))
     return "".join(
-        part if place % 2 else _MARKDOWN.sub(r"\\\1", part) for place, part in enumerate(parts)
+        part if index % 2 else _MARKDOWN.sub(r"\\\1", part) for index, part in enumerate(parts)
     )
 
 
@@ -191,7 +191,7 @@ def _latex_text(text: str) -> str:
 
 
 def _fields(column: Column, cells: list[Cell]) -> Iterator[tuple[str, list[object]]]:
-    """The columns of the file that one column of the table needs, with their values."""
+    """Columns of the file for one column of the table, with their values."""
     unit = _RAW_UNITS.get(column.kind, column.unit)
 
     def title(part: str = "") -> str:
@@ -214,6 +214,6 @@ def _raw(cell: Cell) -> object:
 
 
 def _inert(text: str) -> str:
-    """A spreadsheet would run a cell that begins like a formula."""
+    """Escape text that a spreadsheet would evaluate as a formula."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

@@ -1,7 +1,7 @@
-"""Six ways to make a device fast, each as a slow and a fast form of the same work.
+"""Six performance levers, each as a slow and a fast variant of the same work.
 
-The two forms give the same numbers and differ in one thing alone, so that their times show what
-that thing costs. On a GPU they are Triton kernels, on a CPU calls of torch.
+The two variants compute the same result and differ in exactly one property, so that their times
+show the cost of that property. On a GPU they are Triton kernels, on a CPU calls of torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from stepscope.measure.levers.pair import Pair
 
 
 def make_pair(lever: str, device: Device, elements: int, rows: int) -> Pair:
-    """That lever's pair on arrays of `elements` numbers and matrices of `rows` × `rows`."""
+    """Create a lever's pair on arrays of `elements` numbers and matrices of `rows` × `rows`."""
     if device.kind == "cuda":
         from stepscope.measure.levers import on_gpu
 

@@ -1,7 +1,7 @@
-"""The pairs on a CPU: calls of numpy and torch that differ in one thing, on one core.
+"""The pairs on a CPU: calls of NumPy and torch that differ in one property, on one core.
 
-A cache line takes the place of a memory sector, a vector register that of a warp, and a chunk that
-stays in the second-level cache that of a tile in shared memory.
+A cache line corresponds to a memory sector of a GPU, a vector register to a warp, and a chunk that
+stays in the L2 cache to a tile in shared memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WORD = 4
 FIELDS = LINE // WORD
 CHUNK = 1 << 16
 ROWS = 64
-"""Of a matrix that share what is loaded of the other."""
+"""Rows of one matrix that share the loads of the other matrix."""
 TERMS = 24
-"""Of the polynomial on the long side of the branch."""
+"""Terms of the polynomial on the long side of the branch."""
 ONE_IN = 8
-"""Numbers, of which one takes the long side."""
+"""One in this many numbers takes the long side of the branch."""
 _ONE, _TWO, _HALF = (np.float32(value) for value in (1.0, 2.0, 0.5))
 
 
@@ -43,7 +43,7 @@ def divergence(elements: int, rows: int) -> Pair:  # noqa: ARG001
     y, sorted_y = np.empty_like(mixed), np.empty_like(mixed)
 
     def both_sides() -> None:
-        # Where neighbours differ, a vector unit takes both sides for all and keeps one.
+        # If neighbours differ, a vector unit computes both sides for all lanes and selects one.
         for part in _chunks(count):
             np.copyto(y[part], -mixed[part])
             np.copyto(y[part], _polynomial(mixed[part]), where=choice[part])
@@ -60,21 +60,27 @@ def divergence(elements: int, rows: int) -> Pair:  # noqa: ARG001
     size = 2.0 * WORD * count
     return Pair(
         slow=KernelVariant(
-            both_sides, lambda: torch.from_numpy(y), 1e-5, moved=size + count,
+            both_sides,
+            lambda: torch.from_numpy(y),
+            1e-5,
+            moved=size + count,
             flops=2.0 * TERMS * count,
         ),
         fast=KernelVariant(
-            one_side, lambda: torch.from_numpy(sorted_y)[torch.argsort(order)], 1e-5,
-            moved=size, flops=2.0 * TERMS * most,
+            one_side,
+            lambda: torch.from_numpy(sorted_y)[torch.argsort(order)],
+            1e-5,
+            moved=size,
+            flops=2.0 * TERMS * most,
         ),
         truth=truth,
         work=2.0 * TERMS * most,
         unit="FLOP",
-    )  # fmt: skip
+    )
 
 
 def _polynomial(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """The sum of (x/2)**k."""
+    """Sum of (x/2)**k."""
     half = x * x.dtype.type(0.5)
     total = np.ones_like(x)
     for _ in range(TERMS):
@@ -84,23 +90,23 @@ def _polynomial(x: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def precision(elements: int, rows: int) -> Pair:  # noqa: ARG001
-    def form(a: Tensor, b: Tensor, tolerance: float) -> KernelVariant:
+    def variant(a: Tensor, b: Tensor, tolerance: float) -> KernelVariant:
         c = torch.empty_like(a)
-        # A number of eight bytes takes the place of two in a vector register.
+        # A float64 occupies two float32 lanes of a vector register.
         flops = 2.0 * rows**3 * (a.element_size() / WORD)
         return _on_one_core(
             lambda: torch.mm(a, b, out=c), c, tolerance, moved=3.0 * c.nbytes, flops=flops
         )
 
-    return _products(
+    return _matmul_pair(
         rows,
-        slow=lambda a, b: form(a.double(), b.double(), 1e-12),
-        fast=lambda a, b: form(a, b, 1e-5),
+        slow=lambda a, b: variant(a.double(), b.double(), 1e-12),
+        fast=lambda a, b: variant(a, b, 1e-5),
     )
 
 
 def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
-    def form(a: Tensor, b: Tensor, at_once: int) -> KernelVariant:
+    def variant(a: Tensor, b: Tensor, at_once: int) -> KernelVariant:
         c = torch.empty_like(a)
 
         def run() -> None:
@@ -113,10 +119,12 @@ def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
             run, c, 1e-5, moved=float(loaded + a.nbytes + c.nbytes), flops=2.0 * rows**3
         )
 
-    return _products(rows, slow=lambda a, b: form(a, b, 1), fast=lambda a, b: form(a, b, ROWS))
+    return _matmul_pair(
+        rows, slow=lambda a, b: variant(a, b, 1), fast=lambda a, b: variant(a, b, ROWS)
+    )
 
 
-def _products(
+def _matmul_pair(
     n: int,
     slow: Callable[[Tensor, Tensor], KernelVariant],
     fast: Callable[[Tensor, Tensor], KernelVariant],
@@ -132,13 +140,13 @@ def _products(
 
 
 def _on_one_core(
-    work: Callable[[], object], made: Tensor, tolerance: float, *, moved: float, flops: float
+    work: Callable[[], object], output: Tensor, tolerance: float, *, moved: float, flops: float
 ) -> KernelVariant:
     def run() -> None:
         with _one_thread():
             work()
 
-    return KernelVariant(run, lambda: made, tolerance, moved=moved, flops=flops)
+    return KernelVariant(run, lambda: output, tolerance, moved=moved, flops=flops)
 
 
 @contextmanager
@@ -181,37 +189,40 @@ def fusion(elements: int, rows: int) -> Pair:  # noqa: ARG001
 def recomputation(elements: int, rows: int) -> Pair:  # noqa: ARG001
     x, grad = numbers(elements, CPU), numbers(elements, CPU, seed=1)
     read, incoming = x.numpy(), grad.numpy()
-    # A chunk and the results of its links are to stay in the cache together.
+    # A chunk and the results of its links stay in the cache together.
     chunk = CHUNK // LINKS
 
-    def form(keep: bool) -> KernelVariant:
+    def variant(save: bool) -> KernelVariant:
         y, out = np.empty_like(read), np.empty_like(read)
-        kept = np.empty((LINKS - 1, elements if keep else chunk), dtype=np.float32)
+        saved = np.empty((LINKS - 1, elements if save else chunk), dtype=np.float32)
 
-        def held(part: slice) -> Array:
-            return kept[:, part] if keep else kept[:, : part.stop - part.start]
+        def rows_of(part: slice) -> Array:
+            return saved[:, part] if save else saved[:, : part.stop - part.start]
 
         def run() -> None:
             for part in _chunks(elements, chunk):
-                _link(_links(read[part], held(part)), y[part])
+                _link(_links(read[part], rows_of(part)), y[part])
             for part in _chunks(elements, chunk):
-                if not keep:
-                    _links(read[part], held(part))
+                if not save:
+                    _links(read[part], rows_of(part))
                 np.multiply(incoming[part], read[part], out=out[part])
-                for result in held(part):
+                for result in rows_of(part):
                     np.multiply(out[part], result, out=out[part])
 
-        passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
-        again = 0.0 if keep else 3.0 * (LINKS - 1)
+        passes = 5.0 + (2.0 * (LINKS - 1) if save else 0.0)
+        again = 0.0 if save else 3.0 * (LINKS - 1)
         return KernelVariant(
-            run, lambda: torch.from_numpy(out), 1e-5, moved=passes * read.nbytes,
+            run,
+            lambda: torch.from_numpy(out),
+            1e-5,
+            moved=passes * read.nbytes,
             flops=(4.0 * LINKS + again) * elements,
-            kept=float(read.nbytes + (kept.nbytes if keep else 0)),
-        )  # fmt: skip
+            kept=float(read.nbytes + (saved.nbytes if save else 0)),
+        )
 
     return Pair(
-        slow=form(True),
-        fast=form(False),
+        slow=variant(True),
+        fast=variant(False),
         truth=lambda: grad.double() * chain_gradient(x.double()),
         work=5.0 * read.nbytes,
         unit="B",
@@ -225,7 +236,7 @@ def _link(read: Array, written: Array) -> None:
 
 
 def _links(x: Array, results: Array) -> Array:
-    """All links of a chain but the last, each result on its row; the last of them."""
+    """Compute all links of a chain except the last, one per row; return the last row."""
     read = x
     for result in results:
         _link(read, result)
@@ -237,7 +248,7 @@ def coalescing(elements: int, rows: int) -> Pair:  # noqa: ARG001
     by_record = numbers(elements, CPU).view(-1, FIELDS)
     by_field = by_record.t().contiguous()
 
-    def form(x: Array, read: int) -> KernelVariant:
+    def variant(x: Array, read: int) -> KernelVariant:
         y = np.empty((FIELDS, x.shape[1]), dtype=np.float32)
 
         def run() -> None:
@@ -245,13 +256,16 @@ def coalescing(elements: int, rows: int) -> Pair:  # noqa: ARG001
                 np.multiply(x[field], _TWO, out=y[field])
 
         return KernelVariant(
-            run, lambda: torch.from_numpy(y), tolerance=0.0,
-            moved=float(read + WORD) * elements, flops=float(elements),
-        )  # fmt: skip
+            run,
+            lambda: torch.from_numpy(y),
+            tolerance=0.0,
+            moved=float(read + WORD) * elements,
+            flops=float(elements),
+        )
 
     return Pair(
-        slow=form(by_record.numpy().T, LINE),
-        fast=form(by_field.numpy(), WORD),
+        slow=variant(by_record.numpy().T, LINE),
+        fast=variant(by_field.numpy(), WORD),
         truth=lambda: 2.0 * by_field.double(),
         work=2.0 * WORD * elements,
         unit="B",

@@ -1,4 +1,4 @@
-"""The pairs on a GPU: Triton kernels that differ in one thing."""
+"""The pairs on a GPU: Triton kernels that differ in one property."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepscope.measure.levers.pair import (
 
 WARP = 32
 SECTOR = 32
-"""Bytes that a memory transaction moves at least."""
+"""Minimum bytes of a memory transaction."""
 WORD = 4
 FIELDS = SECTOR // WORD
 BLOCK = 1024
@@ -41,45 +41,58 @@ class Tile(NamedTuple):
 
 
 TILES = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-"""By the bytes of a number: for tensor cores, and for ordinary lanes."""
+"""Tile by element size in bytes: 2 for tensor cores, 4 for CUDA cores."""
 
 
 def interpreted() -> bool:
-    """Whether Triton runs the kernels in Python, which knows no PTX."""
+    """Return True if Triton's interpreter runs the kernels in Python, without PTX."""
     return type(kernels.link_kernel).__name__ == "InterpretedFunction"
 
 
 def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
-    # A lane's loop takes some hundred times as long as reading its number: fewer are enough.
+    # The loop of a lane takes about a hundred times as long as reading its value: fewer elements
+    # are enough.
     count = max(LANES, elements // 32)
     x = numbers(count, device)
     powers = torch.randint(
-        SHORTEST_POWER, LONGEST_POWER + 1, (count,),
-        generator=torch.Generator(device).manual_seed(1), device=device,
-    )  # fmt: skip
+        SHORTEST_POWER,
+        LONGEST_POWER + 1,
+        (count,),
+        generator=torch.Generator(device).manual_seed(1),
+        device=device,
+    )
     turns = (2**powers).to(torch.int32)
-    # The longest first, so that no long warp is left alone at the end.
+    # Longest first, so that no long warp runs alone at the end.
     order = torch.argsort(turns, descending=True, stable=True)
 
-    def form(order: Tensor) -> KernelVariant:
+    def variant(order: Tensor) -> KernelVariant:
         own_x, own_turns = x[order], turns[order]
         y = torch.empty_like(x)
 
         def run() -> None:
             kernels.loop_kernel[(count // LANES,)](
-                own_x, own_turns, y, DECAY=DECAY, GAIN=GAIN, LOCK_STEP=interpreted(), BLOCK=LANES,
+                own_x,
+                own_turns,
+                y,
+                DECAY=DECAY,
+                GAIN=GAIN,
+                LOCK_STEP=interpreted(),
+                BLOCK=LANES,
                 num_warps=LANES // WARP,
-            )  # fmt: skip
+            )
 
         longest = own_turns.view(-1, WARP).amax(dim=1).sum()
         return KernelVariant(
-            run, lambda: y[torch.argsort(order)], tolerance=1e-4,
-            moved=3.0 * WORD * count, flops=2.0 * WARP * float(longest),
-        )  # fmt: skip
+            run,
+            lambda: y[torch.argsort(order)],
+            tolerance=1e-4,
+            moved=3.0 * WORD * count,
+            flops=2.0 * WARP * float(longest),
+        )
 
     return Pair(
-        slow=form(torch.arange(count, device=device)),
-        fast=form(order),
+        slow=variant(torch.arange(count, device=device)),
+        fast=variant(order),
         truth=lambda: looped(x, turns),
         work=2.0 * float(turns.sum()),
         unit="FLOP",
@@ -89,20 +102,21 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
 def precision(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
     able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
     narrow = torch.bfloat16 if able else torch.float16
-    return _products(
-        device, rows,
-        slow=lambda a, b: _by_tiles(a, b, torch.float32),
-        fast=lambda a, b: _by_tiles(a, b, narrow),
-    )  # fmt: skip
-
-
-def tiling(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
-    return _products(
-        device, rows // 2, slow=_by_rows, fast=lambda a, b: _by_tiles(a, b, torch.float32)
+    return _matmul_pair(
+        device,
+        rows,
+        slow=lambda a, b: _tiled_matmul(a, b, torch.float32),
+        fast=lambda a, b: _tiled_matmul(a, b, narrow),
     )
 
 
-def _products(
+def tiling(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    return _matmul_pair(
+        device, rows // 2, slow=_row_matmul, fast=lambda a, b: _tiled_matmul(a, b, torch.float32)
+    )
+
+
+def _matmul_pair(
     device: torch.device,
     n: int,
     slow: Callable[[Tensor, Tensor], KernelVariant],
@@ -118,7 +132,7 @@ def _products(
     )
 
 
-def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
+def _tiled_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
     n = len(a)
     tile = TILES[dtype.itemsize]
     left, right = a.to(dtype), b.to(dtype)
@@ -126,18 +140,29 @@ def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
 
     def run() -> None:
         kernels.tile_product_kernel[(n // tile.n, n // tile.m)](
-            left, right, c, n, M=tile.m, N=tile.n, K=tile.k,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+            left,
+            right,
+            c,
+            n,
+            M=tile.m,
+            N=tile.n,
+            K=tile.k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
 
     loaded = n**3 * (1 / tile.m + 1 / tile.n) * dtype.itemsize
     return KernelVariant(
-        run, lambda: c, tolerance=1e-5 if dtype == torch.float32 else 1e-2,
-        moved=loaded + WORD * n * n, flops=2.0 * n**3, format=str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+        run,
+        lambda: c,
+        tolerance=1e-5 if dtype == torch.float32 else 1e-2,
+        moved=loaded + WORD * n * n,
+        flops=2.0 * n**3,
+        format=str(dtype).removeprefix("torch."),
+    )
 
 
-def _by_rows(a: Tensor, b: Tensor) -> KernelVariant:
+def _row_matmul(a: Tensor, b: Tensor) -> KernelVariant:
     n = len(a)
     c = torch.empty_like(a)
 
@@ -183,27 +208,31 @@ def recomputation(device: torch.device, elements: int, rows: int) -> Pair:  # no
     grid = (elements // BLOCK,)
     size = WORD * elements
 
-    def form(keep: bool) -> KernelVariant:
+    def variant(save: bool) -> KernelVariant:
         y, out = torch.empty_like(x), torch.empty_like(x)
-        kept = torch.empty((LINKS - 1) * elements if keep else 0, device=device)
+        saved = torch.empty((LINKS - 1) * elements if save else 0, device=device)
 
         def run() -> None:
-            how = {"LINKS": LINKS, "KEEP": keep, "BLOCK": BLOCK}
-            # Without KEEP nothing is read or written there.
-            held = kept if keep else y
-            kernels.chain_kernel[grid](x, y, held, elements, **how)
-            kernels.chain_backward_kernel[grid](grad, x, held, out, elements, **how)
+            options = {"LINKS": LINKS, "KEEP": save, "BLOCK": BLOCK}
+            # Without KEEP the kernels do not access this buffer.
+            buffer = saved if save else y
+            kernels.chain_kernel[grid](x, y, buffer, elements, **options)
+            kernels.chain_backward_kernel[grid](grad, x, buffer, out, elements, **options)
 
-        passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
-        again = 0.0 if keep else 3.0 * (LINKS - 1)
+        passes = 5.0 + (2.0 * (LINKS - 1) if save else 0.0)
+        again = 0.0 if save else 3.0 * (LINKS - 1)
         return KernelVariant(
-            run, lambda: out, tolerance=1e-5, moved=passes * size,
-            flops=(4.0 * LINKS + again) * elements, kept=float(size + kept.nbytes),
-        )  # fmt: skip
+            run,
+            lambda: out,
+            tolerance=1e-5,
+            moved=passes * size,
+            flops=(4.0 * LINKS + again) * elements,
+            kept=float(size + saved.nbytes),
+        )
 
     return Pair(
-        slow=form(True),
-        fast=form(False),
+        slow=variant(True),
+        fast=variant(False),
         truth=lambda: grad.double() * chain_gradient(x.double()),
         work=5.0 * size,
         unit="B",
@@ -215,7 +244,7 @@ def coalescing(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
     by_record = numbers(elements, device).view(records, FIELDS)
     by_field = by_record.t().contiguous()
 
-    def form(x: Tensor, field_stride: int, record_stride: int) -> KernelVariant:
+    def variant(x: Tensor, field_stride: int, record_stride: int) -> KernelVariant:
         y = torch.empty_like(by_field)
 
         def run() -> None:
@@ -225,13 +254,16 @@ def coalescing(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
 
         read = min(SECTOR, WORD * record_stride)
         return KernelVariant(
-            run, lambda: y, tolerance=0.0, moved=float(read + WORD) * elements,
+            run,
+            lambda: y,
+            tolerance=0.0,
+            moved=float(read + WORD) * elements,
             flops=float(elements),
-        )  # fmt: skip
+        )
 
     return Pair(
-        slow=form(by_record, 1, FIELDS),
-        fast=form(by_field, records, 1),
+        slow=variant(by_record, 1, FIELDS),
+        fast=variant(by_field, records, 1),
         truth=lambda: 2.0 * by_field.double(),
         work=2.0 * WORD * elements,
         unit="B",

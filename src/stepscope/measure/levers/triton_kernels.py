@@ -1,4 +1,4 @@
-"""The kernels of the pairs. Sizes are multiples of the blocks, so nothing is masked."""
+"""Triton kernels of the pairs. Sizes are multiples of the block sizes, so there are no masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def link_kernel(x, y, BLOCK: tl.constexpr):
 
 @triton.jit
 def chain_kernel(x, y, kept, n, LINKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """All operations of a chain; with KEEP each one's result is written for the backward."""
+    """All operations of a chain; with KEEP each result is saved for the backward."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(x + at)
     for number in tl.static_range(LINKS):
@@ -34,7 +34,7 @@ def chain_kernel(x, y, kept, n, LINKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: 
 def chain_backward_kernel(
     grad, x, kept, out, n, LINKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradient of a chain: every link's input comes from memory, or is made again from x."""
+    """Gradient of a chain: the input of every link is loaded, or recomputed from x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(x + at)
     g = tl.load(grad + at) * h
@@ -54,12 +54,19 @@ def field_kernel(x, y, records, field_stride, record_stride, BLOCK: tl.constexpr
 
 
 @triton.jit
-def loop_kernel(x, turns, y, DECAY: tl.constexpr, GAIN: tl.constexpr, LOCK_STEP: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """Each lane goes round as often as it is told.
+def loop_kernel(
+    x,
+    turns,
+    y,
+    DECAY: tl.constexpr,
+    GAIN: tl.constexpr,
+    LOCK_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A loop with a separate number of iterations for each lane.
 
-    Triton has no branch of a single lane, so the loop is written in PTX: lanes of a warp that are
-    done wait for the others. LOCK_STEP is the same in Triton's words, for its interpreter.
+    Triton has no branches of single lanes, so the loop is written in PTX: the lanes of a warp that
+    are done wait for the others. LOCK_STEP is the same loop in Triton, for its interpreter.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at)
@@ -99,7 +106,7 @@ def loop_kernel(x, turns, y, DECAY: tl.constexpr, GAIN: tl.constexpr, LOCK_STEP:
 
 @triton.jit
 def row_product_kernel(a, b, c, n, BLOCK: tl.constexpr):
-    """A lane for each element of a product: for every multiply-add it loads from b again."""
+    """Matmul with one lane per element: every multiply-add loads from b again."""
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -110,7 +117,7 @@ def row_product_kernel(a, b, c, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_product_kernel(a, b, c, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """A tile of a product: what is loaded once is used for a whole row or column of the tile."""
+    """Tiled matmul: each loaded value is used for an entire row or column of the tile."""
     rows = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
     columns = tl.program_id(0) * N + tl.arange(0, N)
     inner = tl.arange(0, K)

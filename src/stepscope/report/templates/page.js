@@ -4,7 +4,7 @@
   const details = JSON.parse(document.getElementById("details").textContent);
   const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
-  // Numbers come before words, and what is missing comes last in both directions.
+  // Numbers sort before text, and missing values last in both directions.
   function sortKey(cell) {
     if (cell.dataset.value !== undefined) return { rank: 0, value: Number(cell.dataset.value) };
     if (cell.classList.contains("none")) return { rank: 2, value: 0 };
