@@ -281,9 +281,13 @@ def flash_record(
     """
     study = find_study("flash")
     flags = study.flags(
-        part=("grid",), attention=(attention,), dtype=(dtype,), head=(head,),
-        seq=() if shape else (seq,), shape=(shape,) if shape else (),
-    )  # fmt: skip
+        part=("grid",),
+        attention=(attention,),
+        dtype=(dtype,),
+        head=(head,),
+        seq=() if shape else (seq,),
+        shape=(shape,) if shape else (),
+    )
     (case,) = study.cases(flags)
     quantities = [
         *case.quantities(),
@@ -308,9 +312,14 @@ def flash_record(
         ]
     for kernel in ("forward", "key_value", "query") if registers is not None else ():
         facts = {
-            "tile_m": 64, "tile_n": 128, "warps": 4, "stages": 3, "registers": registers,
-            "spills": 0, "shared_bytes": 98304,
-        }  # fmt: skip
+            "tile_m": 64,
+            "tile_n": 128,
+            "warps": 4,
+            "stages": 3,
+            "registers": registers,
+            "spills": 0,
+            "shared_bytes": 98304,
+        }
         quantities += [
             Quantity(name=name, variant=kernel, value=value or 0, unit="1")
             for name, value in facts.items()
@@ -387,9 +396,14 @@ def tiles_record(
     for name in took:
         m, _, n = ("64x128" if name == "chosen" else name).partition("x")
         facts[name] = {
-            "tile_m": int(m), "tile_n": int(n), "warps": 4, "stages": 3, "registers": 168,
-            "spills": (spills or {}).get(name, 0), "shared_bytes": 98304,
-        }  # fmt: skip
+            "tile_m": int(m),
+            "tile_n": int(n),
+            "warps": 4,
+            "stages": 3,
+            "registers": 168,
+            "spills": (spills or {}).get(name, 0),
+            "shared_bytes": 98304,
+        }
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="flash",

@@ -26,9 +26,17 @@ def found(records: list[Record], code: str) -> Finding:
 
 def small_flags(**fields: object) -> CheckpointingFlags:
     return CheckpointingFlags(
-        size=("tiny",), layers=4, d_model=32, d_ff=32, heads=2, vocab=32, context=(64,),
-        batch=(2,), steps=2, **fields,
-    )  # fmt: skip
+        size=("tiny",),
+        layers=4,
+        d_model=32,
+        d_ff=32,
+        heads=2,
+        vocab=32,
+        context=(64,),
+        batch=(2,),
+        steps=2,
+        **fields,
+    )
 
 
 def test_strategies_follow_the_depth() -> None:

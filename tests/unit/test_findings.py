@@ -363,8 +363,10 @@ def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> 
     ]
     found = benchmark("dtype-gain", *records)
     assert (found.values["most_on"], found.values["least_on"], found.values["without_gain"]) == (
-        "small at context 1024", "small at context 128", 2,
-    )  # fmt: skip
+        "small at context 1024",
+        "small at context 128",
+        2,
+    )
     assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in found.text
     waiting, limited = found.conclusion.split(". ")
     assert waiting.startswith("It does not help small at context 128: the host limits these steps")
@@ -377,8 +379,10 @@ def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> 
         if isinstance(block, Table) and block.name == "benchmark-formats"
     )
     assert [row[:3] for row in table.rows] == [
-        ("small", 128, "bfloat16"), ("small", 512, "bfloat16"), ("small", 1024, "bfloat16"),
-    ]  # fmt: skip
+        ("small", 128, "bfloat16"),
+        ("small", 512, "bfloat16"),
+        ("small", 1024, "bfloat16"),
+    ]
     forward, backward, optimizer, step = table.rows[-1][3:7]
     assert (forward, backward, step) == pytest.approx((3.0, 5.0, 4.0))
     assert optimizer is None

@@ -83,9 +83,14 @@ def test_own_children_are_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(psutil, "Process", lambda: this)
     monkeypatch.setattr(psutil, "cpu_times", lambda: total._replace(user=next(everybody)))
     clock = iter((0.0, 1.0))
-    monkeypatch.setattr(load, "time", SimpleNamespace(
-        monotonic=lambda: next(clock), sleep=lambda _: None,
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        load,
+        "time",
+        SimpleNamespace(
+            monotonic=lambda: next(clock),
+            sleep=lambda _: None,
+        ),
+    )
     assert other_work(1.0) == pytest.approx(0.5)
 
 

@@ -64,9 +64,18 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
 def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
     study = find_study("memory")
     flags = MemoryFlags(
-        size=("tiny",), context=(32,), batch=(2,), vocab=97, layers=4, d_model=32, d_ff=64, heads=2,
-        mode=("forward-backward",), checkpoint=("2",), steps=2,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(32,),
+        batch=(2,),
+        vocab=97,
+        layers=4,
+        d_model=32,
+        d_ff=64,
+        heads=2,
+        mode=("forward-backward",),
+        checkpoint=("2",),
+        steps=2,
+    )
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
     loss, backward = measured.attachments["ledger"][1:]
@@ -93,9 +102,17 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     monkeypatch.setenv(TRACES, str(tmp_path))
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
     work = Workload(
-        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
-        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=8,
+        batch=1,
+        dtype="float32",
+        attention="sdpa",
+        compile="no",
+        optimizer="torch",
+        mode="forward",
+        overrides={"vocab": 32},
+    )
     device = pick_device("cpu")
     step = TransformerStep(work, device)
     assert measure._snapshot(step, device, work) == ({}, [])
@@ -109,9 +126,17 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
 
 def test_steps_take_turns_in_an_order_that_changes() -> None:
     work = Workload(
-        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
-        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=8,
+        batch=1,
+        dtype="float32",
+        attention="sdpa",
+        compile="no",
+        optimizer="torch",
+        mode="forward",
+        overrides={"vocab": 32},
+    )
     device, order = pick_device("cpu"), []
 
     def way(name: str) -> Callable[[], AbstractContextManager[None]]:

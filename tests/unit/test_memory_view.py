@@ -65,16 +65,21 @@ def table(records: list[Record], name: str) -> Table:
 def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> None:
     records = [memory_record("forward"), memory_record(), memory_record(context=64, peak=1 << 20)]
     figures = [
-        block for block in find_study("memory").view(records)
+        block
+        for block in find_study("memory").view(records)
         if isinstance(block, Figure) and block.kind == "areas"
-    ]  # fmt: skip
+    ]
     assert [figure.name for figure in figures] == [
-        "memory-course-forward", "memory-course-train-step",
-    ]  # fmt: skip
+        "memory-course-forward",
+        "memory-course-train-step",
+    ]
     whole = figures[1]
     assert [(span.label, span.start) for span in whole.spans] == [
-        ("forward", 10.0), ("loss", 20.0), ("backward", 30.0), ("optimizer", 40.0),
-    ]  # fmt: skip
+        ("forward", 10.0),
+        ("loss", 20.0),
+        ("backward", 30.0),
+        ("optimizer", 40.0),
+    ]
     assert whole.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
     assert whole.marks[0].value == 1000.0
 
@@ -157,9 +162,7 @@ def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
 
 
 def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
-    counted = sizes(
-        driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB
-    )  # fmt: skip
+    counted = sizes(driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB)
     found = by_code([memory_record(peak=10 * GIB, found=counted)])["driver"]
     assert (
         "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
@@ -172,9 +175,10 @@ def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
 def test_every_case_is_held_against_the_drivers_figure() -> None:
     large = memory_record(peak=10 * GIB)
     open_ended = memory_record(
-        context=256, peak=GIB,
+        context=256,
+        peak=GIB,
         found=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
-    )  # fmt: skip
+    )
     found = by_code([large, open_ended])["driver"]
     assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in found.text
     assert (found.values["worst_share"], found.tone) == (0.25, "warn")
@@ -187,8 +191,9 @@ def test_every_case_is_held_against_the_drivers_figure() -> None:
 
 
 def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
-    end = PhasePeak(phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300},
-                    operator="")  # fmt: skip
+    end = PhasePeak(
+        phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300}, operator=""
+    )
     held = Standing(allocated=900, reserved=1000, driver=1500)
     whole = memory_record(peak=1000, found=sizes(context_bytes=480))
     attached = msgspec.to_builtins({"ends": [end], "standing": {"forward": held}})
@@ -353,9 +358,12 @@ def test_it_tells_naive_from_flash_attention() -> None:
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
     small = environment(device_memory_bytes=13 * GIB // 2)
     lost = memory_record(
-        size="small", context=1024, status="oom", environment=small,
+        size="small",
+        context=1024,
+        status="oom",
+        environment=small,
         reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
-    )  # fmt: skip
+    )
     found = by_code([lost])["ran-out"]
     assert "ran out in the forward phase when it asked for another 768 MiB" in found.text
     assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in found.text
@@ -367,16 +375,16 @@ def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
 
 
 def test_post_mortems_stop_after_the_first_four() -> None:
-    noted = PostMortem(
-        limit=1, asked=0, held=0, phase="backward", lines={}, needed=2, remedies=()
-    )  # fmt: skip
+    noted = PostMortem(limit=1, asked=0, held=0, phase="backward", lines={}, needed=2, remedies=())
     lost = [
         memory_record(
-            context=context, status="oom", reason="CUDA out of memory",
+            context=context,
+            status="oom",
+            reason="CUDA out of memory",
             attachments={"post_mortem": msgspec.to_builtins(noted)},
         )
         for context in (64, 128, 256, 512, 1024, 2048)
-    ]  # fmt: skip
+    ]
     found = [b for b in find_study("memory").view(lost) if isinstance(b, Finding)]
     assert [b.code for b in found] == [*["memory.ran-out"] * 4, "memory.more-ran-out"]
     assert found[-1].text == "2 more cases ran out of memory."
@@ -385,17 +393,25 @@ def test_post_mortems_stop_after_the_first_four() -> None:
 
 def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
     noted = PostMortem(
-        limit=10 * GIB, asked=2 * GIB, held=9 * GIB, phase="backward",
-        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB}, needed=15 * GIB,
+        limit=10 * GIB,
+        asked=2 * GIB,
+        held=9 * GIB,
+        phase="backward",
+        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB},
+        needed=15 * GIB,
         remedies=(Remedy(words="batch 1", peak=8 * GIB, changes={"batch": 1}),),
-    )  # fmt: skip
+    )
     attached = {"post_mortem": msgspec.to_builtins(noted)}
     lost = memory_record(status="oom", reason="CUDA out of memory", attachments=attached)
     found = by_code([lost])["ran-out"]
     assert "ran out in the backward phase when it asked for another 2.00 GiB" in found.text
     assert [found.values[name] for name in ("asked", "needed", "limit", "missing", "remedy")] == [
-        2 * GIB, 15 * GIB, 10 * GIB, 5 * GIB, "batch 1",
-    ]  # fmt: skip
+        2 * GIB,
+        15 * GIB,
+        10 * GIB,
+        5 * GIB,
+        "batch 1",
+    ]
     held = "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
     assert held in found.text
     assert "smallest change first: batch 1 (8.00 GiB)" in found.conclusion
@@ -411,9 +427,13 @@ def test_a_budget_that_nothing_fits_is_said() -> None:
 
 def test_saved_tensors_stand_in_a_table() -> None:
     saved = SavedTensor(
-        module="blocks.0.attention", operator="softmax", shape=(4, 8, 16, 16), dtype="float32",
-        bytes=32768, code="reference.py:39",
-    )  # fmt: skip
+        module="blocks.0.attention",
+        operator="softmax",
+        shape=(4, 8, 16, 16),
+        dtype="float32",
+        bytes=32768,
+        code="reference.py:39",
+    )
     rows = table([memory_record(saved=(saved,))], "memory-saved").rows
     expected = ("blocks.0.attention", "softmax", "4×8×16×16", "float32", 32768, "reference.py:39")
     assert rows == (expected,)

@@ -177,9 +177,11 @@ def test_timer_and_profiler_stand_side_by_side() -> None:
 def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> None:
     tried = {"graph_replay": 0.38, "larger_batch": 1.1}
     slow = profile_record(
-        "forward", trace=training_step(), experiments=tried,
+        "forward",
+        trace=training_step(),
+        experiments=tried,
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
-    )  # fmt: skip
+    )
     said = by_code(slow)["host-limits"]
     assert (said.records, said.tone) == ((slow.id,), "warn")
     assert said.values["idle"] == pytest.approx(0.76)
@@ -202,18 +204,25 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
 
 @pytest.mark.parametrize(
     ("graph", "larger", "says"),
-    [(0.5, 3.9, True), (0.97, 1.2, True), (0.97, 3.9, False), (None, 3.9, False),
-     (0.5, None, True), (None, None, None)],
-)  # fmt: skip
+    [
+        (0.5, 3.9, True),
+        (0.97, 1.2, True),
+        (0.97, 3.9, False),
+        (None, 3.9, False),
+        (0.5, None, True),
+        (None, None, None),
+    ],
+)
 def test_either_experiment_may_show_that_the_host_limits(
     graph: float | None, larger: float | None, says: bool | None
 ) -> None:
     tried = {"graph_replay": graph, "larger_batch": larger}
     record = profile_record(
-        "forward", trace=training_step(),
+        "forward",
+        trace=training_step(),
         experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
-    )  # fmt: skip
+    )
     (group,) = grouped(record)
     assert group.fullest().experiments_say() is says
     # What the trace says counts unless both experiments are against it.
@@ -266,8 +275,11 @@ def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
     assert "profile-sizes" not in [b.name for b in STUDY.view(few) if isinstance(b, Table)]
     rows = table("profile-sizes", *few, traced("large"), traced("large", batch=1))
     assert [(r["size"], r["batch"]) for r in rows] == [
-        ("small", 4), ("large", 4), ("large", 1), ("xl", 4)
-    ]  # fmt: skip
+        ("small", 4),
+        ("large", 4),
+        ("large", 1),
+        ("xl", 4),
+    ]
     assert rows[0]["forward, timer"] == pytest.approx(0.15)
     assert rows[0]["forward, profiler"] == pytest.approx(0.185)
     assert rows[0]["forward, apart"] == pytest.approx(0.185 / 0.15 - 1)
@@ -396,9 +408,18 @@ def test_a_real_step_is_timed_traced_and_kept(
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_TRACES", str(tmp_path / "traces"))
     flags = STUDY.flags(
-        size=("tiny",), context=(16,), batch=(1,), mode=("train-step",), vocab=64, d_model=32,
-        d_ff=64, heads=2, warmup=1, steps=2, traced=2,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(16,),
+        batch=(1,),
+        mode=("train-step",),
+        vocab=64,
+        d_model=32,
+        d_ff=64,
+        heads=2,
+        warmup=1,
+        steps=2,
+        traced=2,
+    )
     (case,) = STUDY.cases(flags)
     measured = STUDY.measure(case, QuietBench())
     names = {series.name for series in measured.series}
@@ -416,9 +437,18 @@ def test_a_real_step_is_timed_traced_and_kept(
 def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
     flags = STUDY.flags(
-        size=("tiny",), context=(8,), batch=(1,), mode=("forward",), vocab=32, d_model=16,
-        d_ff=16, heads=2, warmup=0, steps=1, traced=1,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(8,),
+        batch=(1,),
+        mode=("forward",),
+        vocab=32,
+        d_model=16,
+        d_ff=16,
+        heads=2,
+        warmup=0,
+        steps=1,
+        traced=1,
+    )
     (case,) = STUDY.cases(flags)
     measured = STUDY.measure(case, QuietBench())
     assert measured.notes == {}

@@ -19,9 +19,23 @@ from stepscope.studies.views.published import rate_there, size_name
 from study_records import attention_record, benchmark_record, matrix_ceiling, memory_record
 
 CONDITIONS = {
-    "size", "context", "batch", "dtype", "attention", "compile", "optimizer", "mode", "warmup",
-    "head", "heads", "seq", "causal", "collective", "ranks", "way",
-}  # fmt: skip
+    "size",
+    "context",
+    "batch",
+    "dtype",
+    "attention",
+    "compile",
+    "optimizer",
+    "mode",
+    "warmup",
+    "head",
+    "heads",
+    "seq",
+    "causal",
+    "collective",
+    "ranks",
+    "way",
+}
 
 
 def found(study: str, quantity: str, device: str, **conditions: Any) -> Figure:
@@ -37,9 +51,13 @@ def found(study: str, quantity: str, device: str, **conditions: Any) -> Figure:
 
 def test_there_are_five_write_ups_and_our_own_records() -> None:
     assert [held.device for held in write_ups()] == [
-        "NVIDIA A10", "NVIDIA A100", "NVIDIA H200", "NVIDIA H800 PCIe", "NVIDIA GeForce RTX 4090",
+        "NVIDIA A10",
+        "NVIDIA A100",
+        "NVIDIA H200",
+        "NVIDIA H800 PCIe",
+        "NVIDIA GeForce RTX 4090",
         "",
-    ]  # fmt: skip
+    ]
     assert len(figures()) > 900
 
 
@@ -210,9 +228,14 @@ def test_memory_is_compared_byte_for_byte() -> None:
 def test_attention_is_carried_over_by_the_bandwidth() -> None:
     copy = Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured")
     mine = attention_record(
-        "backward", seq=4096, head=64, step=8.0, peak=3192.38 * 2**20, saved=2.0**30,
+        "backward",
+        seq=4096,
+        head=64,
+        step=8.0,
+        peak=3192.38 * 2**20,
+        saved=2.0**30,
         ceilings=(copy, matrix_ceiling("float32", 50e12)),
-    )  # fmt: skip
+    )
     rows = published("attention", mine)
     case = "length 4096, d 64, heads 1, batch 8, float32"
     row = rows[H800, case, "backward, mean"]
@@ -225,11 +248,14 @@ def test_a_wrong_figure_is_shown_with_its_note_and_without_a_ratio() -> None:
     rows = published("allreduce", collective_record())
     assert rows == {
         ("CS336 write-up on an RTX 4090", "all-reduce, 4.00 MiB, ranks 2", "time, one run"): (
-            "2.953 s", None, None, None,
+            "2.953 s",
+            None,
+            None,
+            None,
             "the same for every size from 1 MiB to 1 GiB: the start of the processes was timed, not"
             " the messages; not stated: backend",
         )
-    }  # fmt: skip
+    }
 
 
 def test_a_step_on_ranks_has_no_ratio_where_conditions_are_open() -> None:

@@ -262,8 +262,10 @@ def test_a_noisy_case_is_measured_once_more_and_the_better_attempt_counts(
     kept, attempts = measured(place, ("ok", "busy-once", "busy"), 5.0, watcher)
     assert watcher.again == ["busy-once-0", "busy-0"]
     assert [(r.case, r.attempt, trust_of(r).level) for r in kept] == [
-        ("ok-0", 1, "good"), ("busy-once-0", 2, "good"), ("busy-0", 2, "noisy"),
-    ]  # fmt: skip
+        ("ok-0", 1, "good"),
+        ("busy-once-0", 2, "good"),
+        ("busy-0", 2, "noisy"),
+    ]
     assert len(attempts) == 5
     assert list(kept) == watcher.finished
     assert watcher.waited == []

@@ -113,8 +113,9 @@ def test_other_tones_stay(tone: str) -> None:
     finding = Finding(text="A takes 3 ms.", tone=tone, records=("b",))  # type: ignore[arg-type]
     doubted = temper(finding, {"b": BUSY})
     assert (doubted.tone, doubted.text) == (
-        tone, "A takes 3 ms; inconclusive: the machine was busy.",
-    )  # fmt: skip
+        tone,
+        "A takes 3 ms; inconclusive: the machine was busy.",
+    )
 
 
 def test_a_finding_without_times_is_tempered_by_invalid_records_alone() -> None:

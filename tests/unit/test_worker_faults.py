@@ -89,8 +89,10 @@ def test_sigterm_while_modules_are_imported_has_the_exit_code_of_an_interrupt(
     started = subprocess.Popen(
         [sys.executable, "-m", "stepscope", "report", "none.jsonl"],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert started.stdout is not None
     assert started.stdout.readline() == "importing\n"
     started.send_signal(signal.SIGTERM)

@@ -211,9 +211,13 @@ def test_what_is_as_it_was_is_not_in_the_key() -> None:
     """Records that are older than a field keep their key."""
     assert workload().key == "tiny_c16_b2_float32_reference_train-step"
     changed = workload(
-        compile=("block",), compile_mode=("max-autotune",), optimizer=("stepscope-fused",),
-        loss=("fused",), fused=True, graph=True,
-    )  # fmt: skip
+        compile=("block",),
+        compile_mode=("max-autotune",),
+        optimizer=("stepscope-fused",),
+        loss=("fused",),
+        fused=True,
+        graph=True,
+    )
     assert changed.key == (
         "tiny_c16_b2_float32_reference_compile=block_mode=max-autotune_adamw=stepscope-fused"
         "_loss=fused_fused_graph_train-step"

@@ -23,9 +23,11 @@ _ALWAYS = ("size", "context")
 _OF_OURS = ("context", "attention", "table")
 """What a model of one's own does not have."""
 _YES = {
-    "fused": "fused pieces", "joined": "joined products", "searched": "searched kernels",
+    "fused": "fused pieces",
+    "joined": "joined products",
+    "searched": "searched kernels",
     "graph": "as a CUDA graph",
-}  # fmt: skip
+}
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
     "context": Column(title="context", kind="count"),

@@ -41,8 +41,13 @@ _SHOWN = {
 
 _LONGEST = 2_000
 _LAST_RESORT: tuple[type[Exception], ...] = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 """What a view raises for records that no check has foreseen. Tests of hostile records empty it."""
 
 
@@ -194,9 +199,14 @@ def _records_section(records: Sequence[Record]) -> Section:
         lints = ", ".join(lint.code for lint in lint_record(record))
         samples = len(record.series[0].values) if record.series else 0
         return (
-            record.id, record.study, record.case, record.status, samples,
-            duration(record.elapsed_s * 1e3), lints or record.reason,
-        )  # fmt: skip
+            record.id,
+            record.study,
+            record.case,
+            record.status,
+            samples,
+            duration(record.elapsed_s * 1e3),
+            lints or record.reason,
+        )
 
     table = Table(
         name="records",

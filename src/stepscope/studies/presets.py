@@ -25,7 +25,7 @@ def require_preset(name: str) -> None:
 
 def preset_cases(
     name: str, environment: Environment, only: str | None = None, lacks: Collection[str] = ()
-) -> tuple[PlannedCase, ...]:  # fmt: skip
+) -> tuple[PlannedCase, ...]:
     """The cases of a preset on that machine, which lacks those, of all studies or of one."""
     require_preset(name)
     cases: dict[tuple[str, str], PlannedCase] = {}

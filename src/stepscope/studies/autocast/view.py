@@ -89,12 +89,15 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
     yield Finding(
         code="autocast.casts",
         values={
-            "subject": rows[0].case.subject, "casts": casts[0], "bytes": sizes[0],
-            "share": shares[0] if shares else None, "float32": ", ".join(wide),
+            "subject": rows[0].case.subject,
+            "casts": casts[0],
+            "bytes": sizes[0],
+            "share": shares[0] if shares else None,
+            "float32": ", ".join(wide),
         },
         records=ids,
         text=f"{text}.",
-    )  # fmt: skip
+    )
 
 
 def _casts_share(record: Record) -> float | None:

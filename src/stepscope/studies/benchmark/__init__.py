@@ -100,9 +100,12 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         )
         # Beside float32 and bfloat16 autocast of the published row.
         other_formats = BenchmarkFlags(
-            size=sizes_2025, dtype=("tf32", "bfloat16-pure"), mode=("train-step",), warmup=3,
+            size=sizes_2025,
+            dtype=("tf32", "bfloat16-pure"),
+            mode=("train-step",),
+            warmup=3,
             steps=8,
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (seeds,),

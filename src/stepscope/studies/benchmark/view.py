@@ -63,8 +63,11 @@ def _mine(row: Row) -> Iterator[Mine]:
         # The figures of a step are those of all its modes.
         conditions.pop("mode")
         parts = {
-            "forward": row.forward, "backward": row.backward, "both": row.both, "step": row.step,
-        }  # fmt: skip
+            "forward": row.forward,
+            "backward": row.backward,
+            "both": row.both,
+            "step": row.step,
+        }
         values = {name: one.median if one else None for name, one in parts.items()}
         ceiling = f"matmul.{precision(row.workload.dtype).compute}"
         yield Mine(row.done[-1], conditions, values, ceiling)
@@ -97,13 +100,15 @@ def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
             col("step", _median, unit="ms", hint="median with its 95 % interval"),
             col("tokens/s", _tokens, "count"),
             col(
-                "of the limit", lambda r: mfu(r.record), "percent",
+                "of the limit",
+                lambda r: mfu(r.record),
+                "percent",
                 hint="model FLOPs per second over the matrix rate measured on this machine (MFU)",
             ),
             col("steady?", _verdict, hint=_STEADY),
         ],
         caption=f"{shared}.",
-    )  # fmt: skip
+    )
 
 
 def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
@@ -125,12 +130,14 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
             col("step in float32", lambda pair: pair.base.cell("step", "median"), unit="ms"),
             col("step", lambda pair: pair.row.cell("step", "median"), unit="ms"),
             col(
-                "host-bound", lambda pair: pair.host.fraction if pair.host else None, "percent",
+                "host-bound",
+                lambda pair: pair.host.fraction if pair.host else None,
+                "percent",
                 hint=_HOST_BOUND,
             ),
         ],
         caption=f"Medians of float32 over those of the format; {shared}.",
-    )  # fmt: skip
+    )
 
 
 def _gain(part: str, pair: Pair) -> float | None:
@@ -185,15 +192,22 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             col("median", _median, unit="ms", hint="with its 95 % interval"),
             col("tokens/s", _tokens, "count"),
             col(
-                "rate", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
+                "rate",
+                lambda r: achieved_flops(r.record),
+                "rate",
+                unit="FLOP/s",
                 hint="model FLOPs over the median",
             ),
             col(
-                "MFU, measured", lambda r: mfu(r.record), "percent",
+                "MFU, measured",
+                lambda r: mfu(r.record),
+                "percent",
                 hint="of the matrix rate measured on this machine in that format",
             ),
             col(
-                "MFU, data sheet", lambda r: mfu(r.record, measured=False), "percent",
+                "MFU, data sheet",
+                lambda r: mfu(r.record, measured=False),
+                "percent",
                 hint="of the maker's dense peak",
             ),
             col("host-bound", _host_share, "percent", hint=_HOST_BOUND),
@@ -201,7 +215,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             col("steady?", _verdict, hint=_STEADY, key=True),
         ],
         caption=f"{shared}.",
-    )  # fmt: skip
+    )
 
 
 def _median(row: Timed) -> Interval | None:

@@ -53,19 +53,38 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CheckpointingFlags]]:
         xl = CheckpointingFlags(
-            size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            attention=("sdpa",), optimizer=("torch-fused",), budget_gib=60.0, steps=6,
-        )  # fmt: skip
+            size=("xl",),
+            table="2026",
+            context=(2048,),
+            dtype=("bfloat16",),
+            attention=("sdpa",),
+            optimizer=("torch-fused",),
+            budget_gib=60.0,
+            steps=6,
+        )
         xl_naive = CheckpointingFlags(
-            size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            checkpoint=("no", "1", "4", "nested"), optimizer=("torch-fused",), steps=6,
-        )  # fmt: skip
+            size=("xl",),
+            table="2026",
+            context=(2048,),
+            dtype=("bfloat16",),
+            checkpoint=("no", "1", "4", "nested"),
+            optimizer=("torch-fused",),
+            steps=6,
+        )
         if environment.device_kind == "cpu":
             # Narrow and long, so that activations outweigh the weights as they do in the large.
             quick = CheckpointingFlags(
-                size=("tiny",), layers=8, d_model=64, d_ff=128, heads=2, vocab=128,
-                context=(128,), batch=(2,), steps=4, budget_gib=0.0125,
-            )  # fmt: skip
+                size=("tiny",),
+                layers=8,
+                d_model=64,
+                d_ff=128,
+                heads=2,
+                vocab=128,
+                context=(128,),
+                batch=(2,),
+                steps=4,
+                budget_gib=0.0125,
+            )
         else:
             quick = CheckpointingFlags(size=("small",), context=(512,), budget_gib=4.0)
         return {

@@ -142,8 +142,11 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
     values: dict[str, Value] = {
-        "step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms,
-    }  # fmt: skip
+        "step": sweep.name,
+        "strategy": least.strategy,
+        "peak": least.peak,
+        "ms": least.ms,
+    }
     kept = sweep.kept
     if kept is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
@@ -226,15 +229,23 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     yield Finding(
         code="checkpointing.nested",
         values={
-            "step": sweep.name, "layers": layers, "inputs": halved.inputs,
-            "single_inputs": single.inputs, "again": halved.again, "ms": halved.ms,
-            "single_ms": single.ms, "peak": halved.peak, "single_peak": single.peak,
-            "peak_phase": halved.peak_phase, "fewest_inputs": fewest, "most_again": most_again,
+            "step": sweep.name,
+            "layers": layers,
+            "inputs": halved.inputs,
+            "single_inputs": single.inputs,
+            "again": halved.again,
+            "ms": halved.ms,
+            "single_ms": single.ms,
+            "peak": halved.peak,
+            "single_peak": single.peak,
+            "peak_phase": halved.peak_phase,
+            "fewest_inputs": fewest,
+            "most_again": most_again,
         },
         records=_ids(halved, single),
         text=text if same else text + rest,
         conclusion=rest.strip() if same else "",
-    )  # fmt: skip
+    )
 
 
 def _budget(sweep: Sweep, each: Tried) -> Finding:
@@ -257,9 +268,12 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
         else "counted (a CPU has no limit to set),"
     )
     values |= {
-        "strategy": each.strategy, "predicted": each.predicted, "peak": each.peak, "fits": fits,
+        "strategy": each.strategy,
+        "predicted": each.predicted,
+        "peak": each.peak,
+        "fits": fits,
         "ms": each.ms,
-    }  # fmt: skip
+    }
     within = [other for other in sweep.ran if other.peak <= each.budget]
     best = min(within, key=lambda other: other.ms or math.inf, default=None)
     faster = best if best is not None and best.strategy != each.strategy else None
@@ -348,11 +362,17 @@ def _table(place: int, sweep: Sweep) -> Table:
             key=True,
         ),
         col(
-            "inputs kept", lambda e: e.inputs, "count", key=True,
+            "inputs kept",
+            lambda e: e.inputs,
+            "count",
+            key=True,
             hint="of stretches, at most at one time",
         ),
         col(
-            "run again", lambda e: e.again, "number", key=True,
+            "run again",
+            lambda e: e.again,
+            "number",
+            key=True,
             hint="forwards of a block in the backward, mean",
         ),
         col("budget", lambda e: e.budget, "bytes", hint="limit that it ran under", key=True),
@@ -361,7 +381,9 @@ def _table(place: int, sweep: Sweep) -> Table:
         col("off", lambda e: e.off, "percent", hint="predicted over measured, less one"),
         col("in phase", lambda e: e.peak_phase),
         col(
-            "peak of loss", lambda e: e.record.quantity("peak_bytes", phase="loss"), "bytes",
+            "peak of loss",
+            lambda e: e.record.quantity("peak_bytes", phase="loss"),
+            "bytes",
             hint="all that is kept, no gradient yet",
         ),
         col(
@@ -370,7 +392,9 @@ def _table(place: int, sweep: Sweep) -> Table:
         col("step", lambda e: e.ms, unit="ms", hint="median"),
         col("× without", sweep.slower, "number", hint="step with all activations kept"),
         col(
-            "× predicted", sweep.predicted_slower, "number",
+            "× predicted",
+            sweep.predicted_slower,
+            "number",
             hint="1 + forwards run again × the forward's share of the step without",
         ),
         col(
@@ -378,7 +402,7 @@ def _table(place: int, sweep: Sweep) -> Table:
             lambda e: "yes" if e.strategy in best and e.budget is None else "",
             hint="no other has a shorter step and a peak that is lower or higher by 0.5 % only",
         ),
-    ]  # fmt: skip
+    ]
     return table(
         f"checkpointing-strategies{_suffix(place)}",
         f"Every strategy: {sweep.name}",

@@ -61,28 +61,45 @@ class Memory(Study[MemoryFlags, MemoryCase]):
         if environment.device_kind == "cpu":
             quick = (
                 MemoryFlags(
-                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
-                    attention=("reference", "sdpa"), mode=("train-step",),
+                    size=("tiny",),
+                    context=(128,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
+                    attention=("reference", "sdpa"),
+                    mode=("train-step",),
                 ),
                 # Beside the first: its picture shows what a step adds to a forward.
                 MemoryFlags(
-                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
+                    size=("tiny",),
+                    context=(128,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
                     mode=("forward",),
                 ),
                 # So short that the copies of the weights outweigh the halved activations.
                 MemoryFlags(
-                    size=("tiny",), context=(16,), batch=(2,), vocab=512, steps=2, dtype=both,
+                    size=("tiny",),
+                    context=(16,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
+                    dtype=both,
                     mode=("forward",),
                 ),
-            )  # fmt: skip
+            )
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
         # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
         three = (*both, "bfloat16-pure")
         course = MemoryFlags(
-            size=sizes_2025, context=(128, 256, 512), dtype=three, mode=("train-step",),
+            size=sizes_2025,
+            context=(128, 256, 512),
+            dtype=three,
+            mode=("train-step",),
             snapshot="no",
-        )  # fmt: skip
+        )
         forwards = MemoryFlags(
             size=("2.7b",), context=(128, 256, 512), dtype=three, mode=("forward",), snapshot="no"
         )
@@ -99,9 +116,13 @@ class Memory(Study[MemoryFlags, MemoryCase]):
             )
         )
         flash = MemoryFlags(
-            size=("2.7b",), context=(1024, 2048), dtype=("bfloat16",), attention=("sdpa",),
-            mode=("train-step",), snapshot="no",
-        )  # fmt: skip
+            size=("2.7b",),
+            context=(1024, 2048),
+            dtype=("bfloat16",),
+            attention=("sdpa",),
+            mode=("train-step",),
+            snapshot="no",
+        )
         course_2026 = MemoryFlags(
             size=("xl",), table="2026", context=(128, 512, 2048), dtype=both, snapshot="no"
         )

@@ -94,14 +94,18 @@ def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "prediction",
         (case for _, case in off),
         {
-            "predictions": len(off), "median": middle, "worst": worst, "step": case.name,
-            "predicted": predicted, "measured": case.peak,
+            "predictions": len(off),
+            "median": middle,
+            "worst": worst,
+            "step": case.name,
+            "predicted": predicted,
+            "measured": case.peak,
         },
         f"Peaks were known before the run: {which} off by"
         f" {percent(middle)} in the median and {percent(worst)} at most ({case.name}:"
         f" {bytes_(predicted)} predicted, {bytes_(case.peak)} measured).",
         "good" if worst <= _PREDICTED else "warn",
-    )  # fmt: skip
+    )
 
 
 def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -194,13 +198,19 @@ def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "driver",
         asked,
         {
-            "step": case.name, "driver": driver, "peak": case.peak, "reserved": reserved,
-            "context": context, "left": left, "cases": len(asked), "worst_share": share,
+            "step": case.name,
+            "driver": driver,
+            "peak": case.peak,
+            "reserved": reserved,
+            "context": context,
+            "left": left,
+            "cases": len(asked),
+            "worst_share": share,
             "worst_step": worst.name,
         },
         text,
         "good" if share <= _CLOSED else "warn",
-    )  # fmt: skip
+    )
 
 
 def _differing(
@@ -241,16 +251,22 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "autocast-more",
         used,
         {
-            "more": len(above), "forwards": len(pairs), "step": narrow.name, "copies": copies,
-            "kept_float32": wide.kept, "kept": narrow.kept, "peak": narrow.peak,
-            "peak_float32": wide.peak, **values,
+            "more": len(above),
+            "forwards": len(pairs),
+            "step": narrow.name,
+            "copies": copies,
+            "kept_float32": wide.kept,
+            "kept": narrow.kept,
+            "peak": narrow.peak,
+            "peak_float32": wide.peak,
+            **values,
         },
         f"bfloat16 autocast needs more than float32 in {len(above)} of {len(pairs)} forwards:"
         f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
         f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the activations kept"
         f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
         f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{longer}",
-    )  # fmt: skip
+    )
 
 
 def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, dict[str, Value]]:
@@ -302,9 +318,15 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "flash-attention",
         (naive, flash),
         {
-            "step": naive.name, "attention": flash.workload.attention, "kept": naive.kept,
-            "peak": naive.peak, "flash_kept": flash.kept, "flash_peak": flash.peak, "gain": gain,
-            "traffic": written_out, "flash_traffic": moved,
+            "step": naive.name,
+            "attention": flash.workload.attention,
+            "kept": naive.kept,
+            "peak": naive.peak,
+            "flash_kept": flash.kept,
+            "flash_peak": flash.peak,
+            "gain": gain,
+            "traffic": written_out,
+            "flash_traffic": moved,
         },
         f"Flash attention does change the memory, not its traffic alone:"
         f" {naive.name} keeps {bytes_(naive.kept)} of activations and peaks at"
@@ -315,7 +337,7 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" writes, attention written out moves {bytes_(written_out)} in"
         f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, a flash form at least"
         f" {bytes_(moved)}, {number(written_out / moved, 3)}× less.",
-    )  # fmt: skip
+    )
 
 
 def _traffic(naive: Accounted) -> tuple[int, int]:
@@ -324,9 +346,12 @@ def _traffic(naive: Accounted) -> tuple[int, int]:
     work, form = naive.workload, precision(naive.workload.dtype)
     model = work.model()
     shape = AttentionShape(
-        batch=work.batch, heads=model.n_heads, seq_q=work.context, seq_k=work.context,
+        batch=work.batch,
+        heads=model.n_heads,
+        seq_q=work.context,
+        seq_k=work.context,
         d_head=model.d_head,
-    )  # fmt: skip
+    )
     width = 4 if form.compute in ("float32", "tf32") else 2
     wide = form.autocast and naive.on_cuda
     written_out = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
@@ -381,8 +406,12 @@ def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "optimizer-peak",
         steps,
         {
-            "highest": len(highest), "steps": len(steps), "step": case.name,
-            "temporaries": temporaries, "parameters": parameters, "peak": case.peak,
+            "highest": len(highest),
+            "steps": len(steps),
+            "step": case.name,
+            "temporaries": temporaries,
+            "parameters": parameters,
+            "peak": case.peak,
             "fused_peak": peak,
         },
         f"In {len(highest)} of {len(steps)} train steps the optimizer holds the peak, not the"
@@ -390,9 +419,8 @@ def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" for {case.name} {bytes_(temporaries)} beside {bytes_(parameters)} of parameters.",
         conclusion=""
         if peak is None
-        else f"Its fused form makes none: {bytes_(peak)} predicted instead of"
-        f" {bytes_(case.peak)}.",
-    )  # fmt: skip
+        else f"Its fused form makes none: {bytes_(peak)} predicted instead of {bytes_(case.peak)}.",
+    )
 
 
 def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -412,12 +440,15 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "largest-tensor",
         (case,),
         {
-            "step": case.name, "bytes": largest, "operator": made_by, "stream": stream,
+            "step": case.name,
+            "bytes": largest,
+            "operator": made_by,
+            "stream": stream,
             "work_space": held,
         },
         f"The largest single tensor of {case.name} has {bytes_(largest)} ({made_by});"
         f" one float32 activation of the residual stream has {bytes_(stream)}{work_space}.",
-    )  # fmt: skip
+    )
 
 
 def _longest_contexts(cases: Sequence[Accounted], full: Sequence[Planned]) -> Iterator[Finding]:
@@ -469,8 +500,12 @@ def _post_mortem(each: Planned, found: PostMortem) -> Finding:
         "ran-out",
         (each,),
         {
-            "step": each.workload.name, "mode": each.workload.mode, "phase": found.phase,
-            "asked": found.asked, "needed": found.needed, "limit": found.limit,
+            "step": each.workload.name,
+            "mode": each.workload.mode,
+            "phase": found.phase,
+            "asked": found.asked,
+            "needed": found.needed,
+            "limit": found.limit,
             "missing": found.missing,
             "remedy": found.remedies[0].words if found.remedies else None,
         },
@@ -481,4 +516,4 @@ def _post_mortem(each: Planned, found: PostMortem) -> Finding:
         f"Predicted to fit, smallest change first: {fits}."
         if fits
         else "No change that is known here fits.",
-    )  # fmt: skip
+    )

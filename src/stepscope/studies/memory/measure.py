@@ -122,9 +122,15 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
 def in_small(workload: Workload) -> Workload:
     """A user's model has its own shape: of it, only the batch is small."""
     return msgspec.structs.replace(
-        workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE,
+        workload,
+        size="tiny",
+        table="2025",
+        context=128,
+        batch=1,
+        overrides={},
+        checkpoint=NONE,
         keep=ALL,
-    )  # fmt: skip
+    )
 
 
 def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:

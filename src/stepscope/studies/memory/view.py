@@ -96,18 +96,24 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         *cols(_PHASES, lambda case, phase: case.bytes("peak_bytes", phase), "bytes"),
         col("peak", lambda case: case.peak, "bytes"),
         col(
-            "predicted", lambda case: case.bytes("predicted_bytes"), "bytes",
+            "predicted",
+            lambda case: case.bytes("predicted_bytes"),
+            "bytes",
             hint="from the configuration alone, before the run",
         ),
         col(
-            "off", lambda case: case.prediction_off, "percent",
+            "off",
+            lambda case: case.prediction_off,
+            "percent",
             hint="predicted over measured, less one",
         ),
         col(
-            "residual", lambda case: case.residual_share, "percent",
+            "residual",
+            lambda case: case.residual_share,
+            "percent",
             hint="what is on no line at any peak or end of a phase, of the peak",
         ),
-    ]  # fmt: skip
+    ]
     # Only a CPU's process has the tensors in its own resident memory.
     if any(case.bytes("resident_bytes") is not None for case in cases):
         hint = (
@@ -200,20 +206,26 @@ def _driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
         col("mode", lambda case: case.workload.mode),
         col("peak of tensors", lambda case: case.peak, "bytes"),
         col(
-            _KEPT_FREE, lambda case: (case.bytes("reserved_bytes") or 0.0) - case.peak, "bytes",
+            _KEPT_FREE,
+            lambda case: (case.bytes("reserved_bytes") or 0.0) - case.peak,
+            "bytes",
             hint="reserved less allocated: blocks that no tensor fitted into",
         ),
         col(
-            _CONTEXT, lambda case: case.bytes("context_bytes"), "bytes",
+            _CONTEXT,
+            lambda case: case.bytes("context_bytes"),
+            "bytes",
             hint="measured before the model existed",
         ),
         col(
-            _LEFT_OVER, lambda case: case.driver_residual, "bytes",
+            _LEFT_OVER,
+            lambda case: case.driver_residual,
+            "bytes",
             hint="the only line that is a remainder",
         ),
         col(_DRIVER, lambda case: case.bytes("driver_bytes"), "bytes"),
         col("left over, of the peak", lambda case: case.driver_residual_share, "percent"),
-    ]  # fmt: skip
+    ]
     title = "From tensors to what nvidia-smi shows"
     yield table("memory-driver", title, asked, columns, caption=_sentence(shared))
 
@@ -230,19 +242,25 @@ def _regimes_table(cases: Sequence[Accounted]) -> Table:
         col("weights", lambda r: r.weights, "count", unit="B"),
         col("gradients", lambda r: r.gradients, "count", unit="B"),
         col(
-            "optimizer state", lambda r: r.state, "count", unit="B",
+            "optimizer state",
+            lambda r: r.state,
+            "count",
+            unit="B",
             hint="AdamW: two moments, and a float32 copy where there are master weights",
         ),
         col("sum", lambda r: r.total, "count", unit="B", hint="from the formats alone"),
         col("measured", per_parameter, unit="B", hint="the same lines of the account"),
         col(
-            WEIGHT_COPIES, lambda r: r.copies, "count", unit="B",
+            WEIGHT_COPIES,
+            lambda r: r.copies,
+            "count",
+            unit="B",
             hint="for matrices, while the graph lives; not in the sum",
         ),
         col("× float32 weights", lambda r: r.total / 4, "number"),
         col("× its own weights", lambda r: r.total / r.weights, "number"),
         col("what it is", lambda r: r.form.help),
-    ]  # fmt: skip
+    ]
     return table(
         "memory-regimes",
         "Bytes for each parameter, by regime",
@@ -263,12 +281,14 @@ def saved_table(
         col("shape", lambda tensor: "×".join(map(str, tensor.shape)) or "scalar"),
         col("dtype", lambda tensor: tensor.dtype),
         col(
-            "times", lambda tensor: tensor.times, "count",
+            "times",
+            lambda tensor: tensor.times,
+            "count",
             hint="in a step; not all of them at once",
         ),
         col("bytes", lambda tensor: tensor.bytes, "bytes", hint="of each"),
         col("line of code", lambda tensor: tensor.code),
-    ]  # fmt: skip
+    ]
     repeated = any(tensor.times > 1 for tensor in case.saved)
     return table(
         "memory-saved",

@@ -73,9 +73,14 @@ class Profile(Study[ProfileFlags, ProfileCase]):
         if environment.device_kind == "cpu":
             # Every case is a process of its own, which takes longer to start than to measure.
             quick = ProfileFlags(
-                size=("tiny",), context=(64,), batch=(2,), warmup=1, steps=5, traced=2,
+                size=("tiny",),
+                context=(64,),
+                batch=(2,),
+                warmup=1,
+                steps=5,
+                traced=2,
                 mode=("forward", "train-step"),
-            )  # fmt: skip
+            )
         else:
             quick = ProfileFlags(size=("small",), context=(128, 512), dtype=both)
         seeds = (
@@ -103,9 +108,13 @@ def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
     change = msgspec.structs.replace
     both = ("float32", "bfloat16")
     train = ProfileFlags(
-        size=("small", "xl", "2.7b"), mode=("train-step",), warmup=3, steps=5, traced=2,
+        size=("small", "xl", "2.7b"),
+        mode=("train-step",),
+        warmup=3,
+        steps=5,
+        traced=2,
         enough_seconds=1.5,
-    )  # fmt: skip
+    )
     plain = change(train, experiments=False)
     two_modes = change(plain, mode=("forward", "train-step"))
     sizes = change(plain, mode=("forward-backward",), size=every_size, traced=1)

@@ -61,9 +61,14 @@ def _with_batch(step: TransformerStep, device: Device, times: int, enough_second
         forget_steps(step)
         whole = Phase("step", larger.run_phases)
         return time_step(
-            (whole,), device, warmup=2, steps=3, before=larger.reset,
-            enough_seconds=enough_seconds, enough_samples=_ENOUGH_SAMPLES,
-        )  # fmt: skip
+            (whole,),
+            device,
+            warmup=2,
+            steps=3,
+            before=larger.reset,
+            enough_seconds=enough_seconds,
+            enough_samples=_ENOUGH_SAMPLES,
+        )
     finally:
         forget_steps(larger)
 
@@ -77,9 +82,13 @@ def graph_replay(step: TransformerStep, device: Device, enough_seconds: float = 
         warm_up(step, phases)
         graph = captured(phases, device)
         timing = time_step(
-            (Phase("step", graph.replay),), device, warmup=2, steps=7,
-            enough_seconds=enough_seconds, enough_samples=_ENOUGH_SAMPLES,
-        )  # fmt: skip
+            (Phase("step", graph.replay),),
+            device,
+            warmup=2,
+            steps=7,
+            enough_seconds=enough_seconds,
+            enough_samples=_ENOUGH_SAMPLES,
+        )
         return Tried(timing)
     finally:
         # The tensors of a graph live in its own pool and end with it.

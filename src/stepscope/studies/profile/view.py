@@ -125,17 +125,19 @@ def _ledger_table(found: Sequence[Group]) -> Table:
             col("step", lambda r: r.summary.wall_ms, unit="ms", hint="under the profiler"),
             col("working", partial(share, "busy_ms"), "percent"),
             col(
-                "residual", partial(share, "residual_ms"), "percent",
+                "residual",
+                partial(share, "residual_ms"),
+                "percent",
                 hint="what the trace does not explain",
             ),
-            col(
-                "kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"
-            ),
+            col("kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"),
             col(
                 "host", partial(idle, "host"), "percent", hint="idle: nothing was launched in time"
             ),
             col(
-                "waits", partial(idle, "synchronisation"), "percent",
+                "waits",
+                partial(idle, "synchronisation"),
+                "percent",
                 hint="idle while the host waits",
             ),
             col(
@@ -143,17 +145,21 @@ def _ledger_table(found: Sequence[Group]) -> Table:
             ),
             col("between", partial(idle, "between"), "percent", hint="on a CPU: no operator runs"),
             col(
-                "idle, timed", lambda r: r.idle_without_profiler, "percent",
+                "idle, timed",
+                lambda r: r.idle_without_profiler,
+                "percent",
                 hint="of the step without the profiler: what the same kernels do not fill",
             ),
             col(
-                "as a graph", lambda r: r.graph_ratio(), "number",
+                "as a graph",
+                lambda r: r.graph_ratio(),
+                "number",
                 hint="time of a replay over the time now",
             ),
             col("larger batch", _larger_batch, hint="time with that many times the batch over now"),
         ],
         caption="What works, what is idle and the residual add up to the step.",
-    )  # fmt: skip
+    )
     return keep_columns(made, lambda _, cells: any(cell is not None for cell in cells))
 
 
@@ -220,11 +226,13 @@ def _sizes_table(found: Sequence[Group]) -> Iterator[Table]:
             *_keys(shown),
             *_timer_and_profiler(forward_alone=False),
             col(
-                "idle", lambda r: r.modes["forward-backward"].idle_without_profiler, "percent",
+                "idle",
+                lambda r: r.modes["forward-backward"].idle_without_profiler,
+                "percent",
                 hint="of the step without the profiler",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def _top_table(found: Sequence[Group]) -> Table:
@@ -242,8 +250,12 @@ def _top_table(found: Sequence[Group]) -> Table:
             *_keys(found),
             col(_work(found), partial(cell, "kernel")),
             col("unit", lambda r: cell("unit", r) or None),
-            col("share", partial(cell, "share"), "percent",
-                hint=f"of the forward's {_work(found)} time"),
+            col(
+                "share",
+                partial(cell, "share"),
+                "percent",
+                hint=f"of the forward's {_work(found)} time",
+            ),
             col("calls", partial(cell, "calls"), "count"),
             col("calls explained", partial(cell, "story")),
             col(
@@ -253,7 +265,7 @@ def _top_table(found: Sequence[Group]) -> Table:
                 ],
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def _others_table(found: Sequence[Group]) -> Table:
@@ -273,11 +285,12 @@ def _others_table(found: Sequence[Group]) -> Table:
             *_keys(found),
             col("mode", lambda r: r.fullest().workload.mode),
             col(
-                "besides matrix products", lambda r: listed[r.key()],
+                "besides matrix products",
+                lambda r: listed[r.key()],
                 hint="share of all work, and calls a step",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def _share_table(found: Sequence[Group]) -> Table:
@@ -318,9 +331,11 @@ def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
         return moved / copy.value if copy and moved else None
 
     times = {
-        "two matmuls": "matmul_ms", "softmax": "softmax_ms", "mask": "mask_ms",
+        "two matmuls": "matmul_ms",
+        "softmax": "softmax_ms",
+        "mask": "mask_ms",
         "scale and casts": "rest_ms",
-    }  # fmt: skip
+    }
     yield table(
         "profile-softmax",
         "Inside attention: the softmax against the two matrix products",
@@ -357,9 +372,10 @@ def _comparison_tables(found: Sequence[Group]) -> list[Table]:
         wanted = ("dtype", "compile")
         labels = tuple(
             ", ".join(str(getattr(one.workload, name)) for name in wanted)
-            .replace(", no", ", eager").replace(", block", ", compiled by block")
+            .replace(", no", ", eager")
+            .replace(", block", ", compiled by block")
             for one in (before, after)
-        )  # fmt: skip
+        )
         made = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
         w = before.workload
         tables.append(

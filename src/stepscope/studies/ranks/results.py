@@ -50,9 +50,14 @@ class RankedResult(Result[R]):
         return summary.median if summary else None
 
     def finding(
-        self, what: str, text: str, values: Mapping[str, Value], *, conclusion: str = "",
+        self,
+        what: str,
+        text: str,
+        values: Mapping[str, Value],
+        *,
+        conclusion: str = "",
         tone: Tone = "info",
-    ) -> Finding:  # fmt: skip
+    ) -> Finding:
         """That rests on this record alone."""
         return Finding(
             code=f"{self.record.study}.{what}",

@@ -113,9 +113,12 @@ def tokens_fed(tokens: Tensor) -> Fed:
 
 
 def make_subject(
-    world: World, case: RankedStep | Workload, share: int, device: torch.device | str = "cpu",
+    world: World,
+    case: RankedStep | Workload,
+    share: int,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-) -> RankSubject:  # fmt: skip
+) -> RankSubject:
     """The same weights on every rank, and `share` sequences of its own."""
     import torch
 

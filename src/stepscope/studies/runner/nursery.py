@@ -28,10 +28,14 @@ the request, and the new worker's process id or the exit code."""
 _NEW = 0
 _PATIENCE_S = 180.0
 _LOADED = (
-    "torch._dynamo", "torch.profiler", "stepscope.measure.environment", "stepscope.measure.timer",
-    "stepscope.model.transformer", "stepscope.studies.training.parts",
+    "torch._dynamo",
+    "torch.profiler",
+    "stepscope.measure.environment",
+    "stepscope.measure.timer",
+    "stepscope.model.transformer",
+    "stepscope.studies.training.parts",
     "stepscope.studies.runner.worker",
-)  # fmt: skip
+)
 """What every worker imports before it measures; none of it opens a device or starts a thread."""
 
 

@@ -169,9 +169,12 @@ class WorkerProcess:
                 return reply
 
     def measure(
-        self, study: str, config: dict[str, object], timeout_s: float,
+        self,
+        study: str,
+        config: dict[str, object],
+        timeout_s: float,
         progress: Callable[[Progress], None],
-    ) -> Measured | Failed:  # fmt: skip
+    ) -> Measured | Failed:
         reply = self._ask(protocol.MeasureCase(study, config), timeout_s, progress)
         if isinstance(reply, Failed) and reply.status == "timeout":
             return Failed("timeout", f"not done after {timeout_s:g} s (--timeout)")
@@ -223,6 +226,9 @@ def _own_process(device: str, files: Sequence[int], mark: str) -> subprocess.Pop
     # A session of its own: Ctrl-C reaches the runner alone, which then decides.
     return subprocess.Popen(
         [sys.executable, "-m", "stepscope.studies.runner.worker", device],
-        stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
         env=tagged(mark) | {WORKER: mark},
-    )  # fmt: skip
+    )

@@ -198,9 +198,13 @@ class Runner:
         return Wait(seconds, self.environment.threads if on_cpu else 1)
 
     def _better(
-        self, first: Record, measure: Callable[[], Record], store: Store, observer: Observer,
+        self,
+        first: Record,
+        measure: Callable[[], Record],
+        store: Store,
+        observer: Observer,
         wait: Wait,
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         """The better one of a noisy record and a second measurement. Both are kept, this one as the
         newer attempt."""
         observer.measuring_again(first)

@@ -66,11 +66,13 @@ def glance_table(summary: Summary) -> Table:
             col("most of the work", lambda _: most),
             col("its share of the work", lambda _: share, "percent"),
             col(
-                "residual", lambda s: s.residual_ms / s.wall_ms, "percent",
+                "residual",
+                lambda s: s.residual_ms / s.wall_ms,
+                "percent",
                 hint="what the ledger does not explain",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def ledger_table(summary: Summary, name: str) -> Table:
@@ -151,11 +153,14 @@ def _overstated(row: Row, summary: Summary) -> bool:
 def _lane(row: Row) -> Lane:
     stretches = tuple(
         LaneSpan(
-            start=bar.start, end=bar.end, label=bar.label, group=bar.group,
+            start=bar.start,
+            end=bar.end,
+            label=bar.label,
+            group=bar.group,
             style=CLASS_STYLES.get(bar.group),
         )
         for bar in row.bars
-    )  # fmt: skip
+    )
     look = _LOOKS.get(row.label, "grouped")
     return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
 
@@ -165,9 +170,12 @@ def kernel_table(summary: Summary, name: str) -> Table:
     shown = summary.kernels[:MOST_KERNELS]
     more = len(summary.kernels) - len(shown)
     spread = {
-        "average": "average_us", "median": "median_us", "min": "least_us", "max": "most_us",
+        "average": "average_us",
+        "median": "median_us",
+        "min": "least_us",
+        "max": "most_us",
         "std": "deviation_us",
-    }  # fmt: skip
+    }
     return table(
         f"{name}-kernels",
         f"{thing(summary).capitalize()}s by time",
@@ -177,12 +185,15 @@ def kernel_table(summary: Summary, name: str) -> Table:
             col("phase", lambda row: row.phase or "–"),
             col("class", lambda row: row.kind),
             col(
-                "unit", lambda row: row.unit or None,
+                "unit",
+                lambda row: row.unit or None,
                 hint="which part of the processor computes, as the name says",
             ),
             col("time", lambda row: row.ms, unit="ms", hint="in one step"),
             col(
-                "share", lambda row: row.ms / busy if busy else None, "percent",
+                "share",
+                lambda row: row.ms / busy if busy else None,
+                "percent",
                 hint=f"of the time of all {thing(summary)}s",
             ),
             col("count", lambda row: row.count, "count", hint="in one step"),
@@ -191,7 +202,7 @@ def kernel_table(summary: Summary, name: str) -> Table:
         caption=f"{more} more take {sum(r.ms for r in summary.kernels[MOST_KERNELS:]):.3g} ms."
         if more
         else "",
-    )  # fmt: skip
+    )
 
 
 class Part(NamedTuple):
@@ -227,12 +238,13 @@ def module_table(summary: Summary, name: str) -> Table:
             col("share", lambda part: part.ms / total if total else None, "percent"),
             col(f"{thing(summary)}s", lambda part: part.calls, "count"),
             col(
-                "matmul in it", lambda part: part.matmul_ms / part.ms if part.ms else None,
+                "matmul in it",
+                lambda part: part.matmul_ms / part.ms if part.ms else None,
                 "percent",
             ),
         ],
         caption="A backward is counted for the part whose forward made it.",
-    )  # fmt: skip
+    )
 
 
 def role_tables(summary: Summary, name: str) -> list[Table]:
@@ -272,18 +284,17 @@ def gap_table(summary: Summary, name: str) -> Table:
         summary.gaps,
         [
             col("step", lambda gap: gap.step),
-            col(
-                "begins at", lambda gap: gap.start_ms, unit="ms", hint="from the step's beginning"
-            ),
+            col("begins at", lambda gap: gap.start_ms, unit="ms", hint="from the step's beginning"),
             col("lasts", lambda gap: gap.ms, unit="ms"),
             col(
-                "the host was in", lambda gap: gap.host or "nothing that the trace shows",
+                "the host was in",
+                lambda gap: gap.host or "nothing that the trace shows",
                 hint="for at least half of the gap",
             ),
             col("next kernel", lambda gap: gap.next or "none in this step"),
         ],
         caption="Gaps of 1 ms and more. What lasts that long is not the time of a launch.",
-    )  # fmt: skip
+    )
 
 
 def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:

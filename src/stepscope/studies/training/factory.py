@@ -21,11 +21,15 @@ def make_step(
     if not workload.own:
         return TransformerStep(workload, device, seed=seed, shares=shares)
     model = UserModel(
-        name=workload.own, batch=workload.batch, dtype=workload.dtype,
-        optimizer=workload.optimizer, compile=workload.compile,
-        compile_mode=workload.compile_mode, checkpoint=workload.checkpoint != NONE,
+        name=workload.own,
+        batch=workload.batch,
+        dtype=workload.dtype,
+        optimizer=workload.optimizer,
+        compile=workload.compile,
+        compile_mode=workload.compile_mode,
+        checkpoint=workload.checkpoint != NONE,
         mode=workload.mode,
-    )  # fmt: skip
+    )
     step = UserStep(model, device, seed=seed, shares=shares)
     step.compile()
     return step

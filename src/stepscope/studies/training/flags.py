@@ -14,8 +14,11 @@ Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 COMPILE = ("no", "block", "model")
 COMPILE_MODES = (
-    "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
-)  # fmt: skip
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
 IN_BACKWARD = "stepscope-in-backward"
 AS_MADE = "stepscope-as-made"
@@ -82,9 +85,22 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     def refuse_sizes(self) -> None:
         """A model of one's own has its shape, attention and loss from its author."""
         fixed = {
-            "size", "table", "context", "attention", "loss", "fused", "joined", "keep", "graph",
-            "searched", "d_model", "d_ff", "layers", "heads", "vocab",
-        }  # fmt: skip
+            "size",
+            "table",
+            "context",
+            "attention",
+            "loss",
+            "fused",
+            "joined",
+            "keep",
+            "graph",
+            "searched",
+            "d_model",
+            "d_ff",
+            "layers",
+            "heads",
+            "vocab",
+        }
         for field in msgspec.structs.fields(WorkloadFlags):
             if field.name in fixed and getattr(self, field.name) != field.default:
                 raise UsageError(

@@ -39,9 +39,10 @@ def make_optimizer(
     if name == "stepscope" and capturable:
         raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
     kind: Callable[..., torch.optim.Optimizer] = {
-        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+        "stepscope": AdamW,
+        "stepscope-fused": FusedAdamW,
         **dict.fromkeys(WITHIN_BACKWARD, InBackwardAdamW),
-    }.get(name, torch.optim.AdamW)  # fmt: skip
+    }.get(name, torch.optim.AdamW)
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name in WITHIN_BACKWARD:
         settings = {"attach": False, "as_made": name == AS_MADE}

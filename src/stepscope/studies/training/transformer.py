@@ -28,9 +28,13 @@ class TransformerStep(TrainingStep):
     """With `shares` it works on the weights and moments of another step of the same model."""
 
     def __init__(
-        self, workload: Workload, device: Device, *, seed: int = 0,
+        self,
+        workload: Workload,
+        device: Device,
+        *,
+        seed: int = 0,
         shares: TrainingStep | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import torch
 
         from stepscope.attention.api import attention_with
@@ -73,10 +77,15 @@ class TransformerStep(TrainingStep):
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
         needed = cost.minimum_bytes(
-            workload.model(), workload.batch, workload.context, precision(workload.dtype),
-            workload.mode, workload.attention, device.kind,
+            workload.model(),
+            workload.batch,
+            workload.context,
+            precision(workload.dtype),
+            workload.mode,
+            workload.attention,
+            device.kind,
             checkpointed=workload.checkpoint != NONE,
-        )  # fmt: skip
+        )
         if workload.fuses_loss:
             # Counted above as if all logits were there.
             needed -= workload.batch * workload.context * workload.model().vocab * 4

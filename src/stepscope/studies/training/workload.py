@@ -32,9 +32,17 @@ from stepscope.studies.training.flags import (
 from stepscope.studies.training.model_names import check_dtype, check_name
 
 __all__ = [
-    "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode",
-    "Workload", "WorkloadFlags", "case_of", "workloads",
-]  # fmt: skip
+    "COMPILE",
+    "COMPILE_MODES",
+    "GRAPHS_OF_TORCH",
+    "MODES",
+    "OPTIMIZERS",
+    "Mode",
+    "Workload",
+    "WorkloadFlags",
+    "case_of",
+    "workloads",
+]
 
 
 class Workload(Case, frozen=True, kw_only=True):
@@ -131,10 +139,13 @@ class Workload(Case, frozen=True, kw_only=True):
         """Identity among workloads; the same in every run that measures the same thing."""
         changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
         parts = [
-            f"{self.size}{changed}", *([] if self.own else [f"c{self.context}"]), f"b{self.batch}",
-            self.dtype, *([] if self.own else [self.attention]),
+            f"{self.size}{changed}",
+            *([] if self.own else [f"c{self.context}"]),
+            f"b{self.batch}",
+            self.dtype,
+            *([] if self.own else [self.attention]),
             *([] if self.compile == "no" else [f"compile={self.compile}"]),
-        ]  # fmt: skip
+        ]
         if self.table != "2025":
             parts.insert(0, self.table)
         if self.compile != "no" and self.compile_mode != "default":
@@ -216,19 +227,29 @@ def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
     """Every combination, small models and short contexts first."""
-    fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
-              "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
+    fields = {
+        "d_model": flags.d_model,
+        "d_ff": flags.d_ff,
+        "n_layers": flags.layers,
+        "n_heads": flags.heads,
+        "vocab": flags.vocab,
+    }
     overrides = {name: value for name, value in fields.items() if value is not None}
     if flags.model:
         flags.refuse_sizes()
     swept = {
         "size": (check_name(flags.model),) if flags.model else flags.size,
-        "context": (0,) if flags.model else flags.context, "batch": flags.batch,
+        "context": (0,) if flags.model else flags.context,
+        "batch": flags.batch,
         "dtype": tuple(precision(name).name for name in flags.dtype),
-        "attention": flags.attention, "compile": flags.compile, "optimizer": flags.optimizer,
-        "compile_mode": flags.compile_mode, "loss": flags.loss,
-        "checkpoint": flags.checkpoint, "mode": modes,
-    }  # fmt: skip
+        "attention": flags.attention,
+        "compile": flags.compile,
+        "optimizer": flags.optimizer,
+        "compile_mode": flags.compile_mode,
+        "loss": flags.loss,
+        "checkpoint": flags.checkpoint,
+        "mode": modes,
+    }
     for values in itertools.product(*swept.values()):
         yield Workload(
             **dict(zip(swept, values, strict=True)),  # type: ignore[arg-type]

@@ -38,14 +38,18 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         *cols(("dtype", "attention", "mode"), lambda row, name: getattr(row[1].plan, name)),
         *cols(names, lambda row, phase: _at_peak(row[1], phase), "bytes"),
         col(
-            "peak", lambda row: row[1].peak.allocated, "bytes",
+            "peak",
+            lambda row: row[1].peak.allocated,
+            "bytes",
             hint="`max_memory_allocated` of the whole step",
         ),
         col(
-            "reserved", lambda row: row[1].peak.reserved, "bytes",
+            "reserved",
+            lambda row: row[1].peak.reserved,
+            "bytes",
             hint="what the allocator has taken by then",
         ),
-    ]  # fmt: skip
+    ]
     return table(
         "predicted-phases",
         "Predicted peak of each phase",
@@ -86,14 +90,18 @@ def peak_finding(name: str, told: Prediction) -> Finding:
     return Finding(
         code="prediction.peak",
         values={
-            "step": name, "peak": peak.allocated, "phase": peak.phase, "saved": saved,
-            "largest": largest, "largest_line": line,
+            "step": name,
+            "peak": peak.allocated,
+            "phase": peak.phase,
+            "saved": saved,
+            "largest": largest,
+            "largest_line": line,
         },
         text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
         f" {bytes_(saved)} of it activations kept for backward; the largest single tensor has"
         f" {bytes_(largest)} ({line}).",
         timed=False,
-    )  # fmt: skip
+    )
 
 
 def budget_finding(name: str, told: Prediction, budget: int) -> Finding:

@@ -26,10 +26,21 @@ from stepscope.studies.training.workload import Workload
 _PLAIN = {"attention": "reference", "compile": "no", "optimizer": "torch"}
 # Conditions in the order in which they are said, with the word before each.
 _WORDS = {
-    "collective": "", "way": "", "size": "", "attention": "", "seq": "length", "head": "d",
-    "heads": "heads", "context": "context", "batch": "batch", "ranks": "ranks", "dtype": "",
-    "mode": "", "compile": "compiled by", "optimizer": "AdamW",
-}  # fmt: skip
+    "collective": "",
+    "way": "",
+    "size": "",
+    "attention": "",
+    "seq": "length",
+    "head": "d",
+    "heads": "heads",
+    "context": "context",
+    "batch": "batch",
+    "ranks": "ranks",
+    "dtype": "",
+    "mode": "",
+    "compile": "compiled by",
+    "optimizer": "AdamW",
+}
 
 
 class Mine(NamedTuple):
@@ -101,9 +112,12 @@ def ranked_step(record: Record, case: RankedStep, way: str, step_ms: float | Non
     """A step on several ranks; links differ too much for its time to be carried over."""
     shape = case.shape
     conditions = {
-        "context": case.context, "batch": case.batch, "ranks": case.ranks, "way": way,
+        "context": case.context,
+        "batch": case.batch,
+        "ranks": case.ranks,
+        "way": way,
         "size": case.size if shape is None else size_name(shape),
-    }  # fmt: skip
+    }
     return Mine(record, conditions, {"step": step_ms})
 
 
@@ -140,12 +154,15 @@ def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
             col("what", lambda pair: f"{pair.figure.quantity}, {pair.figure.statistic}"),
             col("published", _published),
             col(
-                "carried over", lambda pair: _shown(pair.figure, pair.carried),
+                "carried over",
+                lambda pair: _shown(pair.figure, pair.carried),
                 hint="published time × matrix rate (or bandwidth) there / the one measured here",
             ),
             col("here", lambda pair: _shown(pair.figure, pair.here)),
             col(
-                "here / published", lambda pair: pair.ratio, "number",
+                "here / published",
+                lambda pair: pair.ratio,
+                "number",
                 hint="over the time carried over; bytes as they are",
             ),
             col("note", lambda pair: _note(pair.figure)),
@@ -154,7 +171,7 @@ def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
         f" {_how(mine)} A figure that leaves a condition open, or is known to be wrong, has no"
         " ratio.",
         details=lambda pair: f"{pair.figure.writeup}\n{pair.figure.table}",
-    )  # fmt: skip
+    )
 
 
 def _how(mine: Sequence[Mine]) -> str:

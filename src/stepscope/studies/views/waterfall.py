@@ -57,9 +57,7 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None
     form = precision(workload.dtype)
-    step = Step(
-        model, workload.batch, workload.context, form, workload.mode, workload.run_again()
-    )  # fmt: skip
+    step = Step(model, workload.batch, workload.context, form, workload.mode, workload.run_again())
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
     return Fall(workload, water, summary.on_device, power_capped(record), record.id)

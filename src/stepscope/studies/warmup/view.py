@@ -160,7 +160,9 @@ def _table(processes: Sequence[Process]) -> Table:
             col("dtype", lambda r: r.case.dtype, key=True),
             col("warm-up steps", lambda r: r.case.warmup, "count", key=True),
             col(
-                "first step", lambda r: r.steps[0], unit="ms",
+                "first step",
+                lambda r: r.steps[0],
+                unit="ms",
                 hint="the very first step of the process, whether left out or not",
             ),
             *(
@@ -171,7 +173,7 @@ def _table(processes: Sequence[Process]) -> Table:
         ],
         caption="Every row is a fresh process; mean and standard deviation of what comes after the"
         " warm-up steps.",
-    )  # fmt: skip
+    )
 
 
 def _statistic(phase: str, what: str, process: Process) -> float | None:
