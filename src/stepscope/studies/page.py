@@ -27,7 +27,7 @@ _SHOWN = {
     "max_sm_clock_mhz": "highest SM clock, MHz",
     "cpu": "CPU",
     "cpu_cores": "CPU cores",
-    "threads": "threads of torch",
+    "threads": "torch threads",
     "host_memory_bytes": "host memory",
     "load_average": "load average at the start",
     "platform": "system",
@@ -48,13 +48,13 @@ _LAST_RESORT: tuple[type[Exception], ...] = (
     TypeError,
     ValueError,
 )
-"""What a view raises for records that no check has foreseen. Tests of hostile records empty it."""
+"""Exceptions of a view on records that no check foresaw. Tests of hostile records empty it."""
 
 
 def make_page(records: Sequence[Record]) -> Page:
-    """The page of these records. Pure: nothing is measured here."""
+    """The page of these records. Pure: it measures nothing."""
     if not records:
-        raise StepscopeError("there are no records to show", "make some with `stepscope run`")
+        raise StepscopeError("there are no records to show", "create some with `stepscope run`")
     records = [plausible(record) for record in records]
     sections = tuple(study_sections(records))
     devices = list(dict.fromkeys(record.environment.device_name for record in records))
@@ -68,7 +68,7 @@ def make_page(records: Sequence[Record]) -> Page:
 
 
 def _what(records: Sequence[Record]) -> str:
-    """The program, where all records are of one."""
+    """The program, if all records are of the same one."""
     programs = {record.config.get("script") for record in records}
     only = programs.pop() if len(programs) == 1 else None
     return str(only) if only else "Training steps"
@@ -86,15 +86,15 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
 
 @contextmanager
 def explained(study: str) -> Iterator[None]:
-    """One line for records that a study cannot show, however they are wrong."""
+    """Report malformed records of a study as a one-line error, whatever is wrong with them."""
     foreseen: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
     try:
         yield
     except foreseen as error:
         kind = "" if isinstance(error, msgspec.DecodeError) else f"{type(error).__name__}: "
         raise StepscopeError(
-            f"the records of {study} are not of its form: {kind}{in_one_line(error)}",
-            "were they made by another version of Stepscope?",
+            f"the records of {study} are malformed: {kind}{in_one_line(error)}",
+            "were they created by another version of Stepscope?",
         ) from error
 
 
@@ -112,7 +112,7 @@ def _subtitle(records: Sequence[Record]) -> str:
 
 
 def headline(records: Sequence[Record]) -> Table | None:
-    """The one table that a person wants first, where a study has it."""
+    """The headline table of the first study that has one."""
     for study in viewables().values():
         own = [plausible(record) for record in records if record.study == study.name]
         with explained(study.name):
@@ -123,7 +123,7 @@ def headline(records: Sequence[Record]) -> Table | None:
 
 
 def _status_table(records: Sequence[Record]) -> Table:
-    """For records of which no study has a headline: what became of them."""
+    """Number of cases by study and status, for records without a headline table."""
     counted: dict[tuple[str, str], int] = {}
     for record in records:
         counted[record.study, record.status] = counted.get((record.study, record.status), 0) + 1
@@ -144,15 +144,15 @@ def _machine_section(records: Sequence[Record]) -> Section:
     for record in records:
         machines.setdefault(record.environment.device_name, record)
     tables: list[Table] = []
-    for place, record in enumerate(machines.values()):
-        suffix = f"-{place + 1}" if place else ""
+    for index, record in enumerate(machines.values()):
+        suffix = f"-{index + 1}" if index else ""
         tables.append(_environment_table(record.environment, f"environment{suffix}"))
         if record.ceilings:
             tables.append(_ceilings_table(record, f"ceilings{suffix}"))
     return Section(
         name="machine",
         title="The machine",
-        question="What was measured on, and what are its limits?",
+        question="Which machine was measured, and what are its limits?",
         blocks=tuple(tables),
     )
 

@@ -1,10 +1,10 @@
-"""Where does the memory of a step go, and was that to be known before?
+"""Memory of a step: what fills it, and how well that was predicted.
 
     stepscope run memory --size small xl --context 128 512 --dtype float32 bfloat16
 
-Each mode is a case of its own; CUDA's context and libraries are measured before the model exists.
-The step runs as it is first, for its peaks and its time; then once more with every storage counted
-and put on a line. On a CPU the count itself gives the peaks.
+Each mode is a separate case; CUDA's context and libraries are measured before the model exists.
+The unmodified step runs first, for its peaks and its time; then once more with every storage
+counted and assigned to a line of the ledger. On a CPU the count itself gives the peaks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Memory(Study[MemoryFlags, MemoryCase]):
 
         return measure_memory(case, bench)
 
-    def post_mortem(self, case: MemoryCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case, bench, said)
+    def post_mortem(self, case: MemoryCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.memory.view import memory_blocks
@@ -69,7 +69,7 @@ class Memory(Study[MemoryFlags, MemoryCase]):
                     attention=("reference", "sdpa"),
                     mode=("train-step",),
                 ),
-                # Beside the first: its picture shows what a step adds to a forward.
+                # In addition to the first: its figure shows what a step adds to a forward.
                 MemoryFlags(
                     size=("tiny",),
                     context=(128,),
@@ -91,7 +91,7 @@ class Memory(Study[MemoryFlags, MemoryCase]):
             )
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
-        # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
+        # One snapshot with stacks is enough; a file for every case would be gigabytes.
         three = (*both, "bfloat16-pure")
         course = MemoryFlags(
             size=sizes_2025,
@@ -104,7 +104,7 @@ class Memory(Study[MemoryFlags, MemoryCase]):
             size=("2.7b",), context=(128, 256, 512), dtype=three, mode=("forward",), snapshot="no"
         )
         master = MemoryFlags(size=("small",), mode=("train-step",), dtype=("bfloat16-master",))
-        # Each format up to the first context that one H200 does not hold.
+        # Each dtype up to the first context that does not fit on one H200.
         longer = tuple(
             MemoryFlags(
                 size=(size,), context=contexts, dtype=dtypes, mode=("train-step",), snapshot="no"

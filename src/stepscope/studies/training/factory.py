@@ -1,4 +1,4 @@
-"""Builds the training step of a workload, whichever model it names."""
+"""Build the training step of a workload, for a built-in or a user's model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def make_step(
     workload: Workload, device: Device, *, seed: int = 0, shares: TrainingStep | None = None
 ) -> TrainingStep:
-    """With `shares` it works on the weights and moments of another step of the same model."""
+    """Build the step; with `shares`, on the weights and moments of another step of the model."""
     if not workload.own:
         return TransformerStep(workload, device, seed=seed, shares=shares)
     model = UserModel(
