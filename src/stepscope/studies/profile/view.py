@@ -383,7 +383,8 @@ def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
             msgspec.structs.replace(
                 comparison,
                 name=f"profile-comparison-{len(tables) + 1}",
-                title=f"{w.size} at context {w.context}, batch {w.batch}, {mode}: {comparison.title}",
+                title=f"{w.size} at context {w.context}, batch {w.batch}, {mode}:"
+                f" {comparison.title}",
             )
         )
     return tables

@@ -1,4 +1,4 @@
-"""Records of several ranks: the slowest rank's samples, findings, rows by way. Pure."""
+"""Records of several ranks: the slowest rank's samples, findings, rows by variant. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ R = TypeVar("R", bound=RankedCase)
 
 
 class RankedResult(Result[R]):
-    """A record of several ranks with its case; series and quantities are by way (`variant`)."""
+    """A record of several ranks with its case; series and quantities are by `variant`."""
 
     @property
     def backend(self) -> str:
-        """The one that was used; a case may leave the choice open."""
+        """The backend that was used; a case may leave the choice open."""
         return self.record.notes.get("backend", self.case.backend)
 
     @property
@@ -33,7 +33,7 @@ class RankedResult(Result[R]):
         return self.place
 
     def samples(self, name: str, way: str = "", size: int = 0) -> list[float]:
-        """The slowest rank's sample of each round; empty where the series was not measured."""
+        """The slowest rank's sample of each round; empty if the series was not measured."""
         ranks = [
             series.values
             for series in self.record.series
@@ -58,7 +58,7 @@ class RankedResult(Result[R]):
         conclusion: str = "",
         tone: Tone = "info",
     ) -> Finding:
-        """That rests on this record alone."""
+        """A finding that rests on this record alone."""
         return Finding(
             code=f"{self.record.study}.{what}",
             values={"ranks": self.case.ranks, "backend": self.backend, **values},
@@ -70,7 +70,7 @@ class RankedResult(Result[R]):
 
 
 class WayRow(NamedTuple):
-    """A way of a record; a failed record has one row without any."""
+    """One variant of a record; a failed record has a single row without a variant."""
 
     of: Any
     way: str | None
@@ -92,7 +92,7 @@ def strategy_rows(
 
 
 def step_column() -> Declared:
-    """Of rows by way."""
+    """Column of the step time, for rows by variant."""
     return col(
         "step",
         lambda r: interval(r.of.summary("step", r.way)),

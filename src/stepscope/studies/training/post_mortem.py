@@ -36,8 +36,8 @@ class Refusal(NamedTuple):
 
 def read_refusal(message: str) -> Refusal:
     def size(pattern: str) -> int:
-        found = re.search(pattern, message, re.IGNORECASE)
-        return int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+        match = re.search(pattern, message, re.IGNORECASE)
+        return int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
 
     return Refusal(
         asked=size(rf"tried to allocate {_SIZE}"),
@@ -55,8 +55,10 @@ def step_post_mortem(
         return {}
     refusal = read_refusal(message)
     limit = _usable_bytes(bench.device)
-    found = examined(workload, bench.device.kind, min(limit, refusal.allowed or limit), refusal)
-    return {NOTE: found}
+    post_mortem = examined(
+        workload, bench.device.kind, min(limit, refusal.allowed or limit), refusal
+    )
+    return {NOTE: post_mortem}
 
 
 def examined(workload: Workload, device_kind: str, limit: int, refusal: Refusal) -> PostMortem:
