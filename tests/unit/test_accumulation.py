@@ -111,25 +111,25 @@ def test_squares_overflow_and_vanish() -> None:
 def test_findings_say_when_and_why_a_sum_stops() -> None:
     said = findings([sum_record()])
     assert "1,000 additions of 0.01 should give 10: " in said
-    assert "stops at 32 after 2,798 additions" in said
-    assert "The exponents of sum and term are 12 apart and the format has 10 digits" in said
-    assert "neighbours are 0.03125 apart there" in said
+    assert "stops growing at 32 after 2,798 additions" in said
+    assert "The exponents of sum and term are 12 apart and the dtype has 10 mantissa bits" in said
+    assert "neighbouring values are 0.03125 apart there" in said
     assert "stops" not in findings([sum_record("float32", "float32", total=100.0, moved=10_000)])
 
 
 def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
-    assert "it adds in a wider format and rounds once" in findings([dot_record()])
-    assert "it adds in the format." in findings([dot_record(device=0.5)])
-    assert "the sum is kept in float32" in findings([dot_record("tf32", device=1e-5)])
+    assert "it accumulates in a wider dtype and rounds once" in findings([dot_record()])
+    assert "it accumulates in the dtype itself." in findings([dot_record(device=0.5)])
+    assert "the sum is accumulated in float32" in findings([dot_record("tf32", device=1e-5)])
     assert "many short sums" in findings([dot_record("float32", device=1e-7)])
     assert "as much as one long sum" in findings([dot_record("float32", device=0.9)])
 
 
 def test_findings_name_the_ends_of_the_range() -> None:
     said = findings([square_record()])
-    assert "squares vanish up to 0.000173 and overflow from 256 on" in said
-    assert "(tried: that of 0.0001 vanishes, that of 300 overflows)" in said
-    assert "comes out as 0 where it is 1.000" in said
+    assert "squares underflow up to 0.000173 and overflow from 256 on" in said
+    assert "(tried: that of 0.0001 underflows, that of 300 overflows)" in said
+    assert "comes out as 0 instead of 1.000" in said
     assert "need float32" not in findings([square_record("float32", variance=1.001)])
 
 
@@ -143,7 +143,7 @@ def test_the_bits_of_a_sum_stand_below_one_another() -> None:
     assert [row[1:] for row in table.rows if row[0] == "bfloat16"] == [
         ("1000", "1.1111010", "2^9"),
         ("0.01", "1.0100100", "2^-7"),
-        ("0.01, 16 places later", "0.0000000|0000000010100100", "2^9"),
+        ("0.01, shifted by 16 bits", "0.0000000|0000000010100100", "2^9"),
         ("sum: 1000", "1.1111010", "2^9"),
     ]
 

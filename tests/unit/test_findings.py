@@ -45,11 +45,11 @@ def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
     found = benchmark("backward-over-forward", *small, *medium, unused)
     assert found.values == pytest.approx({"small": 2.0, "medium": 2.5}, rel=0.01)
     assert found.records == tuple(record.id for record in (*small, *medium))
-    assert found.text == "Backward over forward, where the FLOPs say 2: small 2.00, medium 2.50."
+    assert found.text == "Backward over forward (2 by FLOPs): small 2.00, medium 2.50."
     assert re.fullmatch(
         r"For medium at context 512 in float32 the forward runs at [\d.]+ TFLOP/s and the backward"
-        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside of matrix"
-        r" products \(copies, elementwise work, memory that is touched for the first time\), the"
+        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside matmuls"
+        r" \(copies, elementwise work, memory that is touched for the first time\), the"
         r" forward a smaller one\.",
         found.conclusion,
     )
@@ -71,15 +71,14 @@ def test_who_limits_is_told_from_the_share_of_issuing() -> None:
     device = benchmark("device-limits", free)
     assert (device.values, device.records, device.tone) == ({"steps": 1}, (free.id,), "good")
     assert device.sentence == (
-        "The GPU, not the host, limits every step: the launch queue never runs empty for most of"
-        " one."
+        "The GPU, not the host, limits every step: no launch queue is empty for most of its step."
     )
     host = benchmark("host-limits", free, bound)
     assert host.values == {"steps": 1, "of": 2, "names": "small at context 128 in float32"}
     assert host.records == (free.id, bound.id)
     assert host.sentence == (
         "The host limits 1 of 2 steps: their launch queue runs empty, so the GPU waits for the host"
-        " (small at context 128 in float32). A faster number format cannot help there; more work"
+        " (small at context 128 in float32). A faster dtype cannot help there; more work"
         " per launch can (a larger batch or context, torch.compile, CUDA graphs)."
     )
 
@@ -99,12 +98,12 @@ def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
     assert found.values["share"] == pytest.approx(0.2, rel=0.01)
     assert found.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
     assert found.text.startswith(
-        "The training step that comes nearest to the limit is small at context 512 in float32:"
+        "The training step closest to the limit is small at context 512 in float32:"
         " 100 ms (95 % interval "
     )
     assert re.search(r"10(\.0)? TFLOP/s\.$", found.text)
     assert re.fullmatch(
-        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that matrix products alone reach here; the"
+        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that a matmul alone reaches here; the"
         r" farthest is small at context 128 in float32 with 2(\.0+)? ?%\.",
         found.conclusion,
     )
@@ -129,7 +128,7 @@ def test_phases_are_held_against_the_step() -> None:
     assert found.values["case"] == "small at context 512 in float32, train-step"
     assert found.records == (record.id,)
     assert re.fullmatch(
-        r"The phases add up to the step that was timed as one: 4\.0 % apart in the middle of 1,"
+        r"The phases add up to the step that was timed as one: 4\.0 % apart in the median of 1,"
         r" 4\.0 % at most \(small at context 512 in float32, train-step\)\.",
         found.sentence,
     )
@@ -183,7 +182,7 @@ def test_failures_are_told_with_the_first_reason() -> None:
     assert not found.timed
     assert found.sentence == (
         "2 cases ran out of memory: large at context 512 in float32 train-step, xl at context 512"
-        " in float32 train-step. The first said: CUDA out of memory"
+        " in float32 train-step. The first reason: CUDA out of memory"
     )
 
 
@@ -269,7 +268,7 @@ def test_the_first_steps_cost_is_found() -> None:
     )
     assert first.records == verdict.records == tuple(record.id for record in records)
     assert first.sentence == (
-        "small at context 256 in float32, by the medians of 2 fresh processes: the first step takes"
+        "small at context 256 in float32, median of 2 fresh processes: the first step takes"
         " 300 ms, 3.00× a steady one (100 ms), and the steps before steady state cost 250 ms extra."
         " Without warm-up, in one process, the mean of 12 steps is 20.8 % off, with a standard"
         " deviation of 58.2 ms."
@@ -303,8 +302,8 @@ def test_steps_of_a_busy_machine_need_no_number_of_warm_up_steps() -> None:
     (section,) = study_sections(records)
     *_, said = (b for b in section.blocks if isinstance(b, Finding))
     assert said.sentence == (
-        "How many warm-up steps this machine needs cannot be told; inconclusive: the machine was"
-        f" busy in 1 of 2 measurements ({records[1].id})."
+        "The number of warm-up steps that this machine needs is unknown; inconclusive: the machine"
+        f" was busy in 1 of 2 measurements ({records[1].id})."
     )
 
 

@@ -228,10 +228,10 @@ def matmuls_on(device: str, major: int | None, minor: int | None) -> str:
 
 def test_a_device_is_advised_only_what_it_has() -> None:
     volta = matmuls_on("Tesla V100-SXM2-32GB", 7, 0)
-    assert "not on tensor cores: float16 would use those." in volta
+    assert "not on tensor cores: float16 would use them." in volta
     assert "TF32" not in volta
     assert "bfloat16" not in volta
-    assert "TF32, bfloat16 or float16 would use those." in matmuls_on("NVIDIA A100", 8, 0)
+    assert "TF32, bfloat16 or float16 would use them." in matmuls_on("NVIDIA A100", 8, 0)
     assert "which this device does not have." in matmuls_on("Tesla P100", 6, 0)
     assert "not on matrix cores: bfloat16 or float16" in matmuls_on("AMD Instinct MI210", 9, 0)
     assert "if the device has tensor cores for it." in matmuls_on("", None, None)
@@ -243,7 +243,7 @@ def test_matrix_cores_of_amd_count_as_tensor_cores() -> None:
     for event in trace.events:
         if event["name"] == SGEMM:
             event["name"] = "Cijk_Alik_Bljk_BBS_BH_Bias_UserArgs_MT128x256x32_MI16x16x1_SN_ISA942"
-    assert "100.0 % of the time of matmuls is spent on matrix cores." in said(of(trace))
+    assert "100.0 % of the matmul time is spent on matrix cores." in said(of(trace))
 
 
 # Sentences.

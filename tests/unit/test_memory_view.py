@@ -113,7 +113,7 @@ def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
     assert (
         "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in found.text
     )
-    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in found.text
+    assert "“8×” is bfloat16 with float32 master weights: the same 16 B" in found.text
     assert found.values.keys() == {"float32", "bfloat16-master"}
     assert set(found.records) == ids(*records)
     rows = {row[0]: row[1:5] for row in table([memory_record()], "memory-regimes").rows}
@@ -138,7 +138,7 @@ def test_a_residual_is_shown_and_judged() -> None:
     assert cases_of([whole])[0].residual_share == 0
     assert cases_of([holed])[0].residual_share == pytest.approx(0.2)
     account = by_code([holed])["account"]
-    assert "leaves 20.0 % of the peak at most on no line" in account.text
+    assert "leaves at most 20.0 % of the peak unattributed" in account.text
     assert (account.values["residual"], account.tone) == (pytest.approx(0.2), "warn")
     ledger = table([holed], "memory-ledger")
     assert ("residual", 200, 200, 200, 200) in ledger.rows
@@ -165,10 +165,10 @@ def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
     counted = sizes(driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB)
     found = by_code([memory_record(peak=10 * GIB, found=counted)])["driver"]
     assert (
-        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
-        " later, and 922 MiB of CUDA context" in found.text
+        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps"
+        " cached, and 922 MiB of CUDA context" in found.text
     )
-    assert "102 MiB (1.0 % of the peak) are left over" in found.text
+    assert "102 MiB (1.0 % of the peak) remain." in found.text
     assert found.values["left"] == pytest.approx(0.1 * GIB)
 
 
@@ -180,7 +180,7 @@ def test_every_case_is_held_against_the_drivers_figure() -> None:
         found=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
     )
     found = by_code([large, open_ended])["driver"]
-    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in found.text
+    assert "In 2 cases at most 25.0 % remain (tiny at context 256 in float32)" in found.text
     assert (found.values["worst_share"], found.tone) == (0.25, "warn")
     assert set(found.records) == ids(large, open_ended)
     rows = table([large, open_ended], "memory-driver").rows
@@ -222,8 +222,8 @@ def test_it_says_up_to_which_context_a_step_fits() -> None:
     blocks = find_study("memory").view(records)
     (found,) = (b for b in blocks if isinstance(b, Finding) and b.code == "memory.longest-contexts")
     assert found.text == (
-        "The longest contexts that fit this device: tiny at context 256 in float32 (2.00 GiB; 512"
-        " runs out)."
+        "The longest contexts that fit on this device: tiny at context 256 in float32 (2.00 GiB;"
+        " 512 runs out)."
     )
     assert found.values == {"tiny at context 256 in float32": 512}
     assert set(found.records) == ids(ran[1], full[0])
@@ -244,12 +244,12 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
         "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
     )
     found = by_code([wide, narrow])["autocast-more"]
-    assert "needs more than float32 in 1 of 1 forwards" in found.text
+    assert "needs more memory than float32 in 1 of 1 forwards" in found.text
     assert "the copies are 6.00 GiB" in found.text
     assert "peak 22.0 GiB against 18.0 GiB" in found.text
     assert set(found.records) == ids(wide, narrow)
     lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
-    assert "In none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
+    assert "in none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
 
     def pair(context: int, *peaks: int) -> list[Record]:
         return [
@@ -259,10 +259,10 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
 
     less = by_code([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])["autocast-more"]
     assert [less.values[name] for name in ("more", "forwards", "less_from")] == [1, 3, 256]
-    assert "From context 256 on it is less." in less.text
+    assert "From context 256 on it needs less." in less.text
     more = by_code([*pair(128, 18, 22), *pair(512, 40, 41)])["autocast-more"]
-    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more.text
-    assert "autocast runs softmax in float32 and casts what comes out" in more.text
+    assert "At context 512 it still does: 41.0 GiB against 40.0 GiB" in more.text
+    assert "autocast runs softmax in float32 and casts its output" in more.text
     assert more.values["more_up_to"] == 512
 
 
@@ -270,11 +270,11 @@ def test_an_account_that_closes_to_the_byte_says_so() -> None:
     cases = [memory_record(), memory_record(context=256)]
     found = by_code(cases)
     assert found["account"].text == (
-        "The account closes to the byte, at the peak and at the end of every phase of all 2 cases."
+        "The ledger closes to the byte, at the peak and at the end of every phase of all 2 cases."
     )
     assert (found["account"].tone, found["account"].timed) == ("good", False)
     assert found["driver"].text.endswith(
-        "measured before the model existed; nothing is left. It is so in all 2 cases."
+        "measured before the model existed; nothing remains. The same holds in all 2 cases."
     )
 
 
@@ -283,7 +283,7 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
     both = (times("plain", 10.0, "host"), times("history", 10.5, "host"))
     timed = msgspec.structs.replace(plain, series=(*plain.series, *both))
     found = by_code([timed])["recording"]
-    assert found.text.startswith("The step that is recorded takes 2.01× the time of a plain one")
+    assert found.text.startswith("The recorded step takes 2.01× the time of a plain one")
     assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in found.text
     assert found.values == {
         "slower": pytest.approx(2.0, rel=0.02),
@@ -321,9 +321,11 @@ def test_it_says_where_the_optimizer_holds_the_peak() -> None:
     high = msgspec.structs.replace(record, attachments=attachments)
     other = memory_record(context=256)
     found = by_code([high, other])["optimizer-peak"]
-    assert "In 1 of 2 train steps the optimizer holds the peak" in found.text
-    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in found.text
-    assert found.conclusion.startswith("Its fused form makes none: ")
+    assert "In 1 of 2 train steps the peak is in the optimizer" in found.text
+    assert (
+        "for small at context 128 in float32 250 MiB on top of 250 MiB of parameters" in found.text
+    )
+    assert found.conclusion.startswith("The fused AdamW has none: ")
     assert set(found.records) == ids(high, other)
     assert "optimizer-peak" not in by_code([record])
 
@@ -343,7 +345,7 @@ def test_it_tells_naive_from_flash_attention() -> None:
         memory_record(attention="sdpa", peak=1 * GIB, context=256),
     ]
     found = by_code(records)["flash-attention"]
-    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in found.text
+    assert "peaks at 60.0 GiB; with sdpa it saves 10.0 GiB" in found.text
     assert "peaks at 20.0 GiB, 3.00× less" in found.text
     assert set(found.records) == ids(*records[:2])
     # tiny at context 128, batch 4: 4 heads of 32, two layers.
@@ -351,8 +353,10 @@ def test_it_tells_naive_from_flash_attention() -> None:
     naive = 2 * (19 * scores * 4 + 12 * stream * 4 + 2 * 128 * 128)
     flash = 2 * (12 * stream * 4 + 2 * 4 * 4 * 128 * 4)
     assert (found.values["traffic"], found.values["flash_traffic"]) == (naive, flash)
-    assert f"attention written out moves {bytes_(naive)} in a step" in found.conclusion
-    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in found.conclusion
+    assert f"naive attention moves {bytes_(naive)} in a step" in found.conclusion
+    assert (
+        f"flash attention at least {bytes_(flash)}, {naive / flash:.2f}× less" in found.conclusion
+    )
 
 
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
@@ -365,7 +369,7 @@ def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
         reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
     )
     found = by_code([lost])["ran-out"]
-    assert "ran out in the forward phase when it asked for another 768 MiB" in found.text
+    assert "ran out of memory in the forward phase when it requested another 768 MiB" in found.text
     assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in found.text
     assert found.conclusion.startswith("Predicted to fit, smallest change first: flash attention (")
     assert found.values["remedy"] == "flash attention"
@@ -404,7 +408,9 @@ def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
     attached = {"post_mortem": msgspec.to_builtins(noted)}
     lost = memory_record(status="oom", reason="CUDA out of memory", attachments=attached)
     found = by_code([lost])["ran-out"]
-    assert "ran out in the backward phase when it asked for another 2.00 GiB" in found.text
+    assert (
+        "ran out of memory in the backward phase when it requested another 2.00 GiB" in found.text
+    )
     assert [found.values[name] for name in ("asked", "needed", "limit", "missing", "remedy")] == [
         2 * GIB,
         15 * GIB,
@@ -412,7 +418,7 @@ def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
         5 * GIB,
         "batch 1",
     ]
-    held = "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
+    held = "Largest entries: saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
     assert held in found.text
     assert "smallest change first: batch 1 (8.00 GiB)" in found.conclusion
 
@@ -421,7 +427,7 @@ def test_a_budget_that_nothing_fits_is_said() -> None:
     tiny = environment(device_memory_bytes=1 << 20)
     lost = memory_record(status="oom", reason="out of memory", environment=tiny)
     found = by_code([lost])["ran-out"]
-    assert found.conclusion == "No change that is known here fits."
+    assert found.conclusion == "No known change fits."
     assert found.values["remedy"] is None
 
 

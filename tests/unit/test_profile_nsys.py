@@ -62,5 +62,5 @@ def test_one_step_is_recorded_at_a_time(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("words", [[], ["{"], ['{"size": 3}']])
 def test_a_config_that_is_none_is_refused(words: list[str]) -> None:
-    with pytest.raises(StepscopeError, match="one case as JSON is needed"):
+    with pytest.raises(StepscopeError, match="expected one case as JSON"):
         read_config(words)

@@ -117,13 +117,13 @@ def test_the_first_kernel_of_the_backward_may_be_another() -> None:
     trace.kernel(ADD, 810, 990, launch=(802, 804), thread=101)
     forward, both = profile_record("forward"), profile_record("forward-backward", trace=trace)
     for fuller, same, words in (
-        (both, False, "is another one"),
+        (both, False, "is a different one"),
         (profile_record(), True, "is the same"),
     ):
         said = by_code(forward, fuller)["top-kernel"]
         assert said.values["also_first_in_backward"] is same
         assert said.records == (forward.id, fuller.id)
-        assert said.conclusion == f"With the backward, the first {words}."
+        assert said.conclusion == f"With the backward, the longest {words}."
 
 
 def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> None:
@@ -143,9 +143,9 @@ def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> N
     assert said.values["of_copy_rate"] == pytest.approx(0.302 / 0.24, rel=0.01)
     assert said.sentence == (
         "Inside attention of small at context 512 in float32 the softmax takes 0.50 times as long"
-        " as the two matrix products with 2.0 % of their FLOPs. To read and write every score takes"
+        " as the two matmuls with 2.0 % of their FLOPs. Reading and writing every score takes"
         " 302 µs at the 4.00 TB/s that a copy reaches here, longer than it takes: part of the"
-        " scores stays in the cache of the device."
+        " scores stays in the device's cache."
     )
 
 
@@ -171,7 +171,7 @@ def test_timer_and_profiler_stand_side_by_side() -> None:
     )
     differs = by_code(profile_record("forward", step=0.4))["timer-differs"]
     assert differs.values["apart"] == pytest.approx(0.185 / 0.4 - 1, rel=1e-3)
-    assert "(-54 %): they do not agree. The profiler lengthens what the host" in differs.sentence
+    assert "(-54 %): they do not agree. The profiler slows the host down" in differs.sentence
 
 
 def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> None:
@@ -289,11 +289,11 @@ def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
 def test_kernels_besides_matrix_products_have_their_share_and_calls() -> None:
     (row,) = table("profile-others", profile_record())
     assert by_code(profile_record())["other-kernels"].sentence == (
-        "Besides matrix products in train-step of small at context 512 in float32:"
+        "Besides matmuls in train-step of small at context 512 in float32:"
         " vectorized_elementwise_kernel · add 20.8 %, multi_tensor_apply_kernel 12.5 %."
     )
     # 2 + 1 + 2 additions of 10 µs and 30 µs of the optimizer, of 240.
-    assert row["besides matrix products"] == (
+    assert row["besides matmuls"] == (
         "vectorized_elementwise_kernel · add 20.8 % (5×), multi_tensor_apply_kernel 12.5 % (1×)"
     )
 
@@ -317,7 +317,7 @@ def test_the_host_s_time_to_issue_stands_beside_the_device_s() -> None:
     record = msgspec.structs.replace(record, series=(*record.series, issue))
     said = by_code(record)["host-limits"]
     assert said.values["issue_ms"] == pytest.approx(0.9)
-    assert "it takes the host 900 µs to issue what the device runs in 240 µs." in said.text
+    assert "the host takes 900 µs to issue what the device runs in 240 µs." in said.text
 
 
 def test_how_much_is_told_apart_is_told() -> None:
@@ -325,8 +325,8 @@ def test_how_much_is_told_apart_is_told() -> None:
     # Of the 100 µs of the backward all belong to a block.
     assert said.values == {"class": 1.0, "backward_part": 1.0}
     assert said.sentence == (
-        "Of the work of every step at least 100.0 % has a class, and of every backward at least"
-        " 100.0 % a part of the model."
+        "At least 100.0 % of the work of every step has a class, and at least 100.0 % of every"
+        " backward a part of the model."
     )
     odd = training_step()
     odd.kernel("mystery", 870, 930, launch=(860, 865))
@@ -345,7 +345,7 @@ def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
     forward = profile_record("forward", trace=busy_step())
     (row,) = table("profile-matmul", forward, profile_record())
     assert row["inference"] == pytest.approx(1 - 480 / 9760)
-    assert row["whole step"] == pytest.approx(160 / 240)
+    assert row["full step"] == pytest.approx(160 / 240)
     assert row["forward and backward"] is None
     assert str(row["grew instead"]).startswith("elementwise by")
     said = by_code(forward, profile_record())["matmul-share"]
@@ -353,7 +353,7 @@ def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
     assert said.values["full"] == pytest.approx(160 / 240)
     assert said.values["grew"] == "elementwise"
     assert re.fullmatch(
-        r"Matrix products are 95\.1 % of the work in inference and 66\.7 % in train-step of"
+        r"Matmuls are 95\.1 % of the work in inference and 66\.7 % in train-step of"
         r" small at context 512 in float32; elementwise grew most instead, by [\d.]+ points\.",
         said.sentence,
     )
@@ -372,7 +372,7 @@ def test_an_open_ledger_is_told_for_the_step_that_has_it() -> None:
     assert "accounted" not in said
     accounted = by_code(sound)["accounted"]
     assert (accounted.values["steps"], accounted.tone) == (1, "good")
-    assert accounted.text.startswith("The time of all 1 traced steps is accounted for: what is not")
+    assert accounted.text.startswith("The time of all 1 traced steps is attributed: at most")
 
 
 def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:

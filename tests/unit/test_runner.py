@@ -37,8 +37,8 @@ EXPECTED = {
     "killed": ("error", "the worker was killed by SIGKILL; the host may have run out of memory"),
     "hang": ("timeout", "not done after 3 s (--timeout)"),
     "exit": ("error", "the worker ended with exit code 1: SystemExit: planted farewell"),
-    "vanish": ("error", "the worker ended with exit code 0: it said nothing"),
-    "nan": ("error", "the measurement is not made of finite numbers"),
+    "vanish": ("error", "the worker ended with exit code 0: it printed nothing"),
+    "nan": ("error", "the measurement has numbers that are not finite"),
     "skip": ("skipped", "not meant here"),
     "garbage": ("ok", ""),
     "ok": ("ok", ""),
@@ -382,9 +382,9 @@ def test_studies_of_ones_own_are_found_by_their_modules(
         assert studies("planted_study, ") == [*own, "planted"]
         with pytest.raises(UsageError, match=r"names no_such_module, which cannot be imported"):
             studies("no_such_module")
-        with pytest.raises(UsageError, match="names sample_records, which holds no STUDY"):
+        with pytest.raises(UsageError, match="names sample_records, which does not define a STUDY"):
             studies("sample_records")
-        with pytest.raises(UsageError, match="study 'planted' of planted_study exists already"):
+        with pytest.raises(UsageError, match="study 'planted' of planted_study already exists"):
             studies("planted_study,planted_study")
     finally:
         monkeypatch.undo()

@@ -249,7 +249,7 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
     step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
     with pytest.raises(CaseSkipped, match="NVIDIA GPUs"):
         step.phases()
-    with pytest.raises(CaseSkipped, match="reads its count of steps on the host"):
+    with pytest.raises(CaseSkipped, match="reads its step count on the host"):
         TransformerStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
 
 
@@ -290,8 +290,11 @@ def test_a_joined_step_makes_the_loss_of_the_plain_one(dtype: str, keep: str) ->
     [
         ({"joined": True}, "add --fused"),
         ({"fused": True, "keep": "gates"}, "without joined products"),
-        ({"fused": True, "searched": True}, "searched products belong to joined"),
-        ({"fused": True, "joined": True, "compile": ("block",)}, "a compiled model has no joined"),
+        ({"fused": True, "searched": True}, "autotuned GEMMs need fused projections"),
+        (
+            {"fused": True, "joined": True, "compile": ("block",)},
+            "a compiled model has no fused projections",
+        ),
         ({"fused": True, "joined": True, "keep": "some"}, "keep 'some' does not exist"),
     ],
 )

@@ -153,7 +153,7 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     if baseline is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
         status = planned[0].record.status if planned else ""
-        without = {"oom": "ran out of memory", "": "was not run"}.get(status, "did not run")
+        without = {"oom": "ran out of memory", "": "was not tried"}.get(status, "did not run")
         yield Finding(
             code="checkpointing.least-memory",
             values=values | {"without": without},

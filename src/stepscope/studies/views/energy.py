@@ -45,7 +45,7 @@ def at_cap_words(drawn: Draw) -> str:
     clock = _clock_words(drawn.clock_mhz, drawn.highest_mhz)
     return (
         f"at {number(drawn.watts, 3)} of {number(drawn.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: steps in sequence take as long as that"
+        f"{f', with its clock at {clock}' if clock else ''}: consecutive steps take as long as that"
         f" energy lasts at the limit, {duration(drawn.lasts_ms or 0.0)}"
         f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)})"
     )
