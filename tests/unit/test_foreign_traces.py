@@ -166,8 +166,8 @@ def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, lost: int) -
     missing = len(whole.kernels) + len(whole.calls) + len(whole.spans)
     missing -= len(part.kernels) + len(part.calls) + len(part.spans)
     assert 0 <= missing <= 1 + lost // 90
-    assert "The file breaks off" in said(summarize(part))
-    assert "The file breaks off" not in said(summarize(whole))
+    assert "The file is truncated" in said(summarize(part))
+    assert "The file is truncated" not in said(summarize(whole))
 
 
 def test_a_compressed_file_and_a_bare_list_that_break_off_are_read(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_classes_count_kernels_without_a_phase() -> None:
     trace.kernel(SGEMM, 700, 900)
     told = said(of(trace))
     (classes,) = (
-        text for text in told.split(". ") if text.startswith("Of the time of all kernels")
+        text for text in told.split(". ") if text.startswith("Share of the time of all kernels")
     )
     assert "residual" not in classes
     # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.

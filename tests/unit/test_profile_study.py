@@ -308,7 +308,7 @@ def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
     said = by_code(wide)["softmax"]
     assert float(str(said.values["of_copy_rate"])) > 1
-    assert "longer than it takes: part of the scores stays in the cache" in said.conclusion
+    assert "longer than it takes: part of the scores stays in the device's cache" in said.conclusion
 
 
 def test_the_host_s_time_to_issue_stands_beside_the_device_s() -> None:

@@ -283,7 +283,7 @@ class TestView:
         }
         assert "in one pass" in by_optimizer["torch"]
         assert by_optimizer["torch-fused"] == by_optimizer["stepscope-fused"]
-        assert "beside the backward" in by_optimizer["torch-fused"]
+        assert "optimizer-in-backward" in by_optimizer["torch-fused"]
         assert "larger batch" in by_optimizer["stepscope-in-backward"]
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
