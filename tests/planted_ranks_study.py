@@ -1,4 +1,4 @@
-"""A study whose cases run on several ranks, one of which may fail. Made known to a process by
+"""A study whose cases run on several ranks, one of which may fail. Registered with
 STEPSCOPE_STUDIES=planted_ranks_study."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PlantedRanksFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cases do."""
+    """Behaviour of the cases."""
 
     fails: tuple[int, ...] = (-1,)
-    """The rank that fails, one case each; -1 is none."""
+    """The rank that fails, one case each; -1 for no failure."""
     ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
     """Numbers of ranks."""
 

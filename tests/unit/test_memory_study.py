@@ -31,7 +31,7 @@ from stepscope.studies.training.workload import Workload
 GIB = 1 << 30
 
 
-def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
+def test_a_case_on_this_machine_is_predicted_and_attributed() -> None:
     study = find_study("memory")
     flags = MemoryFlags(
         size=("tiny",), context=(32,), batch=(2,), vocab=97, mode=("train-step",), steps=2
@@ -42,7 +42,7 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     highest = value_of(measured.quantities, "peak_bytes")
     assert highest == max(peak.allocated for peak in phases)
     for phase in phases:
-        # The count of each parameter's steps lives on the host, which is the device here.
+        # Each parameter's step count is on the host, which is the device here.
         predicted = value_of(measured.quantities, "predicted_bytes", phase=phase.phase)
         assert predicted == pytest.approx(phase.allocated, abs=200)
         peak = value_of(measured.quantities, "peak_bytes", phase=phase.phase)
@@ -54,14 +54,14 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     ends = measured.attachments["ends"]
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
     assert all(end.residual == 0 for end in ends)
-    # Weights, tables and tokens before the first step; the moments stay when a step has ended.
+    # Weights, tables and tokens before the first step; the moments remain after a step.
     assert ends[-1].allocated - ends[0].allocated == ends[-1].lines[OPTIMIZER]
     course = measured.attachments["course"]
     assert [*dict.fromkeys(point.phase for point in course)] == [peak.phase for peak in phases]
     assert max(sum(point.kinds.values()) for point in course) == highest
 
 
-def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
+def test_a_checkpointed_case_names_what_is_saved_and_recomputed() -> None:
     study = find_study("memory")
     flags = MemoryFlags(
         size=("tiny",),
@@ -94,7 +94,7 @@ def test_too_few_steps_are_refused() -> None:
 def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where torch was built without CUDA's allocator, or with another one."""
+    """As in a torch built without CUDA's allocator, or with a different one."""
 
     def refuse(**_: Any) -> None:
         raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
@@ -124,7 +124,7 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     assert turns == []
 
 
-def test_steps_take_turns_in_an_order_that_changes() -> None:
+def test_steps_are_interleaved_in_an_order_that_changes() -> None:
     work = Workload(
         size="tiny",
         table="2025",
@@ -139,7 +139,7 @@ def test_steps_take_turns_in_an_order_that_changes() -> None:
     )
     device, order = pick_device("cpu"), []
 
-    def way(name: str) -> Callable[[], AbstractContextManager[None]]:
+    def context(name: str) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
         def entered() -> Iterator[None]:
             order.append(name)
@@ -147,7 +147,7 @@ def test_steps_take_turns_in_an_order_that_changes() -> None:
 
         return entered
 
-    ways = {name: way(name) for name in "ab"}
-    took = interleaved_steps(TransformerStep(work, device), device, ways, rounds=3)
+    contexts = {name: context(name) for name in "ab"}
+    took = interleaved_steps(TransformerStep(work, device), device, contexts, rounds=3)
     assert order == [*"ab", *"ba", *"ab"]
-    assert {name: len(held) for name, held in took.items()} == {"a": 3, "b": 3}
+    assert {name: len(samples) for name, samples in took.items()} == {"a": 3, "b": 3}

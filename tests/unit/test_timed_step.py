@@ -1,4 +1,4 @@
-"""What a timed step says of its memory where there is no allocator to ask."""
+"""Peak memory of a timed step on a device without an allocator."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_the_peak_on_a_cpu_is_counted_tensor_by_tensor() -> None:
         assert size == pytest.approx(of_a_step, rel=0.1)
 
 
-def test_what_compiled_code_holds_on_a_cpu_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_compiled_code_on_a_cpu_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingStep, "compile_model", lambda *_: None)
     assert peak("forward", compile="model") is None

@@ -87,10 +87,10 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
 @contextmanager
 def explained(study: str) -> Iterator[None]:
     """Report malformed records of a study as a one-line error, whatever is wrong with them."""
-    foreseen: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
+    expected: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
     try:
         yield
-    except foreseen as error:
+    except expected as error:
         kind = "" if isinstance(error, msgspec.DecodeError) else f"{type(error).__name__}: "
         raise StepscopeError(
             f"the records of {study} are malformed: {kind}{in_one_line(error)}",
@@ -190,7 +190,7 @@ def _ceilings_table(record: Record, name: str) -> Table:
         ),
         rows=tuple((c.name, rate(c.value, c.unit), c.source, c.detail) for c in record.ceilings),
         caption="Measured here: the best of several shapes and repetitions on random data."
-        " A data sheet's peak stands beside it where the device is known.",
+        " The data sheet's peak is listed too if the device is known.",
     )
 
 
@@ -242,7 +242,7 @@ def _details(record: Record) -> str:
         elif name == "notes":
             lines += [f"note {key}: {_short(text)}" for key, text in record.notes.items()]
         elif name == "attachments":
-            lines += [f"{key}: {_short(_json(held))}" for key, held in record.attachments.items()]
+            lines += [f"{key}: {_short(_json(data))}" for key, data in record.attachments.items()]
         elif name not in ("environment", "ceilings"):
             lines.append(f"{name}: {_json(value)}")
     return "\n".join(lines)

@@ -123,9 +123,9 @@ class Pair(NamedTuple):
         return self.row.workload
 
     def gain(self, part: str) -> float | None:
-        mine: Summary | None = getattr(self.row, part)
+        own: Summary | None = getattr(self.row, part)
         theirs: Summary | None = getattr(self.base, part)
-        return theirs.median / mine.median if mine and theirs and mine.median else None
+        return theirs.median / own.median if own and theirs and own.median else None
 
     @property
     def speedup(self) -> float | None:

@@ -45,7 +45,7 @@ _FEW = 0.004
 """Share of the peak below which kinds are drawn as one."""
 _ORDER = (PARAMETERS, OPTIMIZER, GRADIENTS, WEIGHT_COPIES, SAVED_KIND, RECOMPUTED, TEMPORARIES)
 _OTHER = "other"
-_BESIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
+_OUTSIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
 
 _CACHED = "free in the allocator"
 _CONTEXT = "CUDA context, kernels and libraries"
@@ -166,9 +166,9 @@ def _moments_table(case: Account) -> Iterator[Table]:
         ("allocated", *(end.allocated for end in case.ends)),
     ]
     caption = "Memory of a training step before it begins and after each phase."
-    beside = [_beside_the_allocator(case, end) for end in case.ends]
-    if all(beside):
-        rows += [(line, *(sizes[line] for sizes in beside)) for line in beside[0]]
+    driver_rows = [_outside_the_allocator(case, end) for end in case.ends]
+    if all(driver_rows):
+        rows += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
         caption += (
             " Up to `allocated` every line is counted in a recorded step; below are the allocator's"
             " cached blocks, what existed before the model, and the rest of the driver's figure of"
@@ -183,7 +183,7 @@ def _moments_table(case: Account) -> Iterator[Table]:
     )
 
 
-def _beside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
+def _outside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
     standing, context = case.standing.get(end.phase), case.bytes("context_bytes")
     if standing is None or context is None:
         return {}
@@ -338,9 +338,9 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
     highest = max(points, key=lambda point: sum(point.kinds.values()))
     peak = sum(highest.kinds.values())
     caption = f"Live tensors after each operator. Peak {bytes_(peak)} in the phase {highest.phase}"
-    beside = sum(case.highest.lines.get(line, 0) for line in _BESIDE_TENSORS)
-    if beside:
-        caption += f"; the allocator adds {bytes_(beside)} at the peak of the step"
+    outside = sum(case.highest.lines.get(line, 0) for line in _OUTSIDE_TENSORS)
+    if outside:
+        caption += f"; the allocator adds {bytes_(outside)} at the peak of the step"
     return Figure(
         name=f"memory-course-{case.workload.mode}",
         title=f"Memory over one step: {case.name}",

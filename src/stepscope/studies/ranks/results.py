@@ -32,21 +32,21 @@ class RankedResult(Result[R]):
     def title(self) -> str:
         return self.place
 
-    def samples(self, name: str, way: str = "", size: int = 0) -> list[float]:
+    def samples(self, name: str, variant: str = "", size: int = 0) -> list[float]:
         """The slowest rank's sample of each round; empty if the series was not measured."""
         ranks = [
             series.values
             for series in self.record.series
-            if (series.name, series.variant, series.size) == (name, way, size)
+            if (series.name, series.variant, series.size) == (name, variant, size)
         ]
         return [max(samples) for samples in zip(*ranks, strict=True)]
 
-    def summary(self, name: str, way: str = "", size: int = 0) -> Summary | None:
-        samples = self.samples(name, way, size)
+    def summary(self, name: str, variant: str = "", size: int = 0) -> Summary | None:
+        samples = self.samples(name, variant, size)
         return summarize(samples) if samples else None
 
-    def median(self, name: str, way: str) -> float | None:
-        summary = self.summary(name, way)
+    def median(self, name: str, variant: str) -> float | None:
+        summary = self.summary(name, variant)
         return summary.median if summary else None
 
     def finding(
@@ -82,12 +82,12 @@ class WayRow(NamedTuple):
 
 
 def strategy_rows(
-    results: Sequence[RankedResult[Any]], ways: Callable[[Any], Iterable[str]]
+    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[str]]
 ) -> list[WayRow]:
     return [
         WayRow(result, way)
         for result in results
-        for way in (ways(result) if result.record.status == "ok" else [None])
+        for way in (variants(result) if result.record.status == "ok" else [None])
     ]
 
 

@@ -153,21 +153,24 @@ def settle(world: World) -> None:
 
 
 def interleaved(
-    world: World, ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, number: int
+    world: World,
+    variants: Mapping[str, Callable[[], Mapping[str, float]]],
+    rounds: int,
+    number: int,
 ) -> Samples:
     """Samples of all variants, interleaved: one step of each per round, in an order that changes.
 
     A call runs one step and returns the times of its phases. `number` is the supervisor's number
     of the first step.
     """
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    order, shuffle = list(ways), random.Random(0).shuffle
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
+    order, shuffle = list(variants), random.Random(0).shuffle
     for taken in range(-WARMUP, rounds):
         shuffle(order)
         for name in order:
             world.step(number)
             number += 1
-            phases = ways[name]()
+            phases = variants[name]()
             for phase, ms in phases.items() if taken >= 0 else ():
                 samples[name].setdefault(phase, []).append(ms)
     return {
@@ -178,8 +181,10 @@ def interleaved(
 def series_of(ranks: Sequence[Samples]) -> tuple[Series, ...]:
     """Series from the samples of each rank."""
     return tuple(
-        Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(samples[way, phase]))
-        for way, phase in ranks[0]
+        Series(
+            name=phase, variant=variant, unit="ms", rank=rank, values=tuple(samples[variant, phase])
+        )
+        for variant, phase in ranks[0]
         for rank, samples in enumerate(ranks)
     )
 

@@ -106,16 +106,16 @@ def _of_steps(summary: Summary) -> str:
 
 def class_figure(summary: Summary, name: str) -> Figure:
     """Stacked bars: phases and idle time on the x axis, classes and causes stacked."""
-    places = [p for p in (*PHASES, "idle") if p and summary.phase_ms(p) > 0]
+    phases = [p for p in (*PHASES, "idle") if p and summary.phase_ms(p) > 0]
     causes = [line.kind for line in summary.lines if line.phase == "idle"]
     curves = []
     for kind in (*CLASSES, *causes):
         of_kind = {line.phase: line.ms for line in summary.lines if _counts(line, kind)}
         if of_kind:
             label = kind.partition(":")[0] if kind in causes else kind
-            heights = tuple(of_kind.get(phase, 0.0) for phase in places)
+            heights = tuple(of_kind.get(phase, 0.0) for phase in phases)
             style = IDLE_STYLE - causes.index(kind) if kind in causes else CLASS_STYLES[kind]
-            curves.append(Curve(label=label, x=tuple(places), y=heights, style=style))
+            curves.append(Curve(label=label, x=tuple(phases), y=heights, style=style))
     return Figure(
         name=f"{name}-classes",
         title="Classes of work in each phase",

@@ -28,14 +28,14 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
         for what in ("token", "sample")
         if (value := record.quantity(f"joules_per_{what}")) is not None
     ]
-    beside = f", {' and '.join(each)}" if each else ""
+    per_unit = f", {' and '.join(each)}" if each else ""
     drawn = draw(record)
     capped = f" It runs {at_cap_words(drawn)}." if drawn and drawn.lasts_ms is not None else ""
     yield Finding(
         code="energy.step",
         values={"step": name, "joules": joules, "resolution": resolution},
         records=(record.id,),
-        text=f"A step of {name} takes {number(joules, 3)} J by the device's counter{beside}."
+        text=f"A step of {name} takes {number(joules, 3)} J by the device's counter{per_unit}."
         f" The resolution of the counter is {number(resolution, 2)} J per step,"
         f" {percent(resolution / joules if joules else 0)} of it.{capped}",
     )
@@ -54,8 +54,8 @@ def at_cap_words(drawn: Draw) -> str:
 def _clock_words(clock_mhz: float | None, highest_mhz: float | None) -> str:
     if clock_mhz is None:
         return ""
-    beside = f" of {number(highest_mhz / 1e3, 3)}" if highest_mhz else ""
-    return f"{number(clock_mhz / 1e3, 3)}{beside} GHz"
+    of_highest = f" of {number(highest_mhz / 1e3, 3)}" if highest_mhz else ""
+    return f"{number(clock_mhz / 1e3, 3)}{of_highest} GHz"
 
 
 def capped_finding(

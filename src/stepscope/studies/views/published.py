@@ -121,7 +121,7 @@ def ranked_step(record: Record, case: RankedStep, way: str, step_ms: float | Non
     return Mine(record, conditions, {"step": step_ms})
 
 
-def beside(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
+def matched_figures(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
     """Each figure with its matching cases; without any match, figures with unstated conditions."""
     matched, alone = [], []
     for figure in figures(study):
@@ -141,7 +141,7 @@ def beside(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
 
 
 def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
-    pairs = beside(study, mine)
+    pairs = matched_figures(study, mine)
     if not pairs:
         return
     yield table(
