@@ -59,9 +59,9 @@ def sum_record(
 
 
 def dot_record(
-    form: str = "bfloat16", *, device: float = 0.003, by_hand: float = 0.9, **changes: Any
+    dtype: str = "bfloat16", *, device: float = 0.003, by_hand: float = 0.9, **changes: Any
 ) -> Record:
-    case = _case(part="dot", format=form)
+    case = _case(part="dot", format=dtype)
     series = (
         Series(name="device", unit="1", values=(device,) * 4),
         Series(name="in_format", unit="1", values=(by_hand,) * 4),
@@ -69,8 +69,8 @@ def dot_record(
     return _record(case, series, {}, **changes)
 
 
-def square_record(form: str = "float16", *, variance: float = 0.0, **changes: Any) -> Record:
-    case = _case(part="square", format=form)
+def square_record(dtype: str = "float16", *, variance: float = 0.0, **changes: Any) -> Record:
+    case = _case(part="square", format=dtype)
     series = (
         Series(name="value", unit="1", values=(1e-4, 1.0, 300.0)),
         Series(name="square", unit="1", values=(0.0, 1.0, -1.0)),

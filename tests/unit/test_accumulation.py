@@ -86,14 +86,14 @@ def test_the_smaller_number_is_shifted_out() -> None:
     ],
 )
 def test_the_sums_of_the_course(terms: str, accumulator: str, after_1000: str) -> None:
-    found = measured(part="sum", terms=terms, accumulator=accumulator).quantities
-    assert f"{value_of(found, 'sum_1000'):.4f}" == after_1000
+    measured_quantities = measured(part="sum", terms=terms, accumulator=accumulator).quantities
+    assert f"{value_of(measured_quantities, 'sum_1000'):.4f}" == after_1000
 
 
 def test_a_sum_stalls_at_the_limit_of_the_dtype() -> None:
-    found = measured(part="sum", terms="bfloat16", accumulator="bfloat16").quantities
-    assert value_of(found, "sum") == FORMATS["bfloat16"].stalls_at(0.01) == 4.0
-    assert value_of(found, "last_moved") < 1000
+    measured_quantities = measured(part="sum", terms="bfloat16", accumulator="bfloat16").quantities
+    assert value_of(measured_quantities, "sum") == FORMATS["bfloat16"].stalls_at(0.01) == 4.0
+    assert value_of(measured_quantities, "last_moved") < 1000
 
 
 def test_a_matmul_on_the_device_is_closer_than_one_accumulated_in_its_dtype() -> None:

@@ -79,17 +79,17 @@ def imported(file: Path, source: Path, *, types: bool = True) -> Iterator[tuple[
     package = own if file.name == "__init__.py" else own.rpartition(".")[0]
     for node in statements(ast.parse(file.read_text()), types=types):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
             base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
-            found = [
+            modules = [
                 f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}", source) else base
                 for alias in node.names
             ]
         else:
             continue
-        for name in found:
+        for name in modules:
             if name.partition(".")[0] == source.name:
                 yield node.lineno, name
 
@@ -123,25 +123,25 @@ def cycles(source: Path) -> list[list[str]]:
         name: {target for _, target in imported(file, source, types=False)} & files.keys() - {name}
         for name, file in files.items()
     }
-    found, left = [], dict(graph)
+    groups, left = [], dict(graph)
     while left:
         start = next(iter(left))
         group = _reached(start, graph) & _reached(start, _reversed(graph)) | {start}
         if len(group) > 1:
-            found.append(sorted(group))
+            groups.append(sorted(group))
         for name in group:
             left.pop(name, None)
-    return found
+    return groups
 
 
 def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    reached: set[str] = set()
     waiting = [start]
     while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
+        new = graph[waiting.pop()] - reached
+        reached |= new
         waiting += new
-    return found
+    return reached
 
 
 def _reversed(graph: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -41,15 +41,15 @@ def grouped(*records: Record) -> list[Group]:
 
 
 def by_code(*records: Record) -> dict[str, Finding]:
-    found = [b for b in STUDY.view(records) if isinstance(b, Finding)]
-    assert all(one.code and one.records for one in found)
-    return {one.code.removeprefix("profile."): one for one in found}
+    findings = [b for b in STUDY.view(records) if isinstance(b, Finding)]
+    assert all(one.code and one.records for one in findings)
+    return {one.code.removeprefix("profile."): one for one in findings}
 
 
 def table(name: str, *records: Record) -> list[dict[str, object]]:
-    (found,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
-    titles = [column.title for column in found.columns]
-    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+    (match,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
+    titles = [column.title for column in match.columns]
+    return [dict(zip(titles, row, strict=True)) for row in match.rows]
 
 
 def busy_step(blocks: int = 12) -> ChromeTrace:
@@ -241,7 +241,7 @@ def test_of_many_host_limited_steps_the_clearest_is_shown_in_full() -> None:
     finding = by_code(*plain, proven)["host-limits"]
     assert finding.values["step"] == "small at context 9 in float32"
     assert (finding.values["others"], len(finding.records)) == (8, 9)
-    assert "a graph replay takes 0.40 times as long. So it is for small at context 1" in (
+    assert "a graph replay takes 0.40 times as long. The same holds for small at context 1" in (
         finding.conclusion
     )
     assert finding.conclusion.endswith("small at context 5 in float32 and 3 more, of 9.")
@@ -432,8 +432,8 @@ def test_a_real_step_is_timed_traced_and_stored(
     assert summary.doubt == ""
     assert set(summary.phases) == {"forward", "loss", "backward", "optimizer"}
     assert measured.notes["trace"] == f"{case.key}.json.gz"
-    kept = read_trace(tmp_path / "traces" / measured.notes["trace"])
-    assert "block 1" in kept.names
+    stored = read_trace(tmp_path / "traces" / measured.notes["trace"])
+    assert "block 1" in stored.names
 
 
 def test_a_trace_is_not_stored_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def figure_of(study: str, quantity: str, device: str, **conditions: Any) -> Figu
 
 
 def test_there_are_five_write_ups_and_stepscope_records() -> None:
-    assert [held.device for held in write_ups()] == [
+    assert [write_up.device for write_up in write_ups()] == [
         "NVIDIA A10",
         "NVIDIA A100",
         "NVIDIA H200",
@@ -174,7 +174,7 @@ def test_on_the_same_device_a_time_is_not_scaled() -> None:
 
 
 def test_records_are_not_compared_with_themselves() -> None:
-    (run,) = next(held.runs for held in write_ups() if held.runs)
+    (run,) = next(write_up.runs for write_up in write_ups() if write_up.runs)
     rows = published("benchmark", benchmark_record("forward", context=128, run=run))
     assert rows
     assert not any(source == H200 for source, *_ in rows)

@@ -76,12 +76,12 @@ class Watcher:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     """A command line whose workers know the planted studies and the ceilings."""
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
+    command_line = CommandLine(tmp_path)
+    command_line.know_ceilings()
     for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
-        monkeypatch.setenv(name, made.environment[name])
+        monkeypatch.setenv(name, command_line.environment[name])
     registry.viewables.cache_clear()
-    yield made
+    yield command_line
     registry.viewables.cache_clear()
 
 
@@ -106,10 +106,10 @@ def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(
     cases = (*planted("ok", "garbage", "skip"), *cases)
     watcher = Watcher()
     with Store(command.out / "records.db") as store, Runner("cpu", 3.0) as runner:
-        made = new_run(cases, "stepscope run planted")
-        store.add_run(made)
-        runner.run(cases, made, store, watcher)
-        records = store.records(made.id)
+        planted_run = new_run(cases, "stepscope run planted")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, watcher)
+        records = store.records(planted_run.id)
 
     assert [r.case for r in records] == watcher.started == [case.key for case in cases]
     assert list(records) == watcher.finished
@@ -135,12 +135,12 @@ def test_a_case_ends_when_the_total_time_is_over(
 ) -> None:
     cases = planted("hang")
     with Store(command.out / "records.db") as store, Runner("cpu", 3.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher(), within_s=within_s)
-        (found,) = store.records(made.id)
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher(), within_s=within_s)
+        (finished,) = store.records(planted_run.id)
     seconds = min(within_s, 3.0)
-    assert found.reason == f"not done after {seconds:g} s ({limit})"
+    assert finished.reason == f"not done after {seconds:g} s ({limit})"
 
 
 def test_a_failure_is_stored_before_its_worker_is_replaced(
@@ -151,21 +151,21 @@ def test_a_failure_is_stored_before_its_worker_is_replaced(
 
     cases = planted("raise", "ok")
     with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
         monkeypatch.setattr(runner_module, "WorkerProcess", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runner.run(cases, made, store, Watcher())
-        assert [r.case for r in store.records(made.id)] == ["raise-0"]
+            runner.run(cases, planted_run, store, Watcher())
+        assert [r.case for r in store.records(planted_run.id)] == ["raise-0"]
 
 
 def test_a_study_may_require_a_fresh_process_for_every_case(command: CommandLine) -> None:
     cases = planted("ok", study="planted-fresh", times=3)
     with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher())
-        pids = {pid(r) for r in store.records(made.id)}
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher())
+        pids = {pid(r) for r in store.records(planted_run.id)}
         # The first one is a separate process, the others are forked from one that has torch.
         assert runner._nursery is not None
         nursery = psutil.Process(runner._nursery._process.pid)
@@ -180,12 +180,12 @@ def test_without_forking_every_worker_is_a_separate_process(
     monkeypatch: pytest.MonkeyPatch, fault: Exception | None
 ) -> None:
     """Without a fault the forked worker starts, but lacks the GPU of the first one."""
-    made: list[object] = []
+    nurseries: list[object] = []
     stopped: list[object] = []
 
     class Worker:
         def __init__(self, _: str, nursery: object = None) -> None:
-            made.append(nursery)
+            nurseries.append(nursery)
             self.forked = nursery is not None
             if self.forked and fault is not None:
                 raise fault
@@ -202,7 +202,7 @@ def test_without_forking_every_worker_is_a_separate_process(
         for _ in range(2):
             runner._replace_worker()
             assert runner.environment.device_name == "NVIDIA H200"
-    assert made == [None, nursery, None, None]
+    assert nurseries == [None, nursery, None, None]
     tried = [] if fault else [True]
     assert stopped == [False, *tried, False, False, "nursery"]
 
@@ -217,24 +217,24 @@ def test_forking_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resume_repeats_nothing_and_retry_repeats_only_failures(command: CommandLine) -> None:
     cases = planted("ok", "raise", "device-memory", "needs-tf32")
     with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher())
-        first = store.records(made.id)
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher())
+        first = store.records(planted_run.id)
         assert [r.status for r in first] == ["ok", "error", "oom", "skipped"]
         assert "use float32" in first[3].reason
 
         again = Watcher()
-        runner.run(cases, made, store, again)
+        runner.run(cases, planted_run, store, again)
         assert again.started == []
-        assert store.records(made.id, all_attempts=True) == first
+        assert store.records(planted_run.id, all_attempts=True) == first
 
-        runner.run(cases, made, store, again, retry=True)
+        runner.run(cases, planted_run, store, again, retry=True)
         assert again.started == ["raise-0"]
-        attempts = store.records(made.id, all_attempts=True)
+        attempts = store.records(planted_run.id, all_attempts=True)
         assert attempts[:4] == first
         assert [(r.case, r.attempt, r.status) for r in attempts[4:]] == [("raise-0", 2, "error")]
-        assert len(store.records(made.id)) == 4
+        assert len(store.records(planted_run.id)) == 4
 
         with pytest.raises(UsageError, match="planted needs-tf32-0: TF32 exists on NVIDIA GPUs"):
             runner.refuse_impossible(cases)
@@ -246,10 +246,10 @@ def measured(
     """The records of these cases, and every attempt."""
     cases = planted(*deeds)
     with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, watcher, wait_s=wait_s)
-        return store.records(made.id), store.records(made.id, all_attempts=True)
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, watcher, wait_s=wait_s)
+        return store.records(planted_run.id), store.records(planted_run.id, all_attempts=True)
 
 
 def quiet(_: float) -> float:
@@ -261,23 +261,23 @@ def test_a_noisy_case_is_measured_once_more_and_the_better_attempt_counts(
 ) -> None:
     monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=quiet))
     watcher = Watcher()
-    kept, attempts = measured(command, ("ok", "busy-once", "busy"), 5.0, watcher)
+    records, attempts = measured(command, ("ok", "busy-once", "busy"), 5.0, watcher)
     assert watcher.again == ["busy-once-0", "busy-0"]
-    assert [(r.case, r.attempt, trust_of(r).level) for r in kept] == [
+    assert [(r.case, r.attempt, trust_of(r).level) for r in records] == [
         ("ok-0", 1, "good"),
         ("busy-once-0", 2, "good"),
         ("busy-0", 2, "noisy"),
     ]
     assert len(attempts) == 5
-    assert list(kept) == watcher.finished
+    assert list(records) == watcher.finished
     assert watcher.waited == []
 
 
 def test_without_waiting_nothing_is_measured_again(command: CommandLine) -> None:
     watcher = Watcher()
-    kept, attempts = measured(command, ("busy-once", "busy"), 0.0, watcher)
+    records, attempts = measured(command, ("busy-once", "busy"), 0.0, watcher)
     assert (watcher.again, watcher.waited) == ([], [])
-    assert kept == attempts
+    assert records == attempts
 
 
 def test_on_a_machine_that_stays_busy_only_one_case_is_measured_again(
@@ -285,10 +285,10 @@ def test_on_a_machine_that_stays_busy_only_one_case_is_measured_again(
 ) -> None:
     monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=lambda _: 1e6))
     watcher = Watcher()
-    kept, attempts = measured(command, ("busy", "leave", "busy-once"), 0.004, watcher)
+    records, attempts = measured(command, ("busy", "leave", "busy-once"), 0.004, watcher)
     assert watcher.waited == [0.004]
     assert watcher.again == ["busy-0"]
-    assert [r.attempt for r in kept] == [2, 1, 1]
+    assert [r.attempt for r in records] == [2, 1, 1]
     assert len(attempts) == 4
 
 
@@ -304,11 +304,11 @@ def test_a_second_measurement_that_is_worse_is_the_older_attempt(
     }
     with Store(tmp_path / "records.db") as store:
         store.add_run(run())
-        found = Runner._better(
+        better = Runner._better(
             object.__new__(Runner), first, lambda: others[second], store, Watcher(), Wait(0.0, 1)
         )
         attempts = store.records(first.run, all_attempts=True)
-        assert store.records(first.run) == (found,)
+        assert store.records(first.run) == (better,)
     assert {r.id: r.attempt for r in attempts} == {"second": 1, "first": 2}
 
 
@@ -333,7 +333,7 @@ def test_a_run_is_not_continued_on_another_device(tmp_path: Path) -> None:
         store.add(record(environment=environment(device_name="NVIDIA H200")))
         runner = object.__new__(Runner)
         runner._worker = here  # type: ignore[assignment]
-        with pytest.raises(StepscopeError, match="was made on NVIDIA H200, this is NVIDIA A10"):
+        with pytest.raises(StepscopeError, match="was recorded on NVIDIA H200, this is NVIDIA A10"):
             runner.run((), run(), store, Watcher())
 
 

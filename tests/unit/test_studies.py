@@ -150,7 +150,7 @@ def test_a_page_without_records_is_refused() -> None:
 
 
 def test_the_page_of_viewables_has_their_sections_in_order() -> None:
-    records = [record for held in mixed_records().values() for record in held]
+    records = [record for of_study in mixed_records().values() for record in of_study]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
     assert names == [

@@ -34,18 +34,18 @@ def workload(mode: Mode, **more: str) -> Workload:
 
 
 def peak(mode: Mode, **more: str) -> float | None:
-    found = measure_step(workload(mode, **more), Effort(), QuietBench()).quantities
-    return next((one.value for one in found if one.name == "peak_bytes"), None)
+    quantities = measure_step(workload(mode, **more), Effort(), QuietBench()).quantities
+    return next((one.value for one in quantities if one.name == "peak_bytes"), None)
 
 
 def test_the_peak_on_a_cpu_is_counted_tensor_by_tensor() -> None:
     modes: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
-    found = [peak(mode) for mode in modes]
-    assert found == sorted(found, key=lambda size: size or 0)
-    for mode, size in zip(modes, found, strict=True):
-        told = prediction_for(workload(mode), "cpu")
-        assert told is not None
-        of_a_step = max(m.allocated for m in told.phases if m.phase != "model built")
+    peaks = [peak(mode) for mode in modes]
+    assert peaks == sorted(peaks, key=lambda size: size or 0)
+    for mode, size in zip(modes, peaks, strict=True):
+        prediction = prediction_for(workload(mode), "cpu")
+        assert prediction is not None
+        of_a_step = max(m.allocated for m in prediction.phases if m.phase != "model built")
         assert size == pytest.approx(of_a_step, rel=0.1)
 
 

@@ -66,9 +66,9 @@ def findings(records: list[Record]) -> list[Finding]:
 def test_nothing_is_concluded_from_a_busy_machine(
     study: str, make: Callable[[Record], Record]
 ) -> None:
-    found = findings([make(record) for record in committed(study)])
-    assert found
-    for finding in (one for one in found if one.timed):
+    tempered_findings = findings([make(record) for record in committed(study)])
+    assert tempered_findings
+    for finding in (one for one in tempered_findings if one.timed):
         assert finding.tone != "good", finding.text
         assert not finding.conclusion
         assert finding.sentence.endswith(".")

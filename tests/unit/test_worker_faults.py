@@ -20,9 +20,9 @@ RUN = ("--device", "cpu", "--no-report")
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    command_line = CommandLine(tmp_path)
+    command_line.know_ceilings()
+    return command_line
 
 
 def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLine) -> None:
@@ -30,15 +30,15 @@ def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLi
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr
-    found = {record.config["does"]: record for record in cli.records()}
-    assert list(found) == [*RAW_LINES, "ok"]
-    assert found["ok"].status == "ok"
+    by_deed = {record.config["does"]: record for record in cli.records()}
+    assert list(by_deed) == [*RAW_LINES, "ok"]
+    assert by_deed["ok"].status == "ok"
     for name in RAW_LINES:
-        assert found[name].status == "error"
-        assert "\n" not in found[name].reason
-    assert "'a library printed this'" in found["noise"].reason
-    assert "'[[[" in found["deep"].reason
-    assert "Dismissed, not a result" in found["wrong-reply"].reason
+        assert by_deed[name].status == "error"
+        assert "\n" not in by_deed[name].reason
+    assert "'a library printed this'" in by_deed["noise"].reason
+    assert "'[[[" in by_deed["deep"].reason
+    assert "Dismissed, not a result" in by_deed["wrong-reply"].reason
     assert cli.left_behind() == []
 
 
