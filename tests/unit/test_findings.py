@@ -73,7 +73,8 @@ def test_the_issue_share_decides_who_limits() -> None:
     device = benchmark("device-limits", free)
     assert (device.values, device.records, device.tone) == ({"steps": 1}, (free.id,), "good")
     assert device.sentence == (
-        "The GPU, not the host, limits every step: no launch queue is empty for most of its step."
+        "The GPU, not the host, limits every step: no step has an empty launch queue for most of"
+        " its time."
     )
     host = benchmark("host-limits", free, bound)
     assert host.values == {"steps": 1, "of": 2, "names": "small at context 128 in float32"}

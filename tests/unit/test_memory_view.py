@@ -263,7 +263,7 @@ def test_bfloat16_that_needs_more_is_explained() -> None:
     assert [less.values[name] for name in ("more", "forwards", "less_from")] == [1, 3, 256]
     assert "From context 256 on it needs less." in less.text
     more = by_code([*pair(128, 18, 22), *pair(512, 40, 41)])["autocast-more"]
-    assert "At context 512 it still does: 41.0 GiB against 40.0 GiB" in more.text
+    assert "At context 512 it still needs more: 41.0 GiB against 40.0 GiB" in more.text
     assert "autocast runs softmax in float32 and casts its output" in more.text
     assert more.values["more_up_to"] == 512
 

@@ -365,13 +365,13 @@ def test_an_open_ledger_is_reported_for_its_step() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
     sound, broken = profile_record(), profile_record(context=128, trace=trace)
-    finding = by_code(sound, broken)
-    assert finding["ledger-open"].records == (broken.id,)
-    assert finding["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
-    assert finding["ledger-open"].text.startswith(
+    findings = by_code(sound, broken)
+    assert findings["ledger-open"].records == (broken.id,)
+    assert findings["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
+    assert findings["ledger-open"].text.startswith(
         "The ledger of small at context 128 in float32 (train-step) does not close: "
     )
-    assert "accounted" not in finding
+    assert "accounted" not in findings
     accounted = by_code(sound)["accounted"]
     assert (accounted.values["steps"], accounted.tone) == (1, "good")
     assert accounted.text.startswith("The time of all 1 traced steps is attributed: at most")

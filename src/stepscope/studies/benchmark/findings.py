@@ -186,8 +186,8 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
             code="benchmark.device-limits",
             values={"steps": len(shares)},
             records=records,
-            text="The GPU, not the host, limits every step: no launch queue is empty for most of"
-            " its step.",
+            text="The GPU, not the host, limits every step: no step has an empty launch queue for"
+            " most of its time.",
             tone="good" if all(is_steady(record) for _, _, record in shares) else "info",
         )
         return

@@ -22,7 +22,7 @@ _PREDICTED = 0.05
 _SAME = 0.01
 """Relative difference up to which a finding calls two peaks the same."""
 _SAME_PEAK = 0.005
-"""The same on the Pareto front: what the allocator's blocks may add."""
+"""Relative difference for the Pareto front: what the allocator's blocks may add."""
 
 
 class Tried:
@@ -210,8 +210,8 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     fewest, most_again = saved_inputs(to_two, layers), run_again(to_two, layers) / layers
     same = abs(halved.peak / single.peak - 1) <= _SAME
     text = (
-        f"{sweep.name}: the strategy that saves the least is nested, {layers} blocks halved down to"
-        f" single ones ({'-'.join(map(str, halved.sizes))}): at most {halved.inputs} inputs"
+        f"{sweep.name}: the strategy with the fewest saved inputs is nested, {layers} blocks halved"
+        f" down to single ones ({'-'.join(map(str, halved.sizes))}): at most {halved.inputs} inputs"
         f" instead of {single.inputs}, growing with the logarithm of the depth, for"
         f" {number(halved.again, 3)} recomputed forwards per block instead of one;"
         f" {duration(halved.ms or 0)} against {duration(single.ms or 0)} a step."

@@ -287,8 +287,8 @@ def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, 
         turned = next(pair[1] for pair in longer if pair[1].peak <= pair[0].peak).workload.context
         return f" From context {count(turned)} on it needs less.", {"less_from": turned}
     text = (
-        f" At context {count(last.workload.context)} it still does: {bytes_(last.peak)} against"
-        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of saved activations against"
+        f" At context {count(last.workload.context)} it still needs more: {bytes_(last.peak)}"
+        f" against {bytes_(wide.peak)}, with {bytes_(last.kept)} of saved activations against"
         f" {bytes_(wide.kept)}"
     )
     if last.on_cuda and implementation(last.workload.attention).saves_scores:
@@ -328,11 +328,11 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
             "traffic": naive_bytes,
             "flash_traffic": moved,
         },
-        f"Flash attention reduces the memory, not only its traffic:"
-        f" {naive.name} saves {bytes_(naive.kept)} of activations and peaks at"
+        f"Flash attention reduces memory use, not only memory traffic:"
+        f" {naive.name} saves {bytes_(naive.kept)} of activations for backward and peaks at"
         f" {bytes_(naive.peak)}; with {flash.workload.attention} it saves {bytes_(flash.kept)} and"
         f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less.",
-        conclusion="What it does not store grows with the square of the context."
+        conclusion="The scores that it does not store grow with the square of the context."
         " In traffic the difference is larger: by the shapes of what each operator reads and"
         f" writes, naive attention moves {bytes_(naive_bytes)} in"
         f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"

@@ -16,7 +16,7 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
     steps: int = 10
     """Samples without the profiler."""
     enough_seconds: float = 10.0
-    """Stop after one warm-up step and three samples if they take longer than this, in seconds."""
+    """Seconds after which one warm-up step and three samples are enough."""
     traced: int = 3
     """Steps under the profiler."""
     experiments: bool = True

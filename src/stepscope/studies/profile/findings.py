@@ -63,7 +63,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
     worst_open = max(still_open, key=unexplained)
     named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
-    more = f" Of {len(traced)} it is open for {_listed(others)} too." if others else ""
+    more = f" Of {len(traced)} steps, it is open for {_listed(others)} too." if others else ""
     return Finding(
         code="profile.ledger-open",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},

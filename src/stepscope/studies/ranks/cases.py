@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_SECONDS = 540.0
 STEP_SECONDS = 180.0
 BEAT_SECONDS = 30.0
-"""Silence limit in seconds: a rank that loads GPU libraries on a busy machine may take long."""
+"""Longest silence of a rank: loading GPU libraries, or a busy machine, can take seconds."""
 
 
 class RankedCase(Case, frozen=True, kw_only=True):

@@ -64,8 +64,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     (recompute the norms too), inputs (recompute the gates too), or inputs of the first blocks only,
     such as inputs-12."""
     searched: bool = False
-    """With --joined, on a GPU: autotune the GEMMs: choose the fastest cuBLAS kernel for each shape
-    in the first step, which takes up to half a minute."""
+    """With --joined, on a GPU: autotune the GEMMs, i.e. choose the fastest cuBLAS kernel for each
+    shape in the first step, which takes up to half a minute."""
     graph: bool = False
     """Replay the step as a CUDA graph (GPU only)."""
     checkpoint: tuple[str, ...] = (NONE,)

@@ -119,7 +119,7 @@ class Workload(Case, frozen=True, kw_only=True):
         """The configuration, or an error for a user's model."""
         shape = self.shape
         if shape is None:
-            raise UsageError(f"the shape of {self.own} is not known", "count instead")
+            raise UsageError(f"the shape of {self.own} is unknown", "use measured counts")
         return shape
 
     @property
