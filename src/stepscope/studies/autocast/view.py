@@ -87,7 +87,7 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
         text += f"; on their own they take {listed} of the step's time"
     wide = sorted({name for row in rows for name in kept_wide(row.record)})
     if wide:
-        text += f". The forward runs in float32: {', '.join(wide)}"
+        text += f". Operators of the forward in float32: {', '.join(wide)}"
     yield Finding(
         code="autocast.casts",
         values={
