@@ -1,4 +1,4 @@
-"""The planted study again, with a process of its own for every case."""
+"""The planted study with a fresh process for every case."""
 
 from __future__ import annotations
 

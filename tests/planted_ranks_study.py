@@ -1,4 +1,4 @@
-"""A study whose cases run on several ranks, one of which may fail. Made known to a process by
+"""A study whose cases run on several ranks, one of which may fail. Registered with
 STEPSCOPE_STUDIES=planted_ranks_study."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PlantedRanksFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cases do."""
+    """Behaviour of the cases."""
 
     fails: tuple[int, ...] = (-1,)
-    """The rank that fails, one case each; -1 is none."""
+    """The rank that fails, one case each; -1 for no failure."""
     ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
     """Numbers of ranks."""
 
@@ -38,13 +38,13 @@ def add_up(world: World, case: PlantedRanksCase) -> float:
     import torch
     import torch.distributed as dist
 
-    held = torch.tensor([float(world.rank)])
+    total = torch.tensor([float(world.rank)])
     for step in range(3):
         world.step(step)
         if world.rank == case.fails and step == 1:
             raise ValueError("planted")
-        dist.all_reduce(held)
-    return held.item()
+        dist.all_reduce(total)
+    return total.item()
 
 
 class PlantedRanks(Study[PlantedRanksFlags, PlantedRanksCase]):
@@ -62,11 +62,11 @@ class PlantedRanks(Study[PlantedRanksFlags, PlantedRanksCase]):
         )
 
     def measure(self, case: PlantedRanksCase, bench: Bench) -> Measurement:
-        found = on_ranks(self.name, case, bench, add_up)
+        sums = on_ranks(self.name, case, bench, add_up)
         return Measurement(
             series=tuple(
                 Series(name="sum", unit="ranks", rank=rank, values=(value,))
-                for rank, value in enumerate(found)
+                for rank, value in enumerate(sums)
             )
         )
 

@@ -1,5 +1,5 @@
-"""A study whose cases do what they are told: succeed, fail, crash, hang. Made known to a process
-by STEPSCOPE_STUDIES=planted_study."""
+"""A study whose cases succeed, fail, crash or hang on request. Registered with
+STEPSCOPE_STUDIES=planted_study."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
 
 
 class PlantedFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cases do."""
+    """Behaviour of the cases."""
 
     does: tuple[str, ...] = ("ok",)
-    """Names of what to do, one case each."""
+    """Names of deeds, one case each."""
     times: int = 1
-    """How many cases of each."""
+    """Number of cases of each."""
     seconds: float = 0.0
-    """How long a case that succeeds takes."""
+    """Seconds that a successful case takes."""
 
 
 def _raise() -> None:
@@ -67,7 +67,7 @@ def _garbage() -> None:
 
 
 def _leave_processes() -> None:
-    """One in a session of its own, one that is nobody's child any more."""
+    """Leave one process in a new session and one whose parent has ended."""
     sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
     subprocess.Popen(sleeper, start_new_session=True)
     orphan = f"import subprocess; subprocess.Popen({sleeper!r}, start_new_session=True)"
@@ -88,11 +88,11 @@ RAW_LINES = {
     "deep": b"[" * 100_000 + b"\n",
     "escapes": b"\x1b[31mred\n",
 }
-"""What a worker sends in the place of its reply."""
+"""Malformed lines that a worker sends instead of its reply."""
 
 
 def _skip() -> None:
-    raise CaseSkipped("not meant here")
+    raise CaseSkipped("not supported here")
 
 
 DEEDS: dict[str, Callable[[], object]] = {
@@ -121,8 +121,8 @@ BUSY = (Reading(at_s=0.0, waited_s=0.0), Reading(at_s=1.0, waited_s=0.9))
 
 
 def _readings(deed: str) -> tuple[Reading, ...]:
-    """`busy`: threads waited for cores. `busy-once`: only when this is measured first, which a file
-    in the folder of the run remembers."""
+    """`busy`: threads waited for cores. `busy-once`: only in the first measurement, which a file in
+    the run's folder marks."""
     before = Path(os.environ["STEPSCOPE_OUT"]) / "measured-before"
     if deed == "busy" or (deed == "busy-once" and not before.exists()):
         before.touch()

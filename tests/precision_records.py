@@ -1,4 +1,4 @@
-"""Records of the studies of number formats, with values that a test chooses."""
+"""Records of the precision studies, with values that a test chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def _case(**wanted: Any) -> Any:
     return case
 
 
-def _record(case: Any, series: Sequence[Series], found: dict[str, float], **changes: Any) -> Record:
+def _record(
+    case: Any, series: Sequence[Series], values: dict[str, float], **changes: Any
+) -> Record:
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="accumulation",
@@ -32,7 +34,7 @@ def _record(case: Any, series: Sequence[Series], found: dict[str, float], **chan
         **{
             "series": () if failed else tuple(series),
             "quantities": tuple(
-                Quantity(name=name, value=v, unit="1") for name, v in found.items()
+                Quantity(name=name, value=v, unit="1") for name, v in values.items()
             ),
         }
         | changes,
@@ -52,14 +54,14 @@ def sum_record(
         Series(name="partial", unit="1", values=(9.9531, total)),
         Series(name="at", unit="terms", values=(1000.0, 10_000.0)),
     )
-    found = {"sum": total, "sum_1000": 9.9531, "last_moved": moved, "term_held": 0.01000214}
-    return _record(case, series, found, **changes)
+    values = {"sum": total, "sum_1000": 9.9531, "last_moved": moved, "term_held": 0.01000214}
+    return _record(case, series, values, **changes)
 
 
 def dot_record(
-    form: str = "bfloat16", *, device: float = 0.003, by_hand: float = 0.9, **changes: Any
+    dtype: str = "bfloat16", *, device: float = 0.003, by_hand: float = 0.9, **changes: Any
 ) -> Record:
-    case = _case(part="dot", format=form)
+    case = _case(part="dot", format=dtype)
     series = (
         Series(name="device", unit="1", values=(device,) * 4),
         Series(name="in_format", unit="1", values=(by_hand,) * 4),
@@ -67,8 +69,8 @@ def dot_record(
     return _record(case, series, {}, **changes)
 
 
-def square_record(form: str = "float16", *, variance: float = 0.0, **changes: Any) -> Record:
-    case = _case(part="square", format=form)
+def square_record(dtype: str = "float16", *, variance: float = 0.0, **changes: Any) -> Record:
+    case = _case(part="square", format=dtype)
     series = (
         Series(name="value", unit="1", values=(1e-4, 1.0, 300.0)),
         Series(name="square", unit="1", values=(0.0, 1.0, -1.0)),
@@ -84,7 +86,7 @@ def autocast_record(
     operators: Sequence[OperatorDtypes] = (),
     **changes: Any,
 ) -> Record:
-    """One step under autocast whose tensors had these formats."""
+    """One step under autocast whose tensors had these dtypes."""
     study = find_study("autocast")
     (case,) = study.cases(study.flags(subject=(subject,), dtype=(dtype,)))
     named = {"parameters": "float32", "fc1 output": dtype, "logits": dtype, "loss": "float32"}

@@ -24,7 +24,7 @@ class Said(NamedTuple):
 
 
 class Desk:
-    """One folder, and what the command line says when it is asked to work there."""
+    """A folder in which the command line is called; returns its exit code and output."""
 
     def __init__(self, folder: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.out = folder
@@ -42,14 +42,14 @@ class Desk:
         return Said(code, *self._capture.readouterr())
 
 
-def one_line(said: Said, code: int, *parts: str) -> None:
-    """A failure as a person should see it: one line that names the thing and the mend."""
-    assert said.code == code, said
-    assert said.out == ""
-    assert said.err.startswith("stepscope: "), said.err
-    assert said.err.count("\n") == 1, said.err
+def one_line(output: Said, code: int, *parts: str) -> None:
+    """Check that a failure is one line that names the cause and the fix."""
+    assert output.code == code, output
+    assert output.out == ""
+    assert output.err.startswith("stepscope: "), output.err
+    assert output.err.count("\n") == 1, output.err
     for part in parts:
-        assert part in said.err
+        assert part in output.err
 
 
 def run_of(name: str, step: float = 100.0, device: str = "NVIDIA H200") -> list[Record]:

@@ -9,4 +9,4 @@ class QuietBench:
     device = CpuDevice()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Nobody looks."""
+        """Ignore progress."""

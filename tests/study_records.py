@@ -1,4 +1,4 @@
-"""Records of the studies as their own cases would give them, with times that a test chooses."""
+"""Records of the studies for their own cases, with times that a test chooses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stepscope.studies.registry import find_study
 from trace_files import ChromeTrace, operator_step, training_step
 
 
-def matrix_ceiling(form: str, value: float) -> Ceiling:
-    return Ceiling(name=f"matmul.{form}", value=value, unit="FLOP/s", source="measured")
+def matrix_ceiling(dtype: str, value: float) -> Ceiling:
+    return Ceiling(name=f"matmul.{dtype}", value=value, unit="FLOP/s", source="measured")
 
 
 def benchmark_record(
@@ -34,7 +34,7 @@ def benchmark_record(
     flops: float = 1e12,
     **changes: Any,
 ) -> Record:
-    """One mode of one training step; the host issues it in that share of its milliseconds."""
+    """One mode of one training step; the host issues it in `issue_share` of its time."""
     study = find_study("benchmark")
     flags = study.flags(size=(size,), context=(context,), dtype=(dtype,), mode=(mode,))
     (case,) = study.cases(flags)
@@ -60,7 +60,7 @@ def benchmark_record(
 
 
 def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Record:
-    """One fresh process whose steps took that long, the first `warmup` of them left out."""
+    """One fresh process with these step times, the first `warmup` of them left out."""
     study = find_study("warmup")
     counted = max(4, len(steps) - warmup)
     (case,) = study.cases(study.flags(warmup=(warmup,), steps=counted, context=(256,)))
@@ -137,7 +137,7 @@ def memory_record(
     peak: int = 1000 << 20,
     lines: Mapping[str, int] | None = None,
     saved: Sequence[SavedTensor] = (),
-    found: Sequence[Quantity] = (),
+    extra: Sequence[Quantity] = (),
     **changes: Any,
 ) -> Record:
     """One step whose phases all peak at `peak` bytes, on these lines."""
@@ -166,7 +166,7 @@ def memory_record(
             "quantities": merged(
                 (Quantity(name=name, value=value, unit="B") for name, value in values.items()),
                 (Quantity(name="peak_bytes", phase=name, value=peak, unit="B") for name in names),
-                found,
+                extra,
             ),
             "notes": {} if failed else {"largest": "aten.bmm.default at reference.py:31"},
             "attachments": {}
@@ -176,8 +176,8 @@ def memory_record(
                     "ledger": phases,
                     "saved": saved,
                     "course": [
-                        Point(phase=name, operator=10 * place, kinds={PARAMETERS: peak // place})
-                        for place, name in enumerate(names, start=1)
+                        Point(phase=name, operator=10 * index, kinds={PARAMETERS: peak // index})
+                        for index, name in enumerate(names, start=1)
                     ],
                 }
             ),
@@ -193,10 +193,10 @@ def checkpointing_record(
     step: float = 10.0,
     budget_gib: float | None = None,
     layers: int = 8,
-    found: Sequence[Quantity] = (),
+    extra: Sequence[Quantity] = (),
     **changes: Any,
 ) -> Record:
-    """One strategy of a step of so many blocks, highest in the backward."""
+    """One strategy of a step of `layers` blocks, with its peak in the backward."""
     study = find_study("checkpointing")
     flags = study.flags(
         size=("tiny",), context=(128,), layers=layers, checkpoint=(strategy,), budget_gib=budget_gib
@@ -218,7 +218,7 @@ def checkpointing_record(
                     for phase, at in peaks.items()
                 ),
                 (Quantity(name="predicted_bytes", value=1.01 * peak, unit="B"),),
-                found,
+                extra,
             ),
             "notes": {} if failed else {"strategy": strategy},
         }
@@ -237,7 +237,7 @@ def attention_record(
     peak: float | None = None,
     **changes: Any,
 ) -> Record:
-    """One pass of one attention that took that long and left `saved` bytes in use."""
+    """One pass of one attention with this time, which left `saved` bytes in use."""
     study = find_study("attention")
     flags = study.flags(seq=(seq,), head=(head,), attention=(attention,))
     (case,) = (c for c in study.cases(flags) if c.mode == mode)
@@ -281,9 +281,13 @@ def flash_record(
     """
     study = find_study("flash")
     flags = study.flags(
-        part=("grid",), attention=(attention,), dtype=(dtype,), head=(head,),
-        seq=() if shape else (seq,), shape=(shape,) if shape else (),
-    )  # fmt: skip
+        part=("grid",),
+        attention=(attention,),
+        dtype=(dtype,),
+        head=(head,),
+        seq=() if shape else (seq,),
+        shape=(shape,) if shape else (),
+    )
     (case,) = study.cases(flags)
     quantities = [
         *case.quantities(),
@@ -308,9 +312,14 @@ def flash_record(
         ]
     for kernel in ("forward", "key_value", "query") if registers is not None else ():
         facts = {
-            "tile_m": 64, "tile_n": 128, "warps": 4, "stages": 3, "registers": registers,
-            "spills": 0, "shared_bytes": 98304,
-        }  # fmt: skip
+            "tile_m": 64,
+            "tile_n": 128,
+            "warps": 4,
+            "stages": 3,
+            "registers": registers,
+            "spills": 0,
+            "shared_bytes": 98304,
+        }
         quantities += [
             Quantity(name=name, variant=kernel, value=value or 0, unit="1")
             for name, value in facts.items()
@@ -343,14 +352,14 @@ def race_record(
     out: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Record:
-    """A race in which each took that many ms; `out` says why another one did not run."""
+    """A race with these times in ms; `out` gives the reason why a candidate did not run."""
     study = find_study("flash")
     racers = (*took, *(out or {}))
     (case,) = study.cases(study.flags(part=("race",), race=(shape,), racers=racers))
     series = [
         *(
-            times("step", ms, variant=name, seed=place)
-            for place, (name, ms) in enumerate(took.items())
+            times("step", ms, variant=name, seed=index)
+            for index, (name, ms) in enumerate(took.items())
         ),
         *(times("wall", ms, "host", variant=name) for name, ms in (in_a_row or {}).items()),
     ]
@@ -376,7 +385,7 @@ def tiles_record(
     spills: Mapping[str, int] | None = None,
     **changes: Any,
 ) -> Record:
-    """The tiles of one kernel that took so many ms, on a GPU like the H200."""
+    """The tiles of one kernel with these times in ms, on a GPU like the H200."""
     study = find_study("flash")
     flags = study.flags(part=("tiles",), tile_head=(head,))
     (case,) = (c for c in study.cases(flags) if c.kernel == kernel)
@@ -387,9 +396,14 @@ def tiles_record(
     for name in took:
         m, _, n = ("64x128" if name == "chosen" else name).partition("x")
         facts[name] = {
-            "tile_m": int(m), "tile_n": int(n), "warps": 4, "stages": 3, "registers": 168,
-            "spills": (spills or {}).get(name, 0), "shared_bytes": 98304,
-        }  # fmt: skip
+            "tile_m": int(m),
+            "tile_n": int(n),
+            "warps": 4,
+            "stages": 3,
+            "registers": 168,
+            "spills": (spills or {}).get(name, 0),
+            "shared_bytes": 98304,
+        }
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="flash",
@@ -401,8 +415,8 @@ def tiles_record(
             else tuple(times("step", ms, variant=name, count=7) for name, ms in took.items()),
             "quantities": tuple(
                 Quantity(name=fact, variant=name, value=value, unit="1")
-                for name, held in facts.items()
-                for fact, value in held.items()
+                for name, values in facts.items()
+                for fact, value in values.items()
             ),
             "attachments": {"refused": dict(out or {})},
         }

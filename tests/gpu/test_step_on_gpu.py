@@ -129,7 +129,7 @@ def test_what_cannot_be_captured_is_skipped_and_leaves_the_device_usable(
 ) -> None:
     for fields, said in (
         ({"dtype": ("float16",)}, "overflowed"),
-        ({"compile": ("block",), "compile_mode": ("reduce-overhead",)}, "graphs of its own"),
+        ({"compile": ("block",), "compile_mode": ("reduce-overhead",)}, "creates CUDA graphs"),
     ):
         step = TransformerStep(workload(**fields, graph=True), device)
         with pytest.raises(CaseSkipped, match=said):

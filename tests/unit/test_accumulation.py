@@ -1,4 +1,4 @@
-"""Number formats as arithmetic, against torch; the accumulation study, measured here."""
+"""Arithmetic of dtypes against torch, and the accumulation study, measured on this machine."""
 
 from __future__ import annotations
 
@@ -32,31 +32,33 @@ def findings(records: list[Record]) -> str:
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-class TestFormats:
-    def test_has_the_limits_that_torch_states(self, name: str) -> None:
-        form, told = FORMATS[name], torch.finfo(getattr(torch, name))
-        assert form.largest == told.max
-        assert form.epsilon == told.eps
-        assert form.smallest_normal == told.smallest_normal
+class TestDtypes:
+    def test_limits_match_torch_finfo(self, name: str) -> None:
+        format_, expected = FORMATS[name], torch.finfo(getattr(torch, name))
+        assert format_.largest == expected.max
+        assert format_.epsilon == expected.eps
+        assert format_.smallest_normal == expected.smallest_normal
 
-    def test_rounds_as_torch_does(self, name: str) -> None:
-        form, dtype = FORMATS[name], getattr(torch, name)
+    def test_rounding_matches_torch(self, name: str) -> None:
+        format_, dtype = FORMATS[name], getattr(torch, name)
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(300, generator=generator, dtype=torch.float64)
         scales = 10.0 ** torch.randint(-9, 6, (300,), generator=generator).double()
         for value in (values * scales).tolist():
-            assert form.nearest(value) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
+            assert (
+                format_.nearest(value) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
+            )
 
     def test_stalls_where_an_addition_changes_nothing(self, name: str) -> None:
-        form, dtype = FORMATS[name], getattr(torch, name)
+        format_, dtype = FORMATS[name], getattr(torch, name)
         for term in (0.01, 0.3, 1.0, 7.0):
-            edge = torch.tensor(form.stalls_at(term), dtype=dtype)
-            held = torch.tensor(term, dtype=dtype)
-            assert edge + held == edge
-            assert edge / 2 + held != edge / 2
+            edge = torch.tensor(format_.stalls_at(term), dtype=dtype)
+            addend = torch.tensor(term, dtype=dtype)
+            assert edge + addend == edge
+            assert edge / 2 + addend != edge / 2
 
 
-def test_the_largest_of_each_format_and_beyond() -> None:
+def test_values_at_and_beyond_the_largest_of_each_dtype() -> None:
     assert FORMATS["float16"].nearest(65504.0) == 65504.0
     assert FORMATS["float16"].nearest(-70000.0) == -math.inf
     assert FORMATS["float16"].nearest(1e-9) == 0.0
@@ -84,23 +86,23 @@ def test_the_smaller_number_is_shifted_out() -> None:
     ],
 )
 def test_the_sums_of_the_course(terms: str, accumulator: str, after_1000: str) -> None:
-    found = measured(part="sum", terms=terms, accumulator=accumulator).quantities
-    assert f"{value_of(found, 'sum_1000'):.4f}" == after_1000
+    measured_quantities = measured(part="sum", terms=terms, accumulator=accumulator).quantities
+    assert f"{value_of(measured_quantities, 'sum_1000'):.4f}" == after_1000
 
 
-def test_a_stalled_sum_stops_where_the_format_says() -> None:
-    found = measured(part="sum", terms="bfloat16", accumulator="bfloat16").quantities
-    assert value_of(found, "sum") == FORMATS["bfloat16"].stalls_at(0.01) == 4.0
-    assert value_of(found, "last_moved") < 1000
+def test_a_sum_stalls_at_the_limit_of_the_dtype() -> None:
+    measured_quantities = measured(part="sum", terms="bfloat16", accumulator="bfloat16").quantities
+    assert value_of(measured_quantities, "sum") == FORMATS["bfloat16"].stalls_at(0.01) == 4.0
+    assert value_of(measured_quantities, "last_moved") < 1000
 
 
-def test_a_product_on_the_device_is_nearer_than_one_added_in_its_format() -> None:
+def test_a_matmul_on_the_device_is_closer_than_one_accumulated_in_its_dtype() -> None:
     series = {s.name: s.values for s in measured(part="dot", format="bfloat16").series}
     assert series["device"][-1] < 2 * FORMATS["bfloat16"].epsilon
     assert series["in_format"][-1] > 0.1
 
 
-def test_squares_overflow_and_vanish() -> None:
+def test_squares_overflow_and_underflow() -> None:
     series = {s.name: s.values for s in measured(part="square", format="float16").series}
     squares = dict(zip(series["value"], series["square"], strict=True))
     assert squares[300.0] == OVERFLOWED
@@ -109,31 +111,31 @@ def test_squares_overflow_and_vanish() -> None:
 
 
 def test_findings_say_when_and_why_a_sum_stops() -> None:
-    said = findings([sum_record()])
-    assert "1,000 additions of 0.01 should give 10: " in said
-    assert "stops at 32 after 2,798 additions" in said
-    assert "The exponents of sum and term are 12 apart and the format has 10 digits" in said
-    assert "neighbours are 0.03125 apart there" in said
+    text = findings([sum_record()])
+    assert "1,000 additions of 0.01 should give 10: " in text
+    assert "stops growing at 32 after 2,798 additions" in text
+    assert "The exponents of sum and term are 12 apart and the dtype has 10 mantissa bits" in text
+    assert "neighbouring values are 0.03125 apart there" in text
     assert "stops" not in findings([sum_record("float32", "float32", total=100.0, moved=10_000)])
 
 
-def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
-    assert "it adds in a wider format and rounds once" in findings([dot_record()])
-    assert "it adds in the format." in findings([dot_record(device=0.5)])
-    assert "the sum is kept in float32" in findings([dot_record("tf32", device=1e-5)])
+def test_findings_distinguish_a_wide_accumulator_from_a_narrow_one() -> None:
+    assert "it accumulates in a wider dtype and rounds once" in findings([dot_record()])
+    assert "it accumulates in the dtype itself." in findings([dot_record(device=0.5)])
+    assert "the sum is accumulated in float32" in findings([dot_record("tf32", device=1e-5)])
     assert "many short sums" in findings([dot_record("float32", device=1e-7)])
     assert "as much as one long sum" in findings([dot_record("float32", device=0.9)])
 
 
 def test_findings_name_the_ends_of_the_range() -> None:
-    said = findings([square_record()])
-    assert "squares vanish up to 0.000173 and overflow from 256 on" in said
-    assert "(tried: that of 0.0001 vanishes, that of 300 overflows)" in said
-    assert "comes out as 0 where it is 1.000" in said
+    text = findings([square_record()])
+    assert "squares underflow up to 0.000173 and overflow from 256 on" in text
+    assert "(tried: that of 0.0001 underflows, that of 300 overflows)" in text
+    assert "comes out as 0 instead of 1.000" in text
     assert "need float32" not in findings([square_record("float32", variance=1.001)])
 
 
-def test_the_bits_of_a_sum_stand_below_one_another() -> None:
+def test_the_bits_of_a_sum_are_aligned_in_a_table() -> None:
     (table,) = (
         block
         for block in find_study("accumulation").view([square_record()])
@@ -143,7 +145,7 @@ def test_the_bits_of_a_sum_stand_below_one_another() -> None:
     assert [row[1:] for row in table.rows if row[0] == "bfloat16"] == [
         ("1000", "1.1111010", "2^9"),
         ("0.01", "1.0100100", "2^-7"),
-        ("0.01, 16 places later", "0.0000000|0000000010100100", "2^9"),
+        ("0.01, shifted by 16 bits", "0.0000000|0000000010100100", "2^9"),
         ("sum: 1000", "1.1111010", "2^9"),
     ]
 
@@ -161,6 +163,6 @@ def test_an_overflow_is_a_word_in_the_table() -> None:
     "fields",
     [{"count": 10}, {"term": 0.0}, {"term": float("nan")}, {"length": (1,)}, {"format": ("int8",)}],
 )
-def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+def test_invalid_flags_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         AccumulationFlags(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The way through the house: which room may import which, and what loads without torch."""
+"""The architecture: which package may import which, and what loads without torch."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LEAVES = {
     "stepscope.parallel.buckets",
 }
 TOOLS = {"torch_tools"}
-# A room stands for all of its modules; a module stands for itself.
-ARROWS: dict[str, set[str]] = {
+# A package stands for all of its modules; a module stands for itself.
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "cli": {"advisor", "studies", "report", "records", "analysis", "stepscope.attention.registry"}
     | LEAVES,
     "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
@@ -65,7 +65,7 @@ def module_name(file: Path, source: Path) -> str:
 
 
 def statements(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
-    """Everything below a node, without what stands below `if TYPE_CHECKING` unless asked for."""
+    """All nodes below a node; those below `if TYPE_CHECKING` only if `types`."""
     for child in ast.iter_child_nodes(node):
         if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
@@ -74,22 +74,22 @@ def statements(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
 
 
 def imported(file: Path, source: Path, *, types: bool = True) -> Iterator[tuple[int, str]]:
-    """Line and module of every import of this package, wherever in the file it stands."""
+    """Line and module of every import of this package, anywhere in the file."""
     own = module_name(file, source)
     package = own if file.name == "__init__.py" else own.rpartition(".")[0]
     for node in statements(ast.parse(file.read_text()), types=types):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
             base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
-            found = [
+            modules = [
                 f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}", source) else base
                 for alias in node.names
             ]
         else:
             continue
-        for name in found:
+        for name in modules:
             if name.partition(".")[0] == source.name:
                 yield node.lineno, name
 
@@ -99,57 +99,57 @@ def is_module(name: str, source: Path) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def wrong_arrows(source: Path) -> list[str]:
+def forbidden_imports(source: Path) -> list[str]:
     wrong = []
     for file in sorted(source.rglob("*.py")):
         here = file.relative_to(source).parts
         if len(here) == 1:
             continue
         for line, target in imported(file, source):
-            allowed = ARROWS.get(here[0], set()) | {here[0]}
-            if target not in FOR_ALL | allowed and room(target) not in allowed:
+            allowed = ALLOWED_IMPORTS.get(here[0], set()) | {here[0]}
+            if target not in FOR_ALL | allowed and package_of(target) not in allowed:
                 wrong.append(f"{'/'.join(here)}:{line} imports {target}")
     return wrong
 
 
 def cycles(source: Path) -> list[list[str]]:
-    """Groups of files that import each other when they run; imports for types alone do not."""
+    """Groups of files that import each other at run time; type-only imports do not count."""
     files = {module_name(file, source): file for file in sorted(source.rglob("*.py"))}
     graph = {
         name: {target for _, target in imported(file, source, types=False)} & files.keys() - {name}
         for name, file in files.items()
     }
-    found, left = [], dict(graph)
+    groups, left = [], dict(graph)
     while left:
         start = next(iter(left))
-        group = _reached(start, graph) & _reached(start, _turned(graph)) | {start}
+        group = _reached(start, graph) & _reached(start, _reversed(graph)) | {start}
         if len(group) > 1:
-            found.append(sorted(group))
+            groups.append(sorted(group))
         for name in group:
             left.pop(name, None)
-    return found
+    return groups
 
 
 def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    reached: set[str] = set()
     waiting = [start]
     while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
+        new = graph[waiting.pop()] - reached
+        reached |= new
         waiting += new
-    return found
+    return reached
 
 
-def _turned(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    turned: dict[str, set[str]] = {name: set() for name in graph}
+def _reversed(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    reversed_: dict[str, set[str]] = {name: set() for name in graph}
     for name, targets in graph.items():
         for target in targets:
-            turned[target].add(name)
-    return turned
+            reversed_[target].add(name)
+    return reversed_
 
 
 def long_files(source: Path) -> list[str]:
@@ -169,15 +169,15 @@ def prints(source: Path) -> list[str]:
     ]
 
 
-def test_rooms_import_along_the_arrows_only() -> None:
-    assert wrong_arrows(SOURCE) == []
+def test_packages_import_only_what_is_allowed() -> None:
+    assert forbidden_imports(SOURCE) == []
 
 
 def test_no_files_import_each_other() -> None:
     assert cycles(SOURCE) == []
 
 
-def test_a_planted_cycle_is_seen(tmp_path: Path) -> None:
+def test_a_planted_cycle_is_detected(tmp_path: Path) -> None:
     source = tmp_path / "stepscope"
     lines = {
         "a": "def f():\n    from stepscope.b import g",
@@ -192,10 +192,10 @@ def test_a_planted_cycle_is_seen(tmp_path: Path) -> None:
     assert cycles(source) == [["stepscope.a", "stepscope.b", "stepscope.c"]]
 
 
-def test_every_room_has_its_arrows() -> None:
-    rooms = {folder.parent.name for folder in SOURCE.glob("*/__init__.py")}
-    assert rooms - ARROWS.keys() == set()
-    assert rooms >= {"cli", "studies", "records", "report", "analysis", "measure", "model"}
+def test_every_package_lists_its_imports() -> None:
+    packages = {folder.parent.name for folder in SOURCE.glob("*/__init__.py")}
+    assert packages - ALLOWED_IMPORTS.keys() == set()
+    assert packages >= {"cli", "studies", "records", "report", "analysis", "measure", "model"}
 
 
 def test_files_stay_readable() -> None:
@@ -207,7 +207,7 @@ def test_only_the_command_line_prints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "line", "target"),
+    ("path", "line", "target"),
     [
         ("records/a.py", "import stepscope.report.html", "stepscope.report.html"),
         ("report/a.py", "from stepscope.records import store", "stepscope.records.store"),
@@ -218,24 +218,24 @@ def test_only_the_command_line_prints() -> None:
         ("optim/deep/a.py", "from ...attention import api", "stepscope.attention.api"),
     ],
 )
-def test_a_planted_arrow_is_seen(tmp_path: Path, place: str, line: str, target: str) -> None:
+def test_a_planted_import_is_detected(tmp_path: Path, path: str, line: str, target: str) -> None:
     source = tmp_path / "stepscope"
     for module in ("report/html", "records/store", "model/transformer", "attention/api"):
         (source / module).parent.mkdir(parents=True, exist_ok=True)
         (source / f"{module}.py").touch()
-    (source / place).parent.mkdir(parents=True, exist_ok=True)
-    (source / place).write_text(
+    (source / path).parent.mkdir(parents=True, exist_ok=True)
+    (source / path).write_text(
         f"from stepscope.errors import UsageError\nfrom stepscope import __version__\n{line}\n"
     )
-    assert len(wrong_arrows(source)) == 1
-    assert wrong_arrows(source)[0].endswith(f" imports {target}")
+    assert len(forbidden_imports(source)) == 1
+    assert forbidden_imports(source)[0].endswith(f" imports {target}")
 
 
-def test_a_planted_long_file_and_print_are_seen(tmp_path: Path) -> None:
+def test_a_planted_long_file_and_print_are_detected(tmp_path: Path) -> None:
     source = tmp_path / "stepscope"
-    for place in ("cli", "model"):
-        (source / place).mkdir(parents=True)
-        (source / place / "a.py").write_text("print()\n" + "\n" * LONGEST_FILE)
+    for path in ("cli", "model"):
+        (source / path).mkdir(parents=True)
+        (source / path / "a.py").write_text("print()\n" + "\n" * LONGEST_FILE)
     assert prints(source) == ["a.py:1"]
     assert long_files(source) == [f"a.py has {LONGEST_FILE + 1} lines"] * 2
 
@@ -249,11 +249,11 @@ class NoTorch:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 
 sys.meta_path.insert(0, NoTorch())
-rooms = [importlib.import_module(f"stepscope.{name}") for name in sys.argv[1:]]
+packages = [importlib.import_module(f"stepscope.{name}") for name in sys.argv[1:]]
 modules = [
-    importlib.import_module(found.name)
-    for room in rooms
-    for found in pkgutil.walk_packages(room.__path__, room.__name__ + ".")
+    importlib.import_module(module.name)
+    for package in packages
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 from stepscope.studies.registry import viewables
 print(len(modules), len(viewables()))
@@ -266,7 +266,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_plans_keeps_and_shows_loads_without_torch() -> None:
+def test_planning_storing_and_viewing_load_without_torch() -> None:
     done = python(WITHOUT_TORCH, "cli", "studies", "records", "analysis", "report", "published")
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())
@@ -274,7 +274,7 @@ def test_what_plans_keeps_and_shows_loads_without_torch() -> None:
     assert studies >= 2
 
 
-def test_the_block_blocks() -> None:
+def test_the_import_block_works() -> None:
     assert "torch is blocked" in python(WITHOUT_TORCH, "measure").stderr
 
 
@@ -288,8 +288,8 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    """By default it leaves out folders of common names, `dist` and `build` among them."""
+def test_pytest_collects_every_test_folder(pytestconfig: pytest.Config) -> None:
+    """By default pytest skips folders with common names such as `dist` and `build`."""
     left_out = pytestconfig.getini("norecursedirs")
     folders = {file.parent.name for file in Path(__file__).parents[1].rglob("test_*.py")}
     assert len(folders) > 4

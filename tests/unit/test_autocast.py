@@ -72,14 +72,14 @@ def test_findings_give_the_dtypes_and_the_cost_of_casts() -> None:
     said = findings([autocast_record()])
     assert "parameters float32, logits float16, loss float32" in said
     assert "fc1 output float16" in said
-    assert "7 casts, 4.00 KiB read and written; alone they take 10" in said
-    assert "keeps in float32: pow" in said
+    assert "7 casts, 4.00 KiB read and written; on their own they take 10" in said
+    assert "Operators of the forward in float32: pow" in said
 
 
 def test_dtypes_of_one_subject_are_reported_together() -> None:
     said = findings([autocast_record(), autocast_record(dtype="bfloat16"), autocast_record("tiny")])
     assert (
-        "The small net of the course under float16 and bfloat16 autocast: parameters float32,"
+        "The small network of the course under float16 and bfloat16 autocast: parameters float32,"
         " logits float16 / bfloat16, loss float32." in said
     )
     assert said.count("7 casts, 4.00 KiB") == 2
@@ -96,7 +96,7 @@ def test_the_finding_explains_why_a_norm_reduces_in_float32() -> None:
         [autocast_record(quantities=halved), autocast_record("tiny", quantities=quantities)]
     )
     assert (
-        "what the norms of the tiny model really read is off by 3.7 % at most when the sum is kept"
+        "the actual inputs of the norms of the tiny model is off by at most 3.7 % when accumulated"
         " in bfloat16 and by 0.5 % in float16, against 2e-5 % in float32" in said
     )
     assert "A norm's reductions" not in findings([autocast_record()])

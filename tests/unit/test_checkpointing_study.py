@@ -1,4 +1,4 @@
-"""The checkpointing study: measured on this CPU, and what it says of records."""
+"""The checkpointing study: measured on this CPU, and its findings on records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from study_records import checkpointing_record
 MIB = 1 << 20
 
 
-def found(records: list[Record], code: str) -> Finding:
+def finding(records: list[Record], code: str) -> Finding:
     blocks = find_study("checkpointing").view(records)
     (only,) = (b for b in blocks if isinstance(b, Finding) and b.code == f"checkpointing.{code}")
     return only
@@ -26,9 +26,17 @@ def found(records: list[Record], code: str) -> Finding:
 
 def small_flags(**fields: object) -> CheckpointingFlags:
     return CheckpointingFlags(
-        size=("tiny",), layers=4, d_model=32, d_ff=32, heads=2, vocab=32, context=(64,),
-        batch=(2,), steps=2, **fields,
-    )  # fmt: skip
+        size=("tiny",),
+        layers=4,
+        d_model=32,
+        d_ff=32,
+        heads=2,
+        vocab=32,
+        context=(64,),
+        batch=(2,),
+        steps=2,
+        **fields,
+    )
 
 
 def test_strategies_follow_the_depth() -> None:
@@ -38,7 +46,7 @@ def test_strategies_follow_the_depth() -> None:
     assert worth_running(32) == ("no", "1", "2", "4", "8", "16", "32", "6-1", "nested")
 
 
-def test_a_budget_takes_what_runs_the_least_again() -> None:
+def test_a_budget_chooses_the_least_recomputation() -> None:
     (work,) = workloads(WorkloadFlags(size=("small",), context=(1024,)), ("train-step",))
     assert chosen_for(work, 9 << 30, "cuda").checkpoint == "no"
     assert chosen_for(work, 5 << 30, "cuda").checkpoint == "1"
@@ -51,14 +59,14 @@ def test_measured_on_this_machine_it_is_as_predicted_and_within_its_budget() -> 
     for case in cases:
         done = study.measure(case, QuietBench())
         peak = value_of(done.quantities, "peak_bytes")
-        # The count of each parameter's steps lives on the host, which is the device here.
+        # Each parameter's step count is on the host, which is the device here.
         assert value_of(done.quantities, "predicted_bytes") == pytest.approx(peak, abs=400)
         peaks[case.key.rpartition("_")[2], done.notes["strategy"]] = peak
     assert peaks["train-step", "nested"] < peaks["train-step", "no"]
     assert peaks["budget=0.0012", "1"] <= 0.0012 * 2**30 < peaks["train-step", "no"]
 
 
-def test_a_budget_that_nothing_fits_is_refused_with_the_least_there_is() -> None:
+def test_an_impossible_budget_is_refused_with_the_smallest_peak() -> None:
     flags = CheckpointingFlags(size=("tiny",), budget_gib=0.01)
     with pytest.raises(UsageError, match=r"no strategy fits tiny .* into 0\.01 GiB: the least is"):
         find_study("checkpointing").cases(flags)
@@ -76,72 +84,72 @@ def swept() -> list[Record]:
     ]
 
 
-def test_what_is_saved_is_the_least_of_the_simple_strategies() -> None:
+def test_the_saving_is_that_of_the_smallest_simple_strategy() -> None:
     records = swept()
-    saving = found(records, "saving")
+    saving = finding(records, "saving")
     assert "each block alone needs the least, 300 MiB instead of 900 MiB" in saving.sentence
-    assert "1.30× the time; one forward more is 1.33×" in saving.sentence
+    assert "1.30× the time; one more forward is 1.33×" in saving.sentence
     assert saving.values["strategy"] == "1"
     assert saving.values["slower"] == pytest.approx(1.3)
     assert set(saving.records) == {record.id for record in records[:3]}
     assert (saving.tone, saving.timed) == ("good", True)
 
 
-def test_it_says_what_nesting_costs() -> None:
+def test_the_cost_of_nesting_is_a_finding() -> None:
     records = swept()
-    nested = found(records, "nested")
+    nested = finding(records, "nested")
     assert (
-        "8 blocks halved down to single ones (4-2-1): 4 inputs at most instead of 8" in nested.text
+        "8 blocks halved down to single ones (4-2-1): at most 4 inputs instead of 8" in nested.text
     )
-    assert "for 2.00 forwards of each block run again instead of one" in nested.text
+    assert "for 2.00 recomputed forwards per block instead of one" in nested.text
     assert nested.conclusion.startswith(
         "The peak of the step stays at 300 MiB: it is in the backward phase"
     )
     assert "As few as 2 inputs are possible" in nested.conclusion
-    assert "for 3.62 forwards of each block" in nested.conclusion
+    assert "for 3.62 forwards per block" in nested.conclusion
     assert nested.records == (records[3].id, records[1].id)
 
 
-def test_a_lower_peak_of_nested_blocks_is_no_conclusion() -> None:
+def test_a_lower_peak_of_nested_blocks_has_no_conclusion() -> None:
     lower = checkpointing_record("nested", peak=200 * MIB, step=17.0)
-    nested = found([checkpointing_record("1", peak=300 * MIB), lower], "nested")
+    nested = finding([checkpointing_record("1", peak=300 * MIB), lower], "nested")
     assert "Peak 200 MiB against 300 MiB. As few as 2 inputs are possible" in nested.text
     assert nested.conclusion == ""
 
 
-def test_the_time_is_predicted_from_the_forwards_share_and_what_runs_again() -> None:
-    kept = checkpointing_record("no", step=10.0)
+def test_the_time_is_predicted_from_the_forward_share_and_recomputation() -> None:
+    plain = checkpointing_record("no", step=10.0)
     records = [
-        msgspec.structs.replace(kept, series=(times("step", 10.0), times("forward", 2.5))),
+        msgspec.structs.replace(plain, series=(times("step", 10.0), times("forward", 2.5))),
         checkpointing_record("1", peak=300 * MIB, step=13.0),
         checkpointing_record("nested", peak=300 * MIB, step=17.0),
     ]
-    saving = found(records, "saving")
+    saving = finding(records, "saving")
     assert "1.30× the time (1.25× predicted, as the forward is 25.0 % of the step)" in saving.text
     assert saving.values["predicted_slower"] == pytest.approx(1.25)
     (table,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Table))
     assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (1.3, 1.25), (1.7, 1.5)]
 
 
-def test_times_that_cannot_be_are_not_believed() -> None:
+def test_impossible_times_are_doubted() -> None:
     records = [checkpointing_record("no", step=10.0), checkpointing_record("1", step=8.0)]
-    doubted = found(records, "impossible-time")
-    assert "its times tell nothing" in doubted.text
+    doubted = finding(records, "impossible-time")
+    assert "its times are not usable" in doubted.text
     assert (doubted.values["slower"], doubted.tone) == (pytest.approx(0.8), "warn")
 
 
-def test_what_became_of_the_step_that_keeps_everything_is_said() -> None:
+def test_the_outcome_without_checkpointing_is_reported() -> None:
     tried = checkpointing_record("1")
     full = checkpointing_record("no", status="oom", reason="CUDA out of memory")
     failed = checkpointing_record("no", status="failed", reason="RuntimeError")
-    least = found([full, tried], "least-memory")
-    assert "with all activations kept it ran out of memory." in least.text
+    least = finding([full, tried], "least-memory")
+    assert "without checkpointing it ran out of memory." in least.text
     assert least.records == (tried.id, full.id)
-    assert found([failed, tried], "least-memory").values["without"] == "did not run"
-    assert found([tried], "least-memory").values["without"] == "was not tried"
+    assert finding([failed, tried], "least-memory").values["without"] == "did not run"
+    assert finding([tried], "least-memory").values["without"] == "was not tried"
 
 
-def test_a_failed_strategy_shows_what_is_known_of_it_and_its_status() -> None:
+def test_a_failed_strategy_shows_its_plan_and_status() -> None:
     full = checkpointing_record("nested", status="oom", reason="CUDA out of memory")
     (table,) = (b for b in find_study("checkpointing").view([full]) if isinstance(b, Table))
     assert table.rows == (("nested", "4-2-1", 4, 2.0, None, "OOM", *(None,) * 9),)
@@ -151,38 +159,41 @@ def test_the_chosen_strategy_is_judged_by_its_run() -> None:
     sweep = [checkpointing_record("no"), checkpointing_record("1", peak=300 * MIB)]
     fits = checkpointing_record("1", peak=300 * MIB, budget_gib=0.5)
     over = checkpointing_record("1", peak=600 * MIB, budget_gib=0.5)
-    kept = found([*sweep, fits], "budget")
-    assert "run under that limit, it peaks at 300 MiB and fits" in kept.text
-    assert (kept.values["strategy"], kept.values["fits"], kept.tone) == ("1", True, "good")
-    assert (kept.records, kept.conclusion) == ((fits.id,), "")
-    broken = found([*sweep, over], "budget")
+    within = finding([*sweep, fits], "budget")
+    assert "run under that limit, it peaks at 300 MiB and fits" in within.text
+    assert (within.values["strategy"], within.values["fits"], within.tone) == ("1", True, "good")
+    assert (within.records, within.conclusion) == ((fits.id,), "")
+    broken = finding([*sweep, over], "budget")
     assert "peaks at 600 MiB and does not fit" in broken.text
     assert (broken.values["fits"], broken.tone) == (False, "warn")
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
     counted = checkpointing_record("1", budget_gib=0.5, peak=1, environment=on_cpu)
-    assert "counted (a CPU has no limit to set)" in found([counted], "budget").text
+    assert "counted (a CPU has no limit to set)" in finding([counted], "budget").text
 
 
 def test_the_fastest_strategy_within_a_budget_is_a_conclusion() -> None:
     chosen = checkpointing_record("1", peak=300 * MIB, budget_gib=0.5, step=13.0)
     other = checkpointing_record("4", peak=400 * MIB, step=12.0)
     slower = checkpointing_record("2", peak=350 * MIB, step=12.5)
-    budget = found([chosen, other, slower, checkpointing_record("no")], "budget")
-    assert budget.conclusion == "Of the sweep the fastest that fits is checkpointing 4, 12.0 ms."
+    budget = finding([chosen, other, slower, checkpointing_record("no")], "budget")
+    assert (
+        budget.conclusion
+        == "The fastest strategy of the sweep that fits is checkpointing 4, 12.0 ms."
+    )
     assert (budget.values["fastest"], budget.values["fastest_ms"]) == ("4", 12.0)
     assert budget.records == (chosen.id, other.id, slower.id)
 
 
-def test_a_budget_without_a_run_says_why() -> None:
+def test_a_budget_case_that_did_not_run_reports_the_reason() -> None:
     lost = checkpointing_record("1", budget_gib=0.5, status="oom", reason="CUDA out of memory")
-    failed = found([lost], "budget-not-run")
+    failed = finding([lost], "budget-not-run")
     assert failed.text.endswith("under 512 MiB: oom, CUDA out of memory")
     assert (failed.values["status"], failed.tone) == ("oom", "warn")
 
 
 def test_predictions_rest_on_every_run_and_on_no_time() -> None:
     records = [checkpointing_record("no"), checkpointing_record("1", budget_gib=0.5)]
-    prediction = found(records, "prediction")
+    prediction = finding(records, "prediction")
     assert "Predicted peaks of 2 runs are off by 1.0 % in the median" in prediction.text
     assert prediction.values["worst"] == pytest.approx(0.01)
     assert prediction.records == tuple(record.id for record in records)
@@ -190,24 +201,24 @@ def test_predictions_rest_on_every_run_and_on_no_time() -> None:
 
 
 @pytest.mark.parametrize("budget_gib", [0.0125, 0.02, 0.3333, 4.0, 60.0, 79.15])
-def test_the_key_of_a_budget_is_what_was_asked_for(budget_gib: float) -> None:
+def test_the_key_of_a_budget_is_the_requested_number(budget_gib: float) -> None:
     flags = small_flags(checkpoint=("no",), budget_gib=budget_gib)
     plain, limited = find_study("checkpointing").planned(flags)
     assert limited.key == f"{plain.key}_budget={budget_gib:g}"
     assert limited.config == plain.config | {"budget_bytes": int(budget_gib * 2**30)}
 
 
-def test_the_front_leaves_out_what_is_beaten_in_both() -> None:
+def test_the_front_leaves_out_dominated_strategies() -> None:
     records = [
         checkpointing_record("no", peak=900 * MIB, step=10.0),
         checkpointing_record("1", peak=300 * MIB, step=13.0),
         checkpointing_record("8", peak=890 * MIB, step=14.0),
     ]
-    # As low as each block alone but for a block of the allocator, and slower.
+    # As low as each block alone, except for one allocator block, and slower.
     records.append(checkpointing_record("nested", peak=300 * MIB - 512, step=19.0))
     (figure,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Figure))
     assert figure.curves[-1].x == (300.0, 900.0)
     assert figure.curves[-1].y == (13.0, 10.0)
-    stretches, *others = figure.curves[:-1]
-    assert (stretches.label, stretches.x) == ("stretches of 1 to 8", (300.0, 890.0))
+    segments, *others = figure.curves[:-1]
+    assert (segments.label, segments.x) == ("segments of 1 to 8", (300.0, 890.0))
     assert {curve.label for curve in others} == {"nested", "no checkpointing"}

@@ -65,11 +65,11 @@ def test_every_command_has_help_with_examples(
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
     said = desk("show", "new", "--full")
     assert said.code == 0
-    for part in ("Backward over forward", "nearest to the limit", "first step takes 300 ms"):
+    for part in ("Backward over forward", "closest to the limit", "first step takes 300 ms"):
         assert part in " ".join(said.out.split())
     only = desk("show", "new", "--study", "warmup")
     assert "first step" in " ".join(only.out.split())
-    assert "nearest to the limit" not in " ".join(only.out.split())
+    assert "closest to the limit" not in " ".join(only.out.split())
 
 
 def test_show_prints_the_verdict_and_a_line_for_each_study(desk: Desk) -> None:

@@ -164,7 +164,7 @@ def test_pictures_show_phases_and_reductions() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"batch": 1}, "a batch of 1 cannot be shared out among 2 ranks"),
+        ({"batch": 1}, "a batch of 1 cannot be divided among 2 ranks"),
         ({"batch": 3}, "choose a multiple of the ranks"),
         ({"ranks": (0,)}, "ranks is 0"),
         ({"bucket_mb": (0.0,)}, "bucket-mb is 0 "),

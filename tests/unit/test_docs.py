@@ -256,8 +256,8 @@ def test_pages_of_memory_and_precision_are_generated_from_their_records(
     assert "with the first suggested change 1 fitted" in memory
     assert "| small | 5 | 10.00 | 1.050 [1.050, 1.050] |" in memory
     assert "tf32 against float32 makes the step 3.00× as fast" in precision
-    assert "the small net of the course" in precision
-    assert "Operators by format: the small model" not in precision
+    assert "the small network of the course" in precision
+    assert "Operators by dtype: the small model" not in precision
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -188,10 +188,10 @@ def test_energy_is_reported_with_its_resolution() -> None:
     without, _ = energy_quantities(result._replace(sm_clock_mhz=None), None)
     assert "sm_clock_mhz" not in {one.name for one in without}
     (finding,) = energy_finding(own_record(quantities=quantities), "lab:build")
-    assert "takes 10.0 J by the device's own counter, 5.00 mJ for each token" in finding.text
-    assert "One move of that counter is 0.50 J for each step, 5.0 % of it." in finding.text
+    assert "takes 10.0 J by the device's counter, 5.00 mJ per token" in finding.text
+    assert "The resolution of the counter is 0.50 J per step, 5.0 % of it." in finding.text
     (why,) = energy_finding(own_record(notes={"no_energy": "there is no counter"}), "")
-    assert why.text == "There is no energy of a step: there is no counter."
+    assert why.text == "The energy of a step is not available: there is no counter."
 
 
 def test_a_study_on_a_cpu_gives_the_reason_for_missing_energy() -> None:

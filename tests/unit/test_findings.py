@@ -1,4 +1,4 @@
-"""What the studies say in sentences: the numbers in them, from records made by hand."""
+"""Findings of the studies and their numbers, from hand-made records."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def findings(study: str, *records: Record) -> list[Finding]:
 
 
 def benchmark(code: str, *records: Record) -> Finding:
-    """The one finding of the benchmark with that code."""
-    (found,) = (one for one in findings("benchmark", *records) if one.code == f"benchmark.{code}")
-    return found
+    """The finding of the benchmark with that code."""
+    (finding,) = (one for one in findings("benchmark", *records) if one.code == f"benchmark.{code}")
+    return finding
 
 
 def forward_and_backward(
@@ -39,52 +39,54 @@ def forward_and_backward(
     return benchmark_record("forward", step=forward, **changes), both
 
 
-def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
+def test_the_ratio_of_backward_to_forward_is_reported_by_size() -> None:
     small, medium = forward_and_backward(), forward_and_backward(20.0, 50.0, size="medium")
     unused = benchmark_record(context=128)
-    found = benchmark("backward-over-forward", *small, *medium, unused)
-    assert found.values == pytest.approx({"small": 2.0, "medium": 2.5}, rel=0.01)
-    assert found.records == tuple(record.id for record in (*small, *medium))
-    assert found.text == "Backward over forward, where the FLOPs say 2: small 2.00, medium 2.50."
+    finding = benchmark("backward-over-forward", *small, *medium, unused)
+    assert finding.values == pytest.approx({"small": 2.0, "medium": 2.5}, rel=0.01)
+    assert finding.records == tuple(record.id for record in (*small, *medium))
+    assert finding.text == "Backward over forward (2 by FLOPs): small 2.00, medium 2.50."
     assert re.fullmatch(
         r"For medium at context 512 in float32 the forward runs at [\d.]+ TFLOP/s and the backward"
-        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside of matrix"
-        r" products \(copies, elementwise work, memory that is touched for the first time\), the"
+        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside matmuls"
+        r" \(copies, elementwise work, memory that is touched for the first time\), the"
         r" forward a smaller one\.",
-        found.conclusion,
+        finding.conclusion,
     )
 
 
 def test_a_ratio_of_two_is_explained_by_the_flops() -> None:
-    found = benchmark("backward-over-forward", *forward_and_backward())
-    assert found.conclusion == "The FLOPs explain it."
+    finding = benchmark("backward-over-forward", *forward_and_backward())
+    assert finding.conclusion == "The FLOPs explain it."
 
 
 def test_a_bound_host_explains_the_ratio() -> None:
-    found = benchmark("backward-over-forward", *forward_and_backward(10.0, 10.0, issue_share=0.99))
-    assert "the host is the limit (100.0 % of the step" in found.conclusion
+    finding = benchmark(
+        "backward-over-forward", *forward_and_backward(10.0, 10.0, issue_share=0.99)
+    )
+    assert "the host is the limit (100.0 % of the step" in finding.conclusion
 
 
-def test_who_limits_is_told_from_the_share_of_issuing() -> None:
+def test_the_issue_share_decides_who_limits() -> None:
     free = benchmark_record(context=512, issue_share=0.4)
     bound = benchmark_record(context=128, issue_share=0.99)
     device = benchmark("device-limits", free)
     assert (device.values, device.records, device.tone) == ({"steps": 1}, (free.id,), "good")
     assert device.sentence == (
-        "The GPU, not the host, limits every step: the launch queue never runs empty for most of"
-        " one."
+        "The GPU, not the host, limits every step: no step has an empty launch queue for most of"
+        " its time."
     )
     host = benchmark("host-limits", free, bound)
     assert host.values == {"steps": 1, "of": 2, "names": "small at context 128 in float32"}
     assert host.records == (free.id, bound.id)
     assert host.sentence == (
         "The host limits 1 of 2 steps: their launch queue runs empty, so the GPU waits for the host"
-        " (small at context 128 in float32). A faster number format cannot help there; more work"
+        " (small at context 128 in float32). A faster dtype cannot help there; more work"
         " per launch can (a larger batch or context, torch.compile, CUDA graphs)."
     )
 
 
-def test_on_a_cpu_nothing_is_said_of_the_host() -> None:
+def test_on_a_cpu_no_finding_mentions_the_host() -> None:
     record = benchmark_record(environment=ON_CPU, issue_share=0.99)
     assert not [one for one in findings("benchmark", record) if "host" in one.sentence]
 
@@ -92,50 +94,50 @@ def test_on_a_cpu_nothing_is_said_of_the_host() -> None:
 def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
     near = benchmark_record(step=100.0, flops=1e12, ceiling=50e12)
     far = benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12)
-    found = benchmark("distance-from-limit", near, far)
-    assert found.records == (near.id, far.id)
-    assert found.values["nearest"] == "small at context 512 in float32"
-    assert found.values["farthest"] == "small at context 128 in float32"
-    assert found.values["share"] == pytest.approx(0.2, rel=0.01)
-    assert found.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
-    assert found.text.startswith(
-        "The training step that comes nearest to the limit is small at context 512 in float32:"
+    finding = benchmark("distance-from-limit", near, far)
+    assert finding.records == (near.id, far.id)
+    assert finding.values["nearest"] == "small at context 512 in float32"
+    assert finding.values["farthest"] == "small at context 128 in float32"
+    assert finding.values["share"] == pytest.approx(0.2, rel=0.01)
+    assert finding.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
+    assert finding.text.startswith(
+        "The training step closest to the limit is small at context 512 in float32:"
         " 100 ms (95 % interval "
     )
-    assert re.search(r"10(\.0)? TFLOP/s\.$", found.text)
+    assert re.search(r"10(\.0)? TFLOP/s\.$", finding.text)
     assert re.fullmatch(
-        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that matrix products alone reach here; the"
+        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that a matmul alone reaches here; the"
         r" farthest is small at context 128 in float32 with 2(\.0+)? ?%\.",
-        found.conclusion,
+        finding.conclusion,
     )
 
 
 def test_a_faster_dtype_is_compared_with_float32() -> None:
     base, faster = benchmark_record(step=100.0), benchmark_record(step=40.0, dtype="bfloat16")
-    found = benchmark("dtype-gain", base, faster)
-    assert found.values["dtype"] == "bfloat16"
-    assert found.values["most"] == pytest.approx(2.5, rel=0.01)
-    assert set(found.records) == {base.id, faster.id}
-    assert (found.tone, found.conclusion) == ("info", "")
-    assert found.sentence == (
+    finding = benchmark("dtype-gain", base, faster)
+    assert finding.values["dtype"] == "bfloat16"
+    assert finding.values["most"] == pytest.approx(2.5, rel=0.01)
+    assert set(finding.records) == {base.id, faster.id}
+    assert (finding.tone, finding.conclusion) == ("info", "")
+    assert finding.sentence == (
         "bfloat16 against float32 makes the step 2.50× as fast on small at context 512."
     )
 
 
-def test_phases_are_held_against_the_step() -> None:
+def test_phases_are_compared_with_the_step() -> None:
     record = benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0})
-    found = benchmark("phases-sum", record)
-    assert found.values["worst"] == pytest.approx(0.04, abs=0.005)
-    assert found.values["case"] == "small at context 512 in float32, train-step"
-    assert found.records == (record.id,)
+    finding = benchmark("phases-sum", record)
+    assert finding.values["worst"] == pytest.approx(0.04, abs=0.005)
+    assert finding.values["case"] == "small at context 512 in float32, train-step"
+    assert finding.records == (record.id,)
     assert re.fullmatch(
-        r"The phases add up to the step that was timed as one: 4\.0 % apart in the middle of 1,"
+        r"The phases add up to the step that was timed as one: 4\.0 % apart in the median of 1,"
         r" 4\.0 % at most \(small at context 512 in float32, train-step\)\.",
-        found.sentence,
+        finding.sentence,
     )
 
 
-def test_phases_that_do_not_add_up_are_not_said_to() -> None:
+def test_phases_that_do_not_add_up_are_reported() -> None:
     close = benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0})
     far = benchmark_record(
         context=128, step=10.0, phases={"forward": 40.0, "backward": 16.0}, flops=1e10
@@ -148,7 +150,7 @@ def test_phases_that_do_not_add_up_are_not_said_to() -> None:
     assert benchmark("phases-sum", close).tone == "good"
 
 
-def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
+def test_unsteady_samples_get_no_success_and_no_cause() -> None:
     phases = {"forward": 30.0, "loss": 2.0, "backward": 60.0, "optimizer": 8.0}
     for jumps in (False, True):
         record = benchmark_record(step=100.0, phases=phases, flops=4e12)
@@ -172,32 +174,32 @@ def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
         assert ("Not steady, so no cause is given: small 2.00." in both.conclusion) is jumps
 
 
-def test_failures_are_told_with_the_first_reason() -> None:
+def test_failures_are_reported_with_the_first_reason() -> None:
     lost = [
         benchmark_record(size=size, status="oom", reason="CUDA out of memory")
         for size in ("large", "xl")
     ]
-    found = benchmark("failed", *lost)
-    assert found.values == {"status": "oom", "cases": 2, "reason": "CUDA out of memory"}
-    assert found.records == tuple(record.id for record in lost)
-    assert not found.timed
-    assert found.sentence == (
+    finding = benchmark("failed", *lost)
+    assert finding.values == {"status": "oom", "cases": 2, "reason": "CUDA out of memory"}
+    assert finding.records == tuple(record.id for record in lost)
+    assert not finding.timed
+    assert finding.sentence == (
         "2 cases ran out of memory: large at context 512 in float32 train-step, xl at context 512"
-        " in float32 train-step. The first said: CUDA out of memory"
+        " in float32 train-step. The first reason: CUDA out of memory"
     )
 
 
-def test_doubts_are_told() -> None:
+def test_lints_are_reported() -> None:
     flat = [
         benchmark_record(
             size=size, step=100.0, quantities=(Quantity(name="flops", value=f, unit="FLOP"),)
         )
         for size, f in (("small", 1e12), ("medium", 4e12))
     ]
-    found = benchmark("lint", *flat)
-    assert found.values == {"lint": "flat-in-size", "times": 1}
-    assert (len(found.records), found.timed, found.tone) == (1, False, "warn")
-    assert found.text.startswith("Lint flat-in-size, 1×, first: ")
+    finding = benchmark("lint", *flat)
+    assert finding.values == {"lint": "flat-in-size", "times": 1}
+    assert (len(finding.records), finding.timed, finding.tone) == (1, False, "warn")
+    assert finding.text.startswith("Lint flat-in-size, 1×, first: ")
 
 
 def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
@@ -216,7 +218,7 @@ def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
     assert failed == ("small", 512, "train-step", "OOM", *(None,) * 6, "out of memory")
 
 
-def test_energy_is_part_of_the_case_only_where_it_is_asked_for() -> None:
+def test_energy_is_part_of_the_case_only_if_requested() -> None:
     study = find_study("benchmark")
     plain, measured = (
         study.planned(study.flags(size=("small",), mode=("forward",), energy=energy))[0]
@@ -238,10 +240,10 @@ def test_the_headline_has_the_train_steps_alone() -> None:
 
 
 def test_phases_that_a_longer_step_has_fill_the_table() -> None:
-    whole = benchmark_record(series=step_series(100.0))
+    step = benchmark_record(series=step_series(100.0))
     (table,) = [
         block
-        for block in find_study("benchmark").view([whole])
+        for block in find_study("benchmark").view([step])
         if isinstance(block, Table) and block.name == "benchmark-times"
     ]
     titles = [column.title for column in table.columns]
@@ -251,7 +253,7 @@ def test_phases_that_a_longer_step_has_fill_the_table() -> None:
     assert row[titles.index("fwd+bwd mean")] is None
 
 
-def test_the_first_steps_cost_is_found() -> None:
+def test_the_cost_of_the_first_steps_is_reported() -> None:
     records = [warmup_record(COLD), warmup_record(COLD, 2)]
     first, verdict = findings("warmup", *records)
     assert first.code == "warmup.first-step"
@@ -269,7 +271,7 @@ def test_the_first_steps_cost_is_found() -> None:
     )
     assert first.records == verdict.records == tuple(record.id for record in records)
     assert first.sentence == (
-        "small at context 256 in float32, by the medians of 2 fresh processes: the first step takes"
+        "small at context 256 in float32, median of 2 fresh processes: the first step takes"
         " 300 ms, 3.00× a steady one (100 ms), and the steps before steady state cost 250 ms extra."
         " Without warm-up, in one process, the mean of 12 steps is 20.8 % off, with a standard"
         " deviation of 58.2 ms."
@@ -282,33 +284,33 @@ def test_the_first_steps_cost_is_found() -> None:
     )
 
 
-def test_processes_that_disagree_need_no_number_of_warm_up_steps() -> None:
+def test_processes_that_disagree_have_no_number_of_warm_up_steps() -> None:
     """Means of 206, 812, 999 and 230 ms after 0, 1, 2 and 5 warm-up steps."""
     records = [
         warmup_record([2.0 * steady, *[steady] * 9], warmup)
         for warmup, steady in ((0, 206.0), (1, 812.0), (2, 999.0), (5, 230.0))
     ]
-    found = [b for b in find_study("warmup").view(records) if isinstance(b, Finding)]
-    assert [one.code for one in found] == ["warmup.first-step", "warmup.unlike-processes"]
-    assert found[-1].tone == "warn"
-    assert (found[-1].values["fastest_ms"], found[-1].values["slowest_ms"]) == (206.0, 999.0)
-    assert "206 ms in one fresh process and 999 ms in another" in found[-1].sentence
+    shown = [b for b in find_study("warmup").view(records) if isinstance(b, Finding)]
+    assert [one.code for one in shown] == ["warmup.first-step", "warmup.unlike-processes"]
+    assert shown[-1].tone == "warn"
+    assert (shown[-1].values["fastest_ms"], shown[-1].values["slowest_ms"]) == (206.0, 999.0)
+    assert "206 ms in one fresh process and 999 ms in another" in shown[-1].sentence
 
 
-def test_steps_of_a_busy_machine_need_no_number_of_warm_up_steps() -> None:
+def test_a_busy_machine_has_no_number_of_warm_up_steps() -> None:
     busy = (Lint(code="busy-machine", message="planted"),)
     records = [warmup_record(COLD), warmup_record(COLD, 2, lints=busy)]
     *_, verdict = (b for b in find_study("warmup").view(records) if isinstance(b, Finding))
     assert (verdict.code, verdict.tone) == ("warmup.steps-unknown", "warn")
     (section,) = study_sections(records)
-    *_, said = (b for b in section.blocks if isinstance(b, Finding))
-    assert said.sentence == (
-        "How many warm-up steps this machine needs cannot be told; inconclusive: the machine was"
-        f" busy in 1 of 2 measurements ({records[1].id})."
+    *_, shown = (b for b in section.blocks if isinstance(b, Finding))
+    assert shown.sentence == (
+        "The number of warm-up steps that this machine needs is unknown; inconclusive: the machine"
+        f" was busy in 1 of 2 measurements ({records[1].id})."
     )
 
 
-def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
+def test_the_cost_of_the_first_steps_names_its_statistic() -> None:
     slow = warmup_record([900.0, *[100.0] * 9])
     others = [warmup_record([first, *[100.0] * 9], 1) for first in (200.0, 300.0)]
     first = findings("warmup", slow, *others)[0]
@@ -319,7 +321,7 @@ def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
     assert ", in its process:" in alone.text
 
 
-def test_where_steps_never_settle_no_number_of_them_is_said_to_be_enough() -> None:
+def test_steps_that_never_settle_have_no_number_of_warm_up_steps() -> None:
     falling = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
     verdict = findings("warmup", falling)[-1]
     assert verdict.values == {"steps": 4, "processes": 1, "at_least": True}
@@ -348,7 +350,7 @@ def test_a_failed_process_fills_its_row_with_the_status() -> None:
     assert steps.rows[1] == ("small", 256, "float32", 2, "OOM", *(None,) * 6)
 
 
-def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> None:
+def test_sizes_without_a_gain_from_a_dtype_are_named_with_the_reason() -> None:
     phases = {"forward": 30.0, "backward": 70.0}
     waiting = {"step": 100.0, "phases": phases, "issue_share": 1.0}
     records = [
@@ -361,12 +363,18 @@ def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> 
             context=1024, dtype="bfloat16", step=25.0, phases={"forward": 10.0, "backward": 14.0}
         ),
     ]
-    found = benchmark("dtype-gain", *records)
-    assert (found.values["most_on"], found.values["least_on"], found.values["without_gain"]) == (
-        "small at context 1024", "small at context 128", 2,
-    )  # fmt: skip
-    assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in found.text
-    waiting, limited = found.conclusion.split(". ")
+    finding = benchmark("dtype-gain", *records)
+    assert (
+        finding.values["most_on"],
+        finding.values["least_on"],
+        finding.values["without_gain"],
+    ) == (
+        "small at context 1024",
+        "small at context 128",
+        2,
+    )
+    assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in finding.text
+    waiting, limited = finding.conclusion.split(". ")
     assert waiting.startswith("It does not help small at context 128: the host limits these steps")
     assert limited.startswith(
         "It does not help small at context 512, which the host does not limit"
@@ -377,8 +385,10 @@ def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> 
         if isinstance(block, Table) and block.name == "benchmark-formats"
     )
     assert [row[:3] for row in table.rows] == [
-        ("small", 128, "bfloat16"), ("small", 512, "bfloat16"), ("small", 1024, "bfloat16"),
-    ]  # fmt: skip
+        ("small", 128, "bfloat16"),
+        ("small", 512, "bfloat16"),
+        ("small", 1024, "bfloat16"),
+    ]
     forward, backward, optimizer, step = table.rows[-1][3:7]
     assert (forward, backward, step) == pytest.approx((3.0, 5.0, 4.0))
     assert optimizer is None

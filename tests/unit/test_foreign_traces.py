@@ -169,8 +169,8 @@ def test_a_truncated_file_is_read_up_to_the_break(tmp_path: Path, lost: int) -> 
     missing = len(complete.kernels) + len(complete.calls) + len(complete.spans)
     missing -= len(part.kernels) + len(part.calls) + len(part.spans)
     assert 0 <= missing <= 1 + lost // 90
-    assert "The file breaks off" in sentences(summarize(part))
-    assert "The file breaks off" not in sentences(summarize(complete))
+    assert "The file is truncated" in sentences(summarize(part))
+    assert "The file is truncated" not in sentences(summarize(complete))
 
 
 def test_a_truncated_compressed_file_and_bare_list_are_read(tmp_path: Path) -> None:
@@ -231,10 +231,10 @@ def matmuls_on(device: str, major: int | None, minor: int | None) -> str:
 
 def test_advice_names_only_dtypes_that_the_device_supports() -> None:
     volta = matmuls_on("Tesla V100-SXM2-32GB", 7, 0)
-    assert "not on tensor cores: float16 would use those." in volta
+    assert "not on tensor cores: float16 would use them." in volta
     assert "TF32" not in volta
     assert "bfloat16" not in volta
-    assert "TF32, bfloat16 or float16 would use those." in matmuls_on("NVIDIA A100", 8, 0)
+    assert "TF32, bfloat16 or float16 would use them." in matmuls_on("NVIDIA A100", 8, 0)
     assert "which this device does not have." in matmuls_on("Tesla P100", 6, 0)
     assert "not on matrix cores: bfloat16 or float16" in matmuls_on("AMD Instinct MI210", 9, 0)
     assert "if the device has tensor cores for it." in matmuls_on("", None, None)
@@ -246,9 +246,7 @@ def test_matrix_cores_of_amd_count_as_tensor_cores() -> None:
     for event in trace.events:
         if event["name"] == SGEMM:
             event["name"] = "Cijk_Alik_Bljk_BBS_BH_Bias_UserArgs_MT128x256x32_MI16x16x1_SN_ISA942"
-    assert "100.0 % of the time of matmuls is spent on matrix cores." in sentences(
-        summary_of(trace)
-    )
+    assert "100.0 % of the matmul time is spent on matrix cores." in sentences(summary_of(trace))
 
 
 # Sentences.
@@ -278,7 +276,7 @@ def test_classes_count_kernels_without_a_phase() -> None:
     trace.kernel(SGEMM, 700, 900)
     text = sentences(summary_of(trace))
     (classes,) = (
-        part for part in text.split(". ") if part.startswith("Of the time of all kernels")
+        part for part in text.split(". ") if part.startswith("Share of the time of all kernels")
     )
     assert "residual" not in classes
     # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.

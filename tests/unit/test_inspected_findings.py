@@ -126,7 +126,7 @@ def test_shares_of_what_runs_are_shares_of_one_total(
     lead = watched_with(lines=made)
     texts = [one.text for one in inspected_findings([lead])]
     for text in texts:
-        if text.startswith("Of the time of all"):
+        if text.startswith("Share of the time of all"):
             shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
             assert sum(shares) <= 100.2, text
 

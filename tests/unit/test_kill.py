@@ -10,7 +10,7 @@ from kill_loop import kill_runs
 
 
 @pytest.mark.timeout(600)
-def test_killed_runs_go_on_where_they_were(tmp_path: Path) -> None:
+def test_killed_runs_resume(tmp_path: Path) -> None:
     # With this seed most kills come while cases are measured.
     tally = kill_runs(tmp_path, kills=5, seed=20260102)
     assert tally.kills == 5

@@ -1,4 +1,4 @@
-"""The rooms' leaves load where there is no torch, and answer questions there."""
+"""Modules without dependencies load and work without torch."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_loads(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_block_blocks() -> None:
+def test_the_import_block_works() -> None:
     done = run_without_torch("from stepscope.model import TransformerLM")
     assert "torch is blocked" in done.stderr
 
 
-def test_questions_without_torch() -> None:
+def test_costs_are_computed_without_torch() -> None:
     done = run_without_torch(
         """
         from stepscope.attention import IMPLEMENTATION_NAMES, implementation

@@ -1,4 +1,4 @@
-"""Waiting for other work: what counts as such, and for how long."""
+"""Waiting for other work on the machine: what counts, and for how long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepscope.records.schema import Lint
 from stepscope.studies.runner import load
 from stepscope.studies.runner.load import Wait, other_work
 
-Told = list[tuple[float, float, int]]
+Announced = list[tuple[float, float, int]]
 
 
 @pytest.fixture
@@ -27,46 +27,46 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(*used: float) -> Callable[[float], float]:
-    """The last one goes on for ever."""
+    """Successive loads; the last one repeats."""
     left = list(used)
     return lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
-def told_by(wait: Wait) -> tuple[bool, Told]:
-    told: Told = []
-    return wait.until_quiet(lambda *what: told.append(what)), told
+def announced_by(wait: Wait) -> tuple[bool, Announced]:
+    announced: Announced = []
+    return wait.until_quiet(lambda *what: announced.append(what)), announced
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_an_idle_machine_is_not_waited_for() -> None:
     wait = Wait(30.0, 4, script(0.3))
-    assert told_by(wait) == (True, [])
+    assert announced_by(wait) == (True, [])
     assert wait.left_s == 30.0
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_other_work_is_waited_for_until_it_ends() -> None:
     wait = Wait(30.0, 4, script(3.0, 3.0, 0.0))
-    assert told_by(wait) == (True, [(30.0, 3.0, 4)])
+    assert announced_by(wait) == (True, [(30.0, 3.0, 4)])
     assert 0.0 < wait.left_s < 30.0
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_waiting_has_a_bound_for_all_cases_together() -> None:
     wait = Wait(0.003, 4, script(3.0))
-    assert told_by(wait) == (False, [(0.003, 3.0, 4)])
+    assert announced_by(wait) == (False, [(0.003, 3.0, 4)])
     assert wait.left_s <= 0.0
-    assert told_by(wait) == (False, [])
+    assert announced_by(wait) == (False, [])
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_cores_that_a_case_does_not_need_may_be_in_use() -> None:
-    assert told_by(Wait(30.0, 1, script(2.9)))[0]
-    assert told_by(Wait(0.003, 2, script(2.9)))[1]
+    assert announced_by(Wait(30.0, 1, script(2.9)))[0]
+    assert announced_by(Wait(0.003, 2, script(2.9)))[1]
 
 
-def test_own_children_are_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds of everybody, of which this process and its child had one and a half."""
+def test_child_processes_are_not_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPU seconds in total, of which this process and its child used one and a half."""
     everybody = iter((100.0, 102.0))
     own = iter((10.0, 11.0))
     child = iter((5.0, 5.5))
@@ -83,14 +83,19 @@ def test_own_children_are_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(psutil, "Process", lambda: this)
     monkeypatch.setattr(psutil, "cpu_times", lambda: total._replace(user=next(everybody)))
     clock = iter((0.0, 1.0))
-    monkeypatch.setattr(load, "time", SimpleNamespace(
-        monotonic=lambda: next(clock), sleep=lambda _: None,
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        load,
+        "time",
+        SimpleNamespace(
+            monotonic=lambda: next(clock),
+            sleep=lambda _: None,
+        ),
+    )
     assert other_work(1.0) == pytest.approx(0.5)
 
 
-def test_work_of_others_is_seen_on_this_machine() -> None:
-    """A process that is nobody's child here: started by one that has ended."""
+def test_other_work_on_this_machine_is_detected() -> None:
+    """A process whose parent has ended, so that it is not a child of this one."""
     busy = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     start = (
         "import subprocess, sys;"
@@ -114,9 +119,9 @@ def test_the_bound_is_printed(
         observer.waiting(30.0, 1.84, 2)
         observer.measuring_again(noisy)
         observer.case_finished(noisy)
-    told = " ".join(capsys.readouterr().err.split())
-    assert "waiting up to 30 s for other work to end: it uses 1.8 of 2 cores (--wait)" in told
-    assert "benchmark a: the machine was busy; measuring it once more" in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "waiting up to 30 s for other work to end: it uses 1.8 of 2 cores (--wait)" in printed
+    assert "benchmark a: the machine was busy; measuring it once more" in printed
 
 
 def test_the_default_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from stepscope.studies.training.workload import Workload
 GIB = 1 << 30
 
 
-def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
+def test_a_case_on_this_machine_is_predicted_and_attributed() -> None:
     study = find_study("memory")
     flags = MemoryFlags(
         size=("tiny",), context=(32,), batch=(2,), vocab=97, mode=("train-step",), steps=2
@@ -42,7 +42,7 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     highest = value_of(measured.quantities, "peak_bytes")
     assert highest == max(peak.allocated for peak in phases)
     for phase in phases:
-        # The count of each parameter's steps lives on the host, which is the device here.
+        # Each parameter's step count is on the host, which is the device here.
         predicted = value_of(measured.quantities, "predicted_bytes", phase=phase.phase)
         assert predicted == pytest.approx(phase.allocated, abs=200)
         peak = value_of(measured.quantities, "peak_bytes", phase=phase.phase)
@@ -54,19 +54,28 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     ends = measured.attachments["ends"]
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
     assert all(end.residual == 0 for end in ends)
-    # Weights, tables and tokens before the first step; the moments stay when a step has ended.
+    # Weights, tables and tokens before the first step; the moments remain after a step.
     assert ends[-1].allocated - ends[0].allocated == ends[-1].lines[OPTIMIZER]
     course = measured.attachments["course"]
     assert [*dict.fromkeys(point.phase for point in course)] == [peak.phase for peak in phases]
     assert max(sum(point.kinds.values()) for point in course) == highest
 
 
-def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
+def test_a_checkpointed_case_names_what_is_saved_and_recomputed() -> None:
     study = find_study("memory")
     flags = MemoryFlags(
-        size=("tiny",), context=(32,), batch=(2,), vocab=97, layers=4, d_model=32, d_ff=64, heads=2,
-        mode=("forward-backward",), checkpoint=("2",), steps=2,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(32,),
+        batch=(2,),
+        vocab=97,
+        layers=4,
+        d_model=32,
+        d_ff=64,
+        heads=2,
+        mode=("forward-backward",),
+        checkpoint=("2",),
+        steps=2,
+    )
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
     loss, backward = measured.attachments["ledger"][1:]
@@ -85,7 +94,7 @@ def test_too_few_steps_are_refused() -> None:
 def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where torch was built without CUDA's allocator, or with another one."""
+    """As in a torch built without CUDA's allocator, or with a different one."""
 
     def refuse(**_: Any) -> None:
         raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
@@ -93,9 +102,17 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     monkeypatch.setenv(TRACES, str(tmp_path))
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
     work = Workload(
-        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
-        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=8,
+        batch=1,
+        dtype="float32",
+        attention="sdpa",
+        compile="no",
+        optimizer="torch",
+        mode="forward",
+        overrides={"vocab": 32},
+    )
     device = pick_device("cpu")
     step = TransformerStep(work, device)
     assert measure._snapshot(step, device, work) == ({}, [])
@@ -107,14 +124,22 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     assert turns == []
 
 
-def test_steps_take_turns_in_an_order_that_changes() -> None:
+def test_steps_are_interleaved_in_an_order_that_changes() -> None:
     work = Workload(
-        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
-        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=8,
+        batch=1,
+        dtype="float32",
+        attention="sdpa",
+        compile="no",
+        optimizer="torch",
+        mode="forward",
+        overrides={"vocab": 32},
+    )
     device, order = pick_device("cpu"), []
 
-    def way(name: str) -> Callable[[], AbstractContextManager[None]]:
+    def context(name: str) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
         def entered() -> Iterator[None]:
             order.append(name)
@@ -122,7 +147,7 @@ def test_steps_take_turns_in_an_order_that_changes() -> None:
 
         return entered
 
-    ways = {name: way(name) for name in "ab"}
-    took = interleaved_steps(TransformerStep(work, device), device, ways, rounds=3)
+    contexts = {name: context(name) for name in "ab"}
+    took = interleaved_steps(TransformerStep(work, device), device, contexts, rounds=3)
     assert order == [*"ab", *"ba", *"ab"]
-    assert {name: len(held) for name, held in took.items()} == {"a": 3, "b": 3}
+    assert {name: len(samples) for name, samples in took.items()} == {"a": 3, "b": 3}

@@ -1,4 +1,4 @@
-"""What the memory study says of records."""
+"""Findings, tables and figures of the memory study."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def sizes(**values: float) -> tuple[Quantity, ...]:
 def by_code(records: list[Record]) -> dict[str, Finding]:
     """The findings by code; no code comes twice."""
     blocks = [block for block in find_study("memory").view(records) if isinstance(block, Finding)]
-    found = {block.code.removeprefix("memory."): block for block in blocks}
-    assert len(found) == len(blocks)
-    return found
+    findings = {block.code.removeprefix("memory."): block for block in blocks}
+    assert len(findings) == len(blocks)
+    return findings
 
 
 def cases_of(records: list[Record]) -> list[Accounted]:
@@ -54,32 +54,37 @@ def ids(*records: Record) -> set[str]:
 
 
 def table(records: list[Record], name: str) -> Table:
-    (found,) = (
+    (match,) = (
         block
         for block in find_study("memory").view(records)
         if isinstance(block, Table) and block.name == name
     )
-    return found
+    return match
 
 
-def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> None:
+def test_memory_over_a_step_is_drawn_with_the_forward_alone() -> None:
     records = [memory_record("forward"), memory_record(), memory_record(context=64, peak=1 << 20)]
     figures = [
-        block for block in find_study("memory").view(records)
+        block
+        for block in find_study("memory").view(records)
         if isinstance(block, Figure) and block.kind == "areas"
-    ]  # fmt: skip
+    ]
     assert [figure.name for figure in figures] == [
-        "memory-course-forward", "memory-course-train-step",
-    ]  # fmt: skip
-    whole = figures[1]
-    assert [(span.label, span.start) for span in whole.spans] == [
-        ("forward", 10.0), ("loss", 20.0), ("backward", 30.0), ("optimizer", 40.0),
-    ]  # fmt: skip
-    assert whole.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
-    assert whole.marks[0].value == 1000.0
+        "memory-course-forward",
+        "memory-course-train-step",
+    ]
+    full_step = figures[1]
+    assert [(span.label, span.start) for span in full_step.spans] == [
+        ("forward", 10.0),
+        ("loss", 20.0),
+        ("backward", 30.0),
+        ("optimizer", 40.0),
+    ]
+    assert full_step.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
+    assert full_step.marks[0].value == 1000.0
 
 
-def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
+def test_figures_show_the_step_with_the_highest_forward() -> None:
     records = [
         memory_record("forward", peak=1 << 30),
         memory_record(peak=2 << 30),
@@ -94,91 +99,90 @@ def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
     assert leading(cases_of(records[:1]))[0].workload.mode == "forward"
 
 
-def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
+def test_a_cpu_also_shows_the_growth_of_the_process() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
-    held = memory_record(environment=on_cpu, found=sizes(resident_bytes=123 << 20))
-    assert table([held], "memory-peaks").columns[-1].title == "resident"
-    assert table([held], "memory-peaks").rows[0][-1] == 123 << 20
+    on_host = memory_record(environment=on_cpu, extra=sizes(resident_bytes=123 << 20))
+    assert table([on_host], "memory-peaks").columns[-1].title == "resident"
+    assert table([on_host], "memory-peaks").rows[0][-1] == 123 << 20
     assert table([memory_record()], "memory-peaks").columns[-1].title == "residual"
 
 
-def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
+def test_four_and_eight_times_the_model_are_explained() -> None:
     records = [memory_record(peak=1000), memory_record(dtype="bfloat16-master")]
-    found = by_code(records)["bytes-per-parameter"]
+    finding = by_code(records)["bytes-per-parameter"]
     assert (
-        "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in found.text
+        "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in finding.text
     )
-    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in found.text
-    assert found.values.keys() == {"float32", "bfloat16-master"}
-    assert set(found.records) == ids(*records)
+    assert "“8×” is bfloat16 with float32 master weights: the same 16 B" in finding.text
+    assert finding.values.keys() == {"float32", "bfloat16-master"}
+    assert set(finding.records) == ids(*records)
     rows = {row[0]: row[1:5] for row in table([memory_record()], "memory-regimes").rows}
     assert rows["bfloat16-master"] == (2, 2, 12, 16)
     assert rows["bfloat16-pure"] == (2, 2, 4, 8)
     assert rows["bfloat16 autocast"] == (4, 4, 8, 16)
 
 
-def test_it_says_how_far_the_prediction_was_off() -> None:
-    good = memory_record(peak=10 * GIB, found=sizes(predicted_bytes=10.1 * GIB))
-    bad = memory_record(context=256, peak=10 * GIB, found=sizes(predicted_bytes=12 * GIB))
-    found = by_code([good, bad])["prediction"]
-    assert "off by 10.5 % in the median and 20.0 % at most" in found.text
-    assert found.values["worst"] == pytest.approx(0.2)
-    assert (set(found.records), found.tone, found.timed) == (ids(good, bad), "warn", False)
+def test_the_error_of_the_prediction_is_reported() -> None:
+    good = memory_record(peak=10 * GIB, extra=sizes(predicted_bytes=10.1 * GIB))
+    bad = memory_record(context=256, peak=10 * GIB, extra=sizes(predicted_bytes=12 * GIB))
+    finding = by_code([good, bad])["prediction"]
+    assert "off by 10.5 % in the median and 20.0 % at most" in finding.text
+    assert finding.values["worst"] == pytest.approx(0.2)
+    assert (set(finding.records), finding.tone, finding.timed) == (ids(good, bad), "warn", False)
     assert by_code([good])["prediction"].tone == "good"
 
 
 def test_a_residual_is_shown_and_judged() -> None:
-    whole = memory_record(peak=1000)
+    closed = memory_record(peak=1000)
     holed = memory_record(peak=1000, lines={"parameters": 300})
-    assert cases_of([whole])[0].residual_share == 0
+    assert cases_of([closed])[0].residual_share == 0
     assert cases_of([holed])[0].residual_share == pytest.approx(0.2)
-    account = by_code([holed])["account"]
-    assert "leaves 20.0 % of the peak at most on no line" in account.text
-    assert (account.values["residual"], account.tone) == (pytest.approx(0.2), "warn")
+    ledger_finding = by_code([holed])["account"]
+    assert "leaves at most 20.0 % of the peak unattributed" in ledger_finding.text
+    assert (ledger_finding.values["residual"], ledger_finding.tone) == (pytest.approx(0.2), "warn")
     ledger = table([holed], "memory-ledger")
     assert ("residual", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
 
 
 def test_lines_of_one_size_have_one_order() -> None:
-    """A set's order changes from process to process, and pages are held to be the same."""
+    """A set's order differs between processes, but pages must be identical."""
     names = [f"line {letter}" for letter in "jihgfedcba"]
     even = memory_record(peak=1000, lines=dict.fromkeys(names, 5))
     rows = [row[0] for row in table([even], "memory-ledger").rows]
     assert [name for name in rows if name in names] == sorted(names)
 
 
-def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
+def test_on_a_cpu_closing_is_not_a_success() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
-    found = by_code([memory_record(environment=on_cpu)])
-    assert "closes by construction" in found["account"].text
-    assert found["account"].tone == "info"
-    assert "driver" not in found
+    finding = by_code([memory_record(environment=on_cpu)])
+    assert "closes by construction" in finding["account"].text
+    assert finding["account"].tone == "info"
+    assert "driver" not in finding
 
 
-def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
-    counted = sizes(
-        driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB
-    )  # fmt: skip
-    found = by_code([memory_record(peak=10 * GIB, found=counted)])["driver"]
+def test_the_difference_to_nvidia_smi_is_explained() -> None:
+    counted = sizes(driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB)
+    finding = by_code([memory_record(peak=10 * GIB, extra=counted)])["driver"]
     assert (
-        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
-        " later, and 922 MiB of CUDA context" in found.text
+        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps"
+        " cached, and 922 MiB of CUDA context" in finding.text
     )
-    assert "102 MiB (1.0 % of the peak) are left over" in found.text
-    assert found.values["left"] == pytest.approx(0.1 * GIB)
+    assert "102 MiB (1.0 % of the peak) remain." in finding.text
+    assert finding.values["left"] == pytest.approx(0.1 * GIB)
 
 
-def test_every_case_is_held_against_the_drivers_figure() -> None:
+def test_every_case_is_compared_with_the_drivers_figure() -> None:
     large = memory_record(peak=10 * GIB)
     open_ended = memory_record(
-        context=256, peak=GIB,
-        found=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
-    )  # fmt: skip
-    found = by_code([large, open_ended])["driver"]
-    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in found.text
-    assert (found.values["worst_share"], found.tone) == (0.25, "warn")
-    assert set(found.records) == ids(large, open_ended)
+        context=256,
+        peak=GIB,
+        extra=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
+    )
+    finding = by_code([large, open_ended])["driver"]
+    assert "In 2 cases at most 25.0 % remain (tiny at context 256 in float32)" in finding.text
+    assert (finding.values["worst_share"], finding.tone) == (0.25, "warn")
+    assert set(finding.records) == ids(large, open_ended)
     rows = table([large, open_ended], "memory-driver").rows
     assert rows[1][-6:] == (GIB, GIB / 4, GIB / 2, GIB / 4, 2.0 * GIB, 0.25)
     on_cpu = memory_record(environment=environment(device_kind="cpu", device_name="Xeon"))
@@ -186,13 +190,14 @@ def test_every_case_is_held_against_the_drivers_figure() -> None:
     assert "memory-driver" not in names
 
 
-def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
-    end = PhasePeak(phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300},
-                    operator="")  # fmt: skip
-    held = Standing(allocated=900, reserved=1000, driver=1500)
-    whole = memory_record(peak=1000, found=sizes(context_bytes=480))
-    attached = msgspec.to_builtins({"ends": [end], "standing": {"forward": held}})
-    on_gpu = msgspec.structs.replace(whole, attachments=whole.attachments | attached)
+def test_the_ends_of_phases_add_up_to_the_drivers_figure() -> None:
+    end = PhasePeak(
+        phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300}, operator=""
+    )
+    standing = Standing(allocated=900, reserved=1000, driver=1500)
+    plain = memory_record(peak=1000, extra=sizes(context_bytes=480))
+    attached = msgspec.to_builtins({"ends": [end], "standing": {"forward": standing}})
+    on_gpu = msgspec.structs.replace(plain, attachments=plain.attachments | attached)
     assert table([on_gpu], "memory-moments").rows == (
         ("parameters", 600),
         ("saved for backward", 300),
@@ -203,11 +208,11 @@ def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
         ("driver (nvidia-smi)", 1500),
     )
     del attached["standing"]
-    on_cpu = msgspec.structs.replace(whole, attachments=whole.attachments | attached)
+    on_cpu = msgspec.structs.replace(plain, attachments=plain.attachments | attached)
     assert table([on_cpu], "memory-moments").rows[-1] == ("allocated", 900)
 
 
-def test_it_says_up_to_which_context_a_step_fits() -> None:
+def test_the_longest_context_that_fits_is_reported() -> None:
     ran = [memory_record(context=context, peak=context * GIB // 128) for context in (128, 256)]
     full = [
         memory_record(context=context, status="oom", reason="CUDA out of memory")
@@ -215,61 +220,63 @@ def test_it_says_up_to_which_context_a_step_fits() -> None:
     ]
     records = [*ran, *full, memory_record("forward", context=512, peak=GIB)]
     blocks = find_study("memory").view(records)
-    (found,) = (b for b in blocks if isinstance(b, Finding) and b.code == "memory.longest-contexts")
-    assert found.text == (
-        "The longest contexts that fit this device: tiny at context 256 in float32 (2.00 GiB; 512"
-        " runs out)."
+    (finding,) = (
+        b for b in blocks if isinstance(b, Finding) and b.code == "memory.longest-contexts"
     )
-    assert found.values == {"tiny at context 256 in float32": 512}
-    assert set(found.records) == ids(ran[1], full[0])
+    assert finding.text == (
+        "The longest contexts that fit on this device: tiny at context 256 in float32 (2.00 GiB;"
+        " 512 runs out)."
+    )
+    assert finding.values == {"tiny at context 256 in float32": 512}
+    assert set(finding.records) == ids(ran[1], full[0])
     assert "longest-contexts" not in by_code(ran)
 
 
 def test_a_step_is_the_same_at_another_context_however_often_it_ran() -> None:
-    """The number of steps and the snapshot are the measurement's, not the step's."""
+    """The number of steps and the snapshot belong to the measurement, not to the step."""
     ran = memory_record(context=256, peak=GIB)
     ran = msgspec.structs.replace(ran, config=ran.config | {"steps": 9, "snapshot": "no"})
     full = memory_record(context=512, status="oom", reason="CUDA out of memory")
     assert "longest-contexts" in by_code([ran, full])
 
 
-def test_it_explains_why_bfloat16_can_need_more() -> None:
+def test_bfloat16_that_needs_more_is_explained() -> None:
     wide = memory_record("forward", peak=18 * GIB)
     narrow = memory_record(
         "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
     )
-    found = by_code([wide, narrow])["autocast-more"]
-    assert "needs more than float32 in 1 of 1 forwards" in found.text
-    assert "the copies are 6.00 GiB" in found.text
-    assert "peak 22.0 GiB against 18.0 GiB" in found.text
-    assert set(found.records) == ids(wide, narrow)
+    finding = by_code([wide, narrow])["autocast-more"]
+    assert "needs more memory than float32 in 1 of 1 forwards" in finding.text
+    assert "the copies are 6.00 GiB" in finding.text
+    assert "peak 22.0 GiB against 18.0 GiB" in finding.text
+    assert set(finding.records) == ids(wide, narrow)
     lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
-    assert "In none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
+    assert "in none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
 
     def pair(context: int, *peaks: int) -> list[Record]:
         return [
-            memory_record("forward", context=context, dtype=form, peak=peak * GIB)
-            for form, peak in zip(("float32", "bfloat16"), peaks, strict=True)
+            memory_record("forward", context=context, dtype=dtype, peak=peak * GIB)
+            for dtype, peak in zip(("float32", "bfloat16"), peaks, strict=True)
         ]
 
     less = by_code([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])["autocast-more"]
     assert [less.values[name] for name in ("more", "forwards", "less_from")] == [1, 3, 256]
-    assert "From context 256 on it is less." in less.text
+    assert "From context 256 on it needs less." in less.text
     more = by_code([*pair(128, 18, 22), *pair(512, 40, 41)])["autocast-more"]
-    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more.text
-    assert "autocast runs softmax in float32 and casts what comes out" in more.text
+    assert "At context 512 it still needs more: 41.0 GiB against 40.0 GiB" in more.text
+    assert "autocast runs softmax in float32 and casts its output" in more.text
     assert more.values["more_up_to"] == 512
 
 
-def test_an_account_that_closes_to_the_byte_says_so() -> None:
+def test_a_ledger_that_closes_to_the_byte_is_reported() -> None:
     cases = [memory_record(), memory_record(context=256)]
-    found = by_code(cases)
-    assert found["account"].text == (
-        "The account closes to the byte, at the peak and at the end of every phase of all 2 cases."
+    finding = by_code(cases)
+    assert finding["account"].text == (
+        "The ledger closes to the byte, at the peak and at the end of every phase of all 2 cases."
     )
-    assert (found["account"].tone, found["account"].timed) == ("good", False)
-    assert found["driver"].text.endswith(
-        "measured before the model existed; nothing is left. It is so in all 2 cases."
+    assert (finding["account"].tone, finding["account"].timed) == ("good", False)
+    assert finding["driver"].text.endswith(
+        "measured before the model existed; nothing remains. The same holds in all 2 cases."
     )
 
 
@@ -277,17 +284,17 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
     plain = memory_record()
     both = (times("plain", 10.0, "host"), times("history", 10.5, "host"))
     timed = msgspec.structs.replace(plain, series=(*plain.series, *both))
-    found = by_code([timed])["recording"]
-    assert found.text.startswith("The step that is recorded takes 2.01× the time of a plain one")
-    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in found.text
-    assert found.values == {
+    finding = by_code([timed])["recording"]
+    assert finding.text.startswith("The recorded step takes 2.01× the time of a plain one")
+    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in finding.text
+    assert finding.values == {
         "slower": pytest.approx(2.0, rel=0.02),
         "history: tiny at context 128 in float32": pytest.approx(1.05),
     }
-    assert (found.timed, set(found.records)) == (True, ids(timed))
+    assert (finding.timed, set(finding.records)) == (True, ids(timed))
 
 
-def test_only_what_recording_costs_is_doubted_on_a_busy_machine() -> None:
+def test_only_the_cost_of_recording_is_doubted_on_a_busy_machine() -> None:
     busy = msgspec.structs.replace(
         memory_record(), lints=(Lint(code="busy-machine", message="threads waited for cores"),)
     )
@@ -296,15 +303,15 @@ def test_only_what_recording_costs_is_doubted_on_a_busy_machine() -> None:
     assert doubted == ["memory.recording"]
 
 
-def test_an_incomplete_snapshot_is_said() -> None:
+def test_an_incomplete_snapshot_is_reported() -> None:
     plain = memory_record()
     cut = msgspec.structs.replace(plain, notes=plain.notes | {"snapshot_incomplete": "full"})
-    found = by_code([cut])["recording"]
-    assert "1 snapshots are incomplete, the first of tiny at context 128 in float32" in found.text
-    assert found.values["incomplete"] == 1
+    finding = by_code([cut])["recording"]
+    assert "1 snapshots are incomplete, the first of tiny at context 128 in float32" in finding.text
+    assert finding.values["incomplete"] == 1
 
 
-def test_it_says_where_the_optimizer_holds_the_peak() -> None:
+def test_a_peak_in_the_optimizer_is_reported() -> None:
     quarter = 250 << 20
     lines = {PARAMETERS: quarter, TEMPORARIES: quarter}
     record = memory_record(size="small", context=128, lines=lines)
@@ -315,111 +322,137 @@ def test_it_says_where_the_optimizer_holds_the_peak() -> None:
     attachments = record.attachments | {"ledger": msgspec.to_builtins(phases)}
     high = msgspec.structs.replace(record, attachments=attachments)
     other = memory_record(context=256)
-    found = by_code([high, other])["optimizer-peak"]
-    assert "In 1 of 2 train steps the optimizer holds the peak" in found.text
-    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in found.text
-    assert found.conclusion.startswith("Its fused form makes none: ")
-    assert set(found.records) == ids(high, other)
+    finding = by_code([high, other])["optimizer-peak"]
+    assert "In 1 of 2 train steps the peak is in the optimizer" in finding.text
+    assert (
+        "for small at context 128 in float32 250 MiB on top of 250 MiB of parameters"
+        in finding.text
+    )
+    assert finding.conclusion.startswith("The fused AdamW has none: ")
+    assert set(finding.records) == ids(high, other)
     assert "optimizer-peak" not in by_code([record])
 
 
 def test_the_largest_tensor_is_named() -> None:
-    found = by_code([memory_record(peak=GIB), memory_record(context=64, peak=8 * GIB)])
-    largest = found["largest-tensor"]
+    finding = by_code([memory_record(peak=GIB), memory_record(context=64, peak=8 * GIB)])
+    largest = finding["largest-tensor"]
     assert largest.text.startswith("The largest single tensor of tiny at context 64 in float32 has")
     assert "2.00 GiB (aten.bmm.default at reference.py:31); one float32" in largest.text
     assert (largest.values["bytes"], len(largest.records)) == (2 * GIB, 1)
 
 
-def test_it_tells_naive_from_flash_attention() -> None:
+def test_naive_and_flash_attention_are_compared() -> None:
     records = [
         memory_record(peak=60 * GIB),
         memory_record(attention="sdpa", peak=20 * GIB),
         memory_record(attention="sdpa", peak=1 * GIB, context=256),
     ]
-    found = by_code(records)["flash-attention"]
-    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in found.text
-    assert "peaks at 20.0 GiB, 3.00× less" in found.text
-    assert set(found.records) == ids(*records[:2])
+    finding = by_code(records)["flash-attention"]
+    assert "peaks at 60.0 GiB; with sdpa it saves 10.0 GiB" in finding.text
+    assert "peaks at 20.0 GiB, 3.00× less" in finding.text
+    assert set(finding.records) == ids(*records[:2])
     # tiny at context 128, batch 4: 4 heads of 32, two layers.
     scores, stream = 4 * 4 * 128 * 128, 4 * 4 * 128 * 32
     naive = 2 * (19 * scores * 4 + 12 * stream * 4 + 2 * 128 * 128)
     flash = 2 * (12 * stream * 4 + 2 * 4 * 4 * 128 * 4)
-    assert (found.values["traffic"], found.values["flash_traffic"]) == (naive, flash)
-    assert f"attention written out moves {bytes_(naive)} in a step" in found.conclusion
-    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in found.conclusion
+    assert (finding.values["traffic"], finding.values["flash_traffic"]) == (naive, flash)
+    assert f"naive attention moves {bytes_(naive)} in a step" in finding.conclusion
+    assert (
+        f"flash attention at least {bytes_(flash)}, {naive / flash:.2f}× less" in finding.conclusion
+    )
 
 
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
     small = environment(device_memory_bytes=13 * GIB // 2)
     lost = memory_record(
-        size="small", context=1024, status="oom", environment=small,
+        size="small",
+        context=1024,
+        status="oom",
+        environment=small,
         reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
-    )  # fmt: skip
-    found = by_code([lost])["ran-out"]
-    assert "ran out in the forward phase when it asked for another 768 MiB" in found.text
-    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in found.text
-    assert found.conclusion.startswith("Predicted to fit, smallest change first: flash attention (")
-    assert found.values["remedy"] == "flash attention"
-    assert (found.records, found.tone) == ((lost.id,), "warn")
+    )
+    finding = by_code([lost])["ran-out"]
+    assert (
+        "ran out of memory in the forward phase when it requested another 768 MiB" in finding.text
+    )
+    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in finding.text
+    assert finding.conclusion.startswith(
+        "Predicted to fit, smallest change first: flash attention ("
+    )
+    assert finding.values["remedy"] == "flash attention"
+    assert (finding.records, finding.tone) == ((lost.id,), "warn")
     (row,) = table([lost], "memory-lost").rows
     assert row == ("small", 1024, "train-step", "oom", lost.reason)
 
 
 def test_post_mortems_stop_after_the_first_four() -> None:
-    noted = PostMortem(
-        limit=1, asked=0, held=0, phase="backward", lines={}, needed=2, remedies=()
-    )  # fmt: skip
+    noted = PostMortem(limit=1, asked=0, held=0, phase="backward", lines={}, needed=2, remedies=())
     lost = [
         memory_record(
-            context=context, status="oom", reason="CUDA out of memory",
+            context=context,
+            status="oom",
+            reason="CUDA out of memory",
             attachments={"post_mortem": msgspec.to_builtins(noted)},
         )
         for context in (64, 128, 256, 512, 1024, 2048)
-    ]  # fmt: skip
-    found = [b for b in find_study("memory").view(lost) if isinstance(b, Finding)]
-    assert [b.code for b in found] == [*["memory.ran-out"] * 4, "memory.more-ran-out"]
-    assert found[-1].text == "2 more cases ran out of memory."
-    assert (found[-1].values, set(found[-1].records)) == ({"cases": 2}, ids(*lost[4:]))
+    ]
+    finding = [b for b in find_study("memory").view(lost) if isinstance(b, Finding)]
+    assert [b.code for b in finding] == [*["memory.ran-out"] * 4, "memory.more-ran-out"]
+    assert finding[-1].text == "2 more cases ran out of memory."
+    assert (finding[-1].values, set(finding[-1].records)) == ({"cases": 2}, ids(*lost[4:]))
 
 
-def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
+def test_the_post_mortem_of_the_worker_is_shown() -> None:
     noted = PostMortem(
-        limit=10 * GIB, asked=2 * GIB, held=9 * GIB, phase="backward",
-        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB}, needed=15 * GIB,
+        limit=10 * GIB,
+        asked=2 * GIB,
+        held=9 * GIB,
+        phase="backward",
+        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB},
+        needed=15 * GIB,
         remedies=(Remedy(words="batch 1", peak=8 * GIB, changes={"batch": 1}),),
-    )  # fmt: skip
+    )
     attached = {"post_mortem": msgspec.to_builtins(noted)}
     lost = memory_record(status="oom", reason="CUDA out of memory", attachments=attached)
-    found = by_code([lost])["ran-out"]
-    assert "ran out in the backward phase when it asked for another 2.00 GiB" in found.text
-    assert [found.values[name] for name in ("asked", "needed", "limit", "missing", "remedy")] == [
-        2 * GIB, 15 * GIB, 10 * GIB, 5 * GIB, "batch 1",
-    ]  # fmt: skip
-    held = "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
-    assert held in found.text
-    assert "smallest change first: batch 1 (8.00 GiB)" in found.conclusion
+    finding = by_code([lost])["ran-out"]
+    assert (
+        "ran out of memory in the backward phase when it requested another 2.00 GiB" in finding.text
+    )
+    assert [finding.values[name] for name in ("asked", "needed", "limit", "missing", "remedy")] == [
+        2 * GIB,
+        15 * GIB,
+        10 * GIB,
+        5 * GIB,
+        "batch 1",
+    ]
+    entries = "Largest entries: saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
+    assert entries in finding.text
+    assert "smallest change first: batch 1 (8.00 GiB)" in finding.conclusion
 
 
-def test_a_budget_that_nothing_fits_is_said() -> None:
+def test_a_device_that_nothing_fits_is_reported() -> None:
     tiny = environment(device_memory_bytes=1 << 20)
     lost = memory_record(status="oom", reason="out of memory", environment=tiny)
-    found = by_code([lost])["ran-out"]
-    assert found.conclusion == "No change that is known here fits."
-    assert found.values["remedy"] is None
+    finding = by_code([lost])["ran-out"]
+    assert finding.conclusion == "No known change fits."
+    assert finding.values["remedy"] is None
 
 
-def test_saved_tensors_stand_in_a_table() -> None:
+def test_saved_tensors_are_listed_in_a_table() -> None:
     saved = SavedTensor(
-        module="blocks.0.attention", operator="softmax", shape=(4, 8, 16, 16), dtype="float32",
-        bytes=32768, code="reference.py:39",
-    )  # fmt: skip
+        module="blocks.0.attention",
+        operator="softmax",
+        shape=(4, 8, 16, 16),
+        dtype="float32",
+        bytes=32768,
+        code="reference.py:39",
+    )
     rows = table([memory_record(saved=(saved,))], "memory-saved").rows
     expected = ("blocks.0.attention", "softmax", "4×8×16×16", "float32", 32768, "reference.py:39")
     assert rows == (expected,)
 
 
-def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
+def test_bytes_per_parameter_are_measured_if_a_step_ran() -> None:
     rows: dict[Any, Any] = {
         row[0]: row for row in table([memory_record(peak=1 << 30)], "memory-regimes").rows
     }

@@ -180,11 +180,17 @@ def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"model": "own_models:causal_lm", "context": (64,)}, "--context is of the models here"),
-        ({"model": "own_models:causal_lm", "d_model": 64}, "--d-model is of the models here"),
+        (
+            {"model": "own_models:causal_lm", "context": (64,)},
+            "--context applies to the built-in models",
+        ),
+        (
+            {"model": "own_models:causal_lm", "d_model": 64},
+            "--d-model applies to the built-in models",
+        ),
         ({"model": "own_models:causal_lm", "checkpoint": ("2",)}, "--checkpoint no or 1"),
         ({"model": "own_models:causal_lm", "dtype": ("bfloat16-master",)}, "no master weights"),
-        ({"model": "own_models:causal_lm", "dtype": ("bf16-stream",)}, "its author gave it"),
+        ({"model": "own_models:causal_lm", "dtype": ("bf16-stream",)}, "its own residual stream"),
         ({"model": "train.py"}, "not of the form"),
     ],
 )

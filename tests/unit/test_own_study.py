@@ -93,7 +93,7 @@ def test_a_build_function_that_raises_is_refused_before_anything_is_measured(tmp
         ({"model": "a:b", "compile": ("all",)}, "compile 'all' does not exist"),
         ({"model": "a:b", "optimizer": ("adam",)}, "optimizer 'adam' does not exist"),
         ({"model": "a:b", "dtype": ("int8",)}, "int8"),
-        ({"model": "a:b", "dtype": ("bf16-stream",)}, "its author gave it"),
+        ({"model": "a:b", "dtype": ("bf16-stream",)}, "its own residual stream"),
         ({"model": "a:b", "dtype": ("bf16-master",)}, "no master weights"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Why a step ran out of memory: what the allocator said, what held the bytes, what would fit."""
+"""Post-mortem of a step that ran out of memory: the allocator's message, the ledger, remedies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_step(**fields: Any) -> Workload:
     return only
 
 
-def test_what_the_allocator_says_is_read() -> None:
+def test_the_message_of_the_allocator_is_parsed() -> None:
     assert read_refusal(FULL) == (1536 * MIB, int(10.25 * GIB), 12 * GIB)
     on_cpu = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
     assert read_refusal(on_cpu) == (4096, 0, 0)
@@ -66,34 +66,36 @@ def test_the_moment_it_ran_out_is_itemised() -> None:
 def test_remedies_name_what_to_change_and_fit() -> None:
     work = small_step()
     limit = 13 * GIB // 2
-    found = examined(work, "cuda", limit, Refusal(MIB, 5 * GIB, 0))
-    assert found.missing == found.needed - limit > 0
-    assert [remedy.words for remedy in found.remedies[:1]] == ["flash attention"]
-    assert len({frozenset(remedy.changes) for remedy in found.remedies}) == len(found.remedies)
-    for remedy in found.remedies:
+    post_mortem = examined(work, "cuda", limit, Refusal(MIB, 5 * GIB, 0))
+    assert post_mortem.missing == post_mortem.needed - limit > 0
+    assert [remedy.words for remedy in post_mortem.remedies[:1]] == ["flash attention"]
+    assert len({frozenset(remedy.changes) for remedy in post_mortem.remedies}) == len(
+        post_mortem.remedies
+    )
+    for remedy in post_mortem.remedies:
         changed = planted_ooms.changed(work, remedy)
         assert predict(plan_of(changed, "cuda")).peak.allocated == remedy.peak < limit
 
 
-def test_under_a_limit_free_segments_are_given_back_first() -> None:
+def test_under_a_limit_free_segments_are_released_first() -> None:
     allocator = CachingAllocator(limit=64 * MIB)
     first = allocator.allocate(30 * MIB)
     allocator.release(first)
-    # It does not fit beside the one that is free, so that one goes.
+    # It does not fit next to the free segment, so that one is released.
     allocator.allocate(50 * MIB)
     assert allocator.reserved == 50 * MIB
     with pytest.raises(OutOfBlocks):
         allocator.allocate(20 * MIB)
 
 
-def test_a_step_runs_within_its_peak_and_a_little_and_not_within_less() -> None:
+def test_a_step_runs_with_a_little_more_than_its_peak_and_not_with_less() -> None:
     plan = plan_of(small_step(dtype=("bfloat16",)), "cuda")
-    told = predict(plan)
-    assert runs_within(plan, max(moment.reserved for moment in told.phases))
-    assert not runs_within(plan, told.peak.allocated - MIB)
+    prediction = predict(plan)
+    assert runs_within(plan, max(moment.reserved for moment in prediction.phases))
+    assert not runs_within(plan, prediction.peak.allocated - MIB)
 
 
-def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_attaches_a_post_mortem(monkeypatch: pytest.MonkeyPatch) -> None:
     study = find_study("benchmark")
 
     def fails(*_: Any) -> None:
@@ -108,7 +110,7 @@ def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert reply.status == "oom"
     noted = reply.attachments[NOTE]
     assert (noted.limit, noted.asked) == (6 * GIB, 1536 * MIB)
-    # What goes wrong while it looks for the reason does not hide the failure.
+    # An error of the post-mortem does not hide the failure.
     monkeypatch.setattr(type(study), "post_mortem", fails)
     assert worker.answer(MeasureCase("benchmark", config)) == Failed("oom", reply.reason)
 

@@ -18,7 +18,7 @@ from stepscope.studies.views.prediction import budget_finding
 def test_it_prints_phases_and_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--size", "2.7b", "--context", "2048", "--attention", "sdpa"]) == 0
     said = capsys.readouterr().out
-    assert "What is live at the peak of each phase" in said
+    assert "Live memory at the peak of each phase" in said
     assert "optimizer state" in said
     assert "saved: attention, flash" in said
 
@@ -51,7 +51,7 @@ def test_the_fast_step_is_known(keep: str, gib: float, capsys: pytest.CaptureFix
 def test_the_forms_of_a_step_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *FAST, "--keep", "inputs-8", "--graph", "--size", "small"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "joined products, keeps inputs-8, updates in the backward, as a graph" in said
+    assert "fused projections, saves inputs-8, optimizer-in-backward, as a graph" in said
     assert "saved: feed-forward, feed-forward" in said
 
 
@@ -70,7 +70,7 @@ def test_a_step_fits_by_the_test_that_chooses_the_changes() -> None:
     assert told.peak.allocated * MARGIN <= budget
     finding = budget_finding("tiny", told, budget)
     assert finding.code == "prediction.does-not-fit"
-    assert "gaps between its blocks" in finding.text
+    assert "fragmentation needs more" in finding.text
     whole = changes_that_fit(predict(plan("tiny", 512)).plan, budget)
     assert told.plan not in [change.plan for change in whole]
     for change in whole:
@@ -82,7 +82,7 @@ def test_a_budget_that_nothing_fits_is_said() -> None:
     told = predict(plan("tiny", 64))
     finding = budget_finding("tiny", told, 1 << 20)
     assert finding.values["change"] is None
-    assert finding.conclusion.startswith("No change that is known here fits either; the model")
+    assert finding.conclusion.startswith("No known change fits either; the model")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The experiments of the profile study, as far as they can be tried without a GPU."""
+"""The experiments of the profile study, as far as they run without a GPU."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def run(step: TransformerStep) -> None:
 
 
 def notes(step: TransformerStep) -> list[dict[str, object]]:
-    """A place for notes on the AccumulateGrad node of each parameter that the next forward uses."""
+    """Metadata of the AccumulateGrad node of each parameter that the next forward uses."""
     views = [p.view_as(p) for p in step.model.parameters()]
     return [view.grad_fn.next_functions[0][0].metadata for view in views]  # type: ignore[union-attr,misc]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_of_a_step_survives_being_forgotten(mode: Mode) -> None:
+def test_forgotten_steps_leave_no_autograd_nodes(mode: Mode) -> None:
     step = built(mode)
     run(step)
     for note in notes(step):
         note["of"] = "an earlier step"
     run(step)
-    assert all(notes(step)), "a step that is run again takes over the nodes of the one before"
+    assert all(notes(step)), "a repeated step reuses the nodes of the previous one"
     forget_steps(step)
     assert not any(notes(step))
     assert all(p.grad is None for p in step.model.parameters())
@@ -59,7 +59,7 @@ def test_a_larger_batch_has_the_same_model_and_leaves_the_step_as_it_was() -> No
 
 
 @pytest.mark.parametrize("fits", [*LARGER[1:], 1])
-def test_a_batch_that_does_not_fit_is_tried_smaller(fits: int) -> None:
+def test_a_batch_that_does_not_fit_is_reduced(fits: int) -> None:
     step = built("train-step")
 
     def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -81,7 +81,7 @@ def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
     assert [name for name, _ in experiments(compiled)] == ["graph_replay"]
 
 
-def test_what_failed_first_is_told() -> None:
+def test_the_first_failure_is_reported() -> None:
     error = RuntimeError("a previous error")
     error.__context__ = ValueError("a wait inside of a capture\nand more")
     assert first_cause(error) == "ValueError: a wait inside of a capture"

@@ -1,4 +1,4 @@
-"""`stepscope profile-nsys`: the commands it prints are whole, and it runs them where it can."""
+"""`stepscope profile-nsys`: it prints complete commands, and runs them where it can."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_one_step_is_recorded_at_a_time(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("words", [[], ["{"], ['{"size": 3}']])
-def test_a_config_that_is_none_is_refused(words: list[str]) -> None:
-    with pytest.raises(StepscopeError, match="one case as JSON is needed"):
+def test_an_invalid_config_is_refused(words: list[str]) -> None:
+    with pytest.raises(StepscopeError, match="expected one case as JSON"):
         read_config(words)

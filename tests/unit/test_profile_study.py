@@ -1,4 +1,4 @@
-"""The profile study: what it measures on a CPU, and what it says of traces with known numbers."""
+"""The profile study: measured on a CPU, and its findings on traces with known numbers."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def grouped(*records: Record) -> list[Group]:
 
 
 def by_code(*records: Record) -> dict[str, Finding]:
-    found = [b for b in STUDY.view(records) if isinstance(b, Finding)]
-    assert all(one.code and one.records for one in found)
-    return {one.code.removeprefix("profile."): one for one in found}
+    findings = [b for b in STUDY.view(records) if isinstance(b, Finding)]
+    assert all(one.code and one.records for one in findings)
+    return {one.code.removeprefix("profile."): one for one in findings}
 
 
 def table(name: str, *records: Record) -> list[dict[str, object]]:
-    (found,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
-    titles = [column.title for column in found.columns]
-    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+    (match,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
+    titles = [column.title for column in match.columns]
+    return [dict(zip(titles, row, strict=True)) for row in match.rows]
 
 
 def busy_step(blocks: int = 12) -> ChromeTrace:
-    """A forward that the device is always behind with: seven products and an attention a block."""
+    """A forward that keeps the device busy: seven matmuls and an attention per block."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 3_000)
     trace.range("forward", 0, 3_000)
@@ -69,8 +69,8 @@ def busy_step(blocks: int = 12) -> ChromeTrace:
             ("attention/core/softmax", "void at::native::softmax_warp_forward<float>(float*)"),
             ("attention/core/values", product),
         ]
-        for place, (part, kernel) in enumerate(kernels):
-            begin = at + 15 * place
+        for index, (part, kernel) in enumerate(kernels):
+            begin = at + 15 * index
             inside = part.split("/")
             for depth, name in enumerate(inside):
                 trace.range(name, begin + depth, begin + 14 - depth)
@@ -101,9 +101,9 @@ def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     assert top.story == "12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)"
     assert top.share == pytest.approx((84 * 100 + 400) / (84 * 100 + 400 + 12 * 80))
     assert top.also_first_in_backward is None
-    said = by_code(record)["top-kernel"]
-    assert (said.values["kernel"], said.values["calls"]) == (SGEMM, 85)
-    assert said.sentence == (
+    finding = by_code(record)["top-kernel"]
+    assert (finding.values["kernel"], finding.values["calls"]) == (SGEMM, 85)
+    assert finding.sentence == (
         f"In the forward of small at context 512 in float32, {SGEMM} (FP32 cores) takes the most"
         " time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3) + 1"
         " (head)."
@@ -111,22 +111,22 @@ def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     assert count_story(group.fullest().summary, "no such kernel", 12) == ""
 
 
-def test_the_first_kernel_of_the_backward_may_be_another() -> None:
+def test_the_longest_kernel_of_the_backward_may_differ() -> None:
     trace = training_step()
     trace.operator("autograd::engine::evaluate_function: X", 800, 900, 101, sequence=0, back=1)
     trace.kernel(ADD, 810, 990, launch=(802, 804), thread=101)
     forward, both = profile_record("forward"), profile_record("forward-backward", trace=trace)
     for fuller, same, words in (
-        (both, False, "is another one"),
+        (both, False, "is a different one"),
         (profile_record(), True, "is the same"),
     ):
-        said = by_code(forward, fuller)["top-kernel"]
-        assert said.values["also_first_in_backward"] is same
-        assert said.records == (forward.id, fuller.id)
-        assert said.conclusion == f"With the backward, the first {words}."
+        finding = by_code(forward, fuller)["top-kernel"]
+        assert finding.values["also_first_in_backward"] is same
+        assert finding.records == (forward.id, fuller.id)
+        assert finding.conclusion == f"With the backward, the longest {words}."
 
 
-def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> None:
+def test_the_softmax_is_compared_with_the_matmuls_in_time_flops_and_bytes() -> None:
     (group,) = grouped(profile_record("forward", trace=busy_step()))
     core = attention_core(group)
     assert core is not None
@@ -136,26 +136,26 @@ def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> N
     assert core.softmax_flops == 5 * scores
     assert core.matmul_flops == 2 * 2 * 64 * scores
     assert core.softmax_bytes == 2 * 4 * scores
-    said = by_code(profile_record("forward", trace=busy_step()))["softmax"]
-    assert said.values["time"] == pytest.approx(0.5)
-    assert said.values["flops"] == pytest.approx(5 / 256)
+    finding = by_code(profile_record("forward", trace=busy_step()))["softmax"]
+    assert finding.values["time"] == pytest.approx(0.5)
+    assert finding.values["flops"] == pytest.approx(5 / 256)
     # 1.21 GB at 4 TB/s are 0.3 ms.
-    assert said.values["of_copy_rate"] == pytest.approx(0.302 / 0.24, rel=0.01)
-    assert said.sentence == (
+    assert finding.values["of_copy_rate"] == pytest.approx(0.302 / 0.24, rel=0.01)
+    assert finding.sentence == (
         "Inside attention of small at context 512 in float32 the softmax takes 0.50 times as long"
-        " as the two matrix products with 2.0 % of their FLOPs. To read and write every score takes"
+        " as the two matmuls with 2.0 % of their FLOPs. Reading and writing every score takes"
         " 302 µs at the 4.00 TB/s that a copy reaches here, longer than it takes: part of the"
-        " scores stays in the cache of the device."
+        " scores stays in the device's cache."
     )
 
 
-def test_without_an_attention_written_out_nothing_is_said_of_its_softmax() -> None:
+def test_without_naive_attention_there_is_no_softmax_finding() -> None:
     (group,) = grouped(profile_record())
     assert attention_core(group) is None
     assert "softmax" not in by_code(profile_record())
 
 
-def test_timer_and_profiler_stand_side_by_side() -> None:
+def test_timer_and_profiler_are_compared() -> None:
     (row,) = table("profile-timer", profile_record("forward", step=0.180), profile_record(step=0.9))
     assert row["forward, timer"] == pytest.approx(0.180)
     assert row["forward, profiler"] == pytest.approx(0.185)
@@ -171,22 +171,24 @@ def test_timer_and_profiler_stand_side_by_side() -> None:
     )
     differs = by_code(profile_record("forward", step=0.4))["timer-differs"]
     assert differs.values["apart"] == pytest.approx(0.185 / 0.4 - 1, rel=1e-3)
-    assert "(-54 %): they do not agree. The profiler lengthens what the host" in differs.sentence
+    assert "(-54 %): they do not agree. The profiler slows the host down" in differs.sentence
 
 
-def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> None:
+def test_the_host_limits_only_if_both_experiments_agree() -> None:
     tried = {"graph_replay": 0.38, "larger_batch": 1.1}
     slow = profile_record(
-        "forward", trace=training_step(), experiments=tried,
+        "forward",
+        trace=training_step(),
+        experiments=tried,
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
-    )  # fmt: skip
-    said = by_code(slow)["host-limits"]
-    assert (said.records, said.tone) == ((slow.id,), "warn")
-    assert said.values["idle"] == pytest.approx(0.76)
-    assert said.values["late"] == pytest.approx(0.28)
-    assert said.values["larger_batch_ratio"] == pytest.approx(1.1)
-    assert said.values["graph_ratio"] == pytest.approx(0.38)
-    assert said.sentence == (
+    )
+    finding = by_code(slow)["host-limits"]
+    assert (finding.records, finding.tone) == ((slow.id,), "warn")
+    assert finding.values["idle"] == pytest.approx(0.76)
+    assert finding.values["late"] == pytest.approx(0.28)
+    assert finding.values["larger_batch_ratio"] == pytest.approx(1.1)
+    assert finding.values["graph_ratio"] == pytest.approx(0.38)
+    assert finding.sentence == (
         "small at context 512 in float32, forward: the host limits this step; the device is idle"
         " for 76.0 % of it, and in the trace nothing was launched in time for 28.0 %. A lower"
         " precision cannot help until there are fewer launches: 4 times the batch takes 1.10 times"
@@ -195,47 +197,54 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
     (row,) = table("profile-ledger", slow)
     assert row["as a graph"] == pytest.approx(0.38)
     assert "host-limits" not in by_code(profile_record("forward", trace=busy_step()))
-    # Only the profiler made it wait: without it the same kernels fill the step.
+    # Only the profiler makes it wait: without it the same kernels fill the step.
     filled = profile_record("forward", trace=training_step(), step=0.25)
     assert "host-limits" not in by_code(filled)
 
 
 @pytest.mark.parametrize(
     ("graph", "larger", "says"),
-    [(0.5, 3.9, True), (0.97, 1.2, True), (0.97, 3.9, False), (None, 3.9, False),
-     (0.5, None, True), (None, None, None)],
-)  # fmt: skip
+    [
+        (0.5, 3.9, True),
+        (0.97, 1.2, True),
+        (0.97, 3.9, False),
+        (None, 3.9, False),
+        (0.5, None, True),
+        (None, None, None),
+    ],
+)
 def test_either_experiment_may_show_that_the_host_limits(
     graph: float | None, larger: float | None, says: bool | None
 ) -> None:
     tried = {"graph_replay": graph, "larger_batch": larger}
     record = profile_record(
-        "forward", trace=training_step(),
+        "forward",
+        trace=training_step(),
         experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
-    )  # fmt: skip
+    )
     (group,) = grouped(record)
     assert group.fullest().experiments_say() is says
-    # What the trace says counts unless both experiments are against it.
-    said = by_code(record)
-    assert ("host-limits" in said) is (says is not False)
-    assert ("host-does-not-limit" in said) is (says is False)
+    # The verdict of the trace counts unless both experiments contradict it.
+    finding = by_code(record)
+    assert ("host-limits" in finding) is (says is not False)
+    assert ("host-does-not-limit" in finding) is (says is False)
     if says is False:
-        assert "forward: the host does not limit this step" in said["host-does-not-limit"].text
+        assert "forward: the host does not limit this step" in finding["host-does-not-limit"].text
 
 
-def test_of_many_steps_that_the_host_limits_the_clearest_is_told_in_full() -> None:
+def test_of_many_host_limited_steps_the_clearest_is_shown_in_full() -> None:
     plain = [profile_record("forward", context=c, trace=training_step()) for c in range(1, 9)]
     proven = profile_record(
         "forward", context=9, trace=training_step(), experiments={"graph_replay": 0.4}
     )
-    said = by_code(*plain, proven)["host-limits"]
-    assert said.values["step"] == "small at context 9 in float32"
-    assert (said.values["others"], len(said.records)) == (8, 9)
-    assert "a graph replay takes 0.40 times as long. So it is for small at context 1" in (
-        said.conclusion
+    finding = by_code(*plain, proven)["host-limits"]
+    assert finding.values["step"] == "small at context 9 in float32"
+    assert (finding.values["others"], len(finding.records)) == (8, 9)
+    assert "a graph replay takes 0.40 times as long. The same holds for small at context 1" in (
+        finding.conclusion
     )
-    assert said.conclusion.endswith("small at context 5 in float32 and 3 more, of 9.")
+    assert finding.conclusion.endswith("small at context 5 in float32 and 3 more, of 9.")
 
 
 def test_rows_go_from_small_to_large_and_modes_from_forward_to_step() -> None:
@@ -258,7 +267,7 @@ def test_rows_go_from_small_to_large_and_modes_from_forward_to_step() -> None:
     ]
 
 
-def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
+def test_every_size_is_in_one_table_with_timer_and_profiler() -> None:
     def traced(size: str, batch: int = 4, context: int = 128) -> Record:
         return profile_record("forward-backward", size=size, batch=batch, context=context, step=0.5)
 
@@ -266,27 +275,30 @@ def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
     assert "profile-sizes" not in [b.name for b in STUDY.view(few) if isinstance(b, Table)]
     rows = table("profile-sizes", *few, traced("large"), traced("large", batch=1))
     assert [(r["size"], r["batch"]) for r in rows] == [
-        ("small", 4), ("large", 4), ("large", 1), ("xl", 4)
-    ]  # fmt: skip
+        ("small", 4),
+        ("large", 4),
+        ("large", 1),
+        ("xl", 4),
+    ]
     assert rows[0]["forward, timer"] == pytest.approx(0.15)
     assert rows[0]["forward, profiler"] == pytest.approx(0.185)
     assert rows[0]["forward, apart"] == pytest.approx(0.185 / 0.15 - 1)
     assert rows[0]["backward, timer"] == pytest.approx(0.25)
 
 
-def test_kernels_besides_matrix_products_have_their_share_and_calls() -> None:
+def test_kernels_besides_matmuls_have_their_share_and_calls() -> None:
     (row,) = table("profile-others", profile_record())
     assert by_code(profile_record())["other-kernels"].sentence == (
-        "Besides matrix products in train-step of small at context 512 in float32:"
+        "Besides matmuls in train-step of small at context 512 in float32:"
         " vectorized_elementwise_kernel · add 20.8 %, multi_tensor_apply_kernel 12.5 %."
     )
     # 2 + 1 + 2 additions of 10 µs and 30 µs of the optimizer, of 240.
-    assert row["besides matrix products"] == (
+    assert row["besides matmuls"] == (
         "vectorized_elementwise_kernel · add 20.8 % (5×), multi_tensor_apply_kernel 12.5 % (1×)"
     )
 
 
-def test_where_blocks_differ_a_count_is_that_of_all() -> None:
+def test_if_blocks_differ_the_count_is_of_all_of_them() -> None:
     (group,) = grouped(profile_record("forward", trace=training_step(blocks=2)))
     assert count_story(group.fullest().summary, SGEMM, 12) == "2 in 12 blocks (attention 2)"
     assert count_story(group.fullest().summary, SGEMM, 2) == "2 blocks × 1 (attention 1)"
@@ -294,27 +306,29 @@ def test_where_blocks_differ_a_count_is_that_of_all() -> None:
 
 def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
-    said = by_code(wide)["softmax"]
-    assert float(str(said.values["of_copy_rate"])) > 1
-    assert "longer than it takes: part of the scores stays in the cache" in said.conclusion
+    finding = by_code(wide)["softmax"]
+    assert float(str(finding.values["of_copy_rate"])) > 1
+    assert (
+        "longer than it takes: part of the scores stays in the device's cache" in finding.conclusion
+    )
 
 
-def test_the_host_s_time_to_issue_stands_beside_the_device_s() -> None:
+def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:
     record = profile_record("forward", trace=training_step())
     issue = times("issue", 0.9, "host")
     record = msgspec.structs.replace(record, series=(*record.series, issue))
-    said = by_code(record)["host-limits"]
-    assert said.values["issue_ms"] == pytest.approx(0.9)
-    assert "it takes the host 900 µs to issue what the device runs in 240 µs." in said.text
+    finding = by_code(record)["host-limits"]
+    assert finding.values["issue_ms"] == pytest.approx(0.9)
+    assert "the host takes 900 µs to issue what the device runs in 240 µs." in finding.text
 
 
-def test_how_much_is_told_apart_is_told() -> None:
-    said = by_code(profile_record(), profile_record("forward", trace=busy_step()))["attributed"]
-    # Of the 100 µs of the backward all belong to a block.
-    assert said.values == {"class": 1.0, "backward_part": 1.0}
-    assert said.sentence == (
-        "Of the work of every step at least 100.0 % has a class, and of every backward at least"
-        " 100.0 % a part of the model."
+def test_the_attributed_share_is_reported() -> None:
+    finding = by_code(profile_record(), profile_record("forward", trace=busy_step()))["attributed"]
+    # All 100 µs of the backward belong to a block.
+    assert finding.values == {"class": 1.0, "backward_part": 1.0}
+    assert finding.sentence == (
+        "At least 100.0 % of the work of every step has a class, and at least 100.0 % of every"
+        " backward a part of the model."
     )
     odd = training_step()
     odd.kernel("mystery", 870, 930, launch=(860, 865))
@@ -323,44 +337,44 @@ def test_how_much_is_told_apart_is_told() -> None:
     assert found.tone == "warn"
 
 
-def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
+def test_a_graph_is_compared_with_the_step_without_its_optimizer() -> None:
     record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
     (group,) = grouped(record)
     assert group.fullest().graph_ratio() == pytest.approx(0.5)
 
 
-def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
+def test_the_share_of_matmuls_falls_and_the_class_that_grew_is_named() -> None:
     forward = profile_record("forward", trace=busy_step())
     (row,) = table("profile-matmul", forward, profile_record())
     assert row["inference"] == pytest.approx(1 - 480 / 9760)
-    assert row["whole step"] == pytest.approx(160 / 240)
+    assert row["full step"] == pytest.approx(160 / 240)
     assert row["forward and backward"] is None
     assert str(row["grew instead"]).startswith("elementwise by")
-    said = by_code(forward, profile_record())["matmul-share"]
-    assert said.values["inference"] == pytest.approx(1 - 480 / 9760)
-    assert said.values["full"] == pytest.approx(160 / 240)
-    assert said.values["grew"] == "elementwise"
+    finding = by_code(forward, profile_record())["matmul-share"]
+    assert finding.values["inference"] == pytest.approx(1 - 480 / 9760)
+    assert finding.values["full"] == pytest.approx(160 / 240)
+    assert finding.values["grew"] == "elementwise"
     assert re.fullmatch(
-        r"Matrix products are 95\.1 % of the work in inference and 66\.7 % in train-step of"
+        r"Matmuls are 95\.1 % of the work in inference and 66\.7 % in train-step of"
         r" small at context 512 in float32; elementwise grew most instead, by [\d.]+ points\.",
-        said.sentence,
+        finding.sentence,
     )
 
 
-def test_an_open_ledger_is_told_for_the_step_that_has_it() -> None:
+def test_an_open_ledger_is_reported_for_its_step() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
     sound, broken = profile_record(), profile_record(context=128, trace=trace)
-    said = by_code(sound, broken)
-    assert said["ledger-open"].records == (broken.id,)
-    assert said["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
-    assert said["ledger-open"].text.startswith(
+    findings = by_code(sound, broken)
+    assert findings["ledger-open"].records == (broken.id,)
+    assert findings["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
+    assert findings["ledger-open"].text.startswith(
         "The ledger of small at context 128 in float32 (train-step) does not close: "
     )
-    assert "accounted" not in said
+    assert "accounted" not in findings
     accounted = by_code(sound)["accounted"]
     assert (accounted.values["steps"], accounted.tone) == (1, "good")
-    assert accounted.text.startswith("The time of all 1 traced steps is accounted for: what is not")
+    assert accounted.text.startswith("The time of all 1 traced steps is attributed: at most")
 
 
 def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
@@ -370,7 +384,7 @@ def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
     assert row["between"] == pytest.approx(0.34)
 
 
-def test_formats_of_the_same_step_are_compared_by_class() -> None:
+def test_dtypes_of_the_same_step_are_compared_by_class() -> None:
     slow = profile_record(trace=training_step(blocks=4))
     fast = profile_record(dtype="bfloat16", trace=training_step(blocks=2))
     rows = {
@@ -386,19 +400,28 @@ def test_formats_of_the_same_step_are_compared_by_class() -> None:
 
 
 @pytest.mark.parametrize("how", [{"steps": 0}, {"traced": 0}, {"warmup": -1}])
-def test_impossible_efforts_are_refused(how: dict[str, int]) -> None:
+def test_invalid_flags_are_refused(how: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         STUDY.flags(**how)
 
 
-def test_a_real_step_is_timed_traced_and_kept(
+def test_a_real_step_is_timed_traced_and_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_TRACES", str(tmp_path / "traces"))
     flags = STUDY.flags(
-        size=("tiny",), context=(16,), batch=(1,), mode=("train-step",), vocab=64, d_model=32,
-        d_ff=64, heads=2, warmup=1, steps=2, traced=2,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(16,),
+        batch=(1,),
+        mode=("train-step",),
+        vocab=64,
+        d_model=32,
+        d_ff=64,
+        heads=2,
+        warmup=1,
+        steps=2,
+        traced=2,
+    )
     (case,) = STUDY.cases(flags)
     measured = STUDY.measure(case, QuietBench())
     names = {series.name for series in measured.series}
@@ -409,45 +432,56 @@ def test_a_real_step_is_timed_traced_and_kept(
     assert summary.doubt == ""
     assert set(summary.phases) == {"forward", "loss", "backward", "optimizer"}
     assert measured.notes["trace"] == f"{case.key}.json.gz"
-    kept = read_trace(tmp_path / "traces" / measured.notes["trace"])
-    assert "block 1" in kept.names
+    stored = read_trace(tmp_path / "traces" / measured.notes["trace"])
+    assert "block 1" in stored.names
 
 
-def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_not_stored_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
     flags = STUDY.flags(
-        size=("tiny",), context=(8,), batch=(1,), mode=("forward",), vocab=32, d_model=16,
-        d_ff=16, heads=2, warmup=0, steps=1, traced=1,
-    )  # fmt: skip
+        size=("tiny",),
+        context=(8,),
+        batch=(1,),
+        mode=("forward",),
+        vocab=32,
+        d_model=16,
+        d_ff=16,
+        heads=2,
+        warmup=0,
+        steps=1,
+        traced=1,
+    )
     (case,) = STUDY.cases(flags)
     measured = STUDY.measure(case, QuietBench())
     assert measured.notes == {}
     assert measured.attachments.keys() == {"profile"}
 
 
-def test_the_published_cases_hold_what_is_to_be_shown() -> None:
+def test_the_published_preset_has_the_cases_of_its_tables() -> None:
     on_gpu = environment(device_kind="cuda", device_name="NVIDIA H200")
     cases = {case.key: case.config for case in preset_cases("h200", on_gpu, "profile")}
-    held = {
+    planned = {
         (c["size"], c["context"], c["batch"], c["dtype"], c["compile"], c["mode"]): c["experiments"]
         for c in cases.values()
     }
-    forms = [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "block")]
-    for size, form, mode in product(("small", "xl", "2.7b"), forms, ("forward", "train-step")):
-        assert (size, 512, 4, *form, mode) in held
+    variants = [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "block")]
+    for size, variant, mode in product(
+        ("small", "xl", "2.7b"), variants, ("forward", "train-step")
+    ):
+        assert (size, 512, 4, *variant, mode) in planned
     for size, context in product(("small", "xl"), (128, 256, 512)):
         for mode in ("forward", "train-step"):
-            assert (size, context, 4, "float32", "no", mode) in held
+            assert (size, context, 4, "float32", "no", mode) in planned
     for size, batch in product(("small", "medium", "large", "xl", "2.7b"), (1, 4)):
-        assert (size, 128, batch, "float32", "no", "forward-backward") in held
-    tried = [key for key, experiments in held.items() if experiments]
+        assert (size, 128, batch, "float32", "no", "forward-backward") in planned
+    tried = [key for key, experiments in planned.items() if experiments]
     for dtype, context in product(("float32", "bfloat16"), (128, 256, 512)):
         assert ("small", context, 4, dtype, "no", "train-step") in tried
     assert ("2.7b", 512, 4, "float32", "no", "train-step") in tried
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
+def test_a_gpu_trace_without_kernels_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Doubling(Subject):

@@ -1,4 +1,4 @@
-"""Published figures: each has a source and a unit, and stands beside the cases that it fits."""
+"""Published figures: each has a source and a unit, and is compared with matching cases."""
 
 from __future__ import annotations
 
@@ -19,12 +19,26 @@ from stepscope.studies.views.published import rate_there, size_name
 from study_records import attention_record, benchmark_record, matrix_ceiling, memory_record
 
 CONDITIONS = {
-    "size", "context", "batch", "dtype", "attention", "compile", "optimizer", "mode", "warmup",
-    "head", "heads", "seq", "causal", "collective", "ranks", "way",
-}  # fmt: skip
+    "size",
+    "context",
+    "batch",
+    "dtype",
+    "attention",
+    "compile",
+    "optimizer",
+    "mode",
+    "warmup",
+    "head",
+    "heads",
+    "seq",
+    "causal",
+    "collective",
+    "ranks",
+    "way",
+}
 
 
-def found(study: str, quantity: str, device: str, **conditions: Any) -> Figure:
+def figure_of(study: str, quantity: str, device: str, **conditions: Any) -> Figure:
     (figure,) = (
         figure
         for figure in figures(study)
@@ -35,11 +49,15 @@ def found(study: str, quantity: str, device: str, **conditions: Any) -> Figure:
     return figure
 
 
-def test_there_are_five_write_ups_and_our_own_records() -> None:
-    assert [held.device for held in write_ups()] == [
-        "NVIDIA A10", "NVIDIA A100", "NVIDIA H200", "NVIDIA H800 PCIe", "NVIDIA GeForce RTX 4090",
+def test_there_are_five_write_ups_and_stepscope_records() -> None:
+    assert [write_up.device for write_up in write_ups()] == [
+        "NVIDIA A10",
+        "NVIDIA A100",
+        "NVIDIA H200",
+        "NVIDIA H800 PCIe",
+        "NVIDIA GeForce RTX 4090",
         "",
-    ]  # fmt: skip
+    ]
     assert len(figures()) > 900
 
 
@@ -88,17 +106,17 @@ def test_every_figure_has_a_source_a_unit_and_conditions() -> None:
 def test_figures_are_those_of_the_write_ups(
     study: str, quantity: str, device: str, conditions: dict[str, Any], value: float, unit: str
 ) -> None:
-    figure = found(study, quantity, device, **conditions)
+    figure = figure_of(study, quantity, device, **conditions)
     assert (figure.value, figure.unit) == (value, unit)
 
 
 def test_spreads_belong_to_their_figures() -> None:
-    assert found("benchmark", "both", "NVIDIA A10", size="small").spread == 1.0
-    figure = found("benchmark", "forward", "NVIDIA H800 PCIe", size="medium", context=256)
+    assert figure_of("benchmark", "both", "NVIDIA A10", size="small").spread == 1.0
+    figure = figure_of("benchmark", "forward", "NVIDIA H800 PCIe", size="medium", context=256)
     assert figure.spread is None
 
 
-def test_what_is_known_to_be_wrong_says_so() -> None:
+def test_figures_known_to_be_wrong_have_a_note() -> None:
     assert all("start of the processes" in figure.doubt for figure in figures("allreduce"))
     for figure in figures():
         if figure.conditions.get("size") == "large of 32 layers":
@@ -106,21 +124,21 @@ def test_what_is_known_to_be_wrong_says_so() -> None:
     compiled = [f for f in figures("attention") if f.conditions["attention"] == "compiled"]
     first = [f for f in compiled if f.value == 3.290159]
     assert [("compiled within" in figure.doubt) for figure in first] == [True]
-    nsight = found("profile", "forward under Nsight", "", size="2.7b")
+    nsight = figure_of("profile", "forward under Nsight", "", size="2.7b")
     assert "below the time without it" in nsight.doubt
-    assert not found("profile", "forward under Nsight", "", size="xl").doubt
+    assert not figure_of("profile", "forward under Nsight", "", size="xl").doubt
 
 
 def test_rates_there_come_from_the_data_sheet_or_our_own_measurement() -> None:
     assert rate_there(figures("memory")[-1], "nothing") is None
-    h800 = found("benchmark", "forward", "NVIDIA H800 PCIe", size="small", context=256)
+    h800 = figure_of("benchmark", "forward", "NVIDIA H800 PCIe", size="small", context=256)
     assert rate_there(h800, "matmul.float32") == 51e12
     own = next(figure for figure in figures("benchmark") if figure.device == "NVIDIA H200")
     assert rate_there(own, "matmul.bfloat16") == own.rates["matmul.bfloat16"] > 700e12
 
 
 def published(study: str, *records: Record) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """By source, case and quantity: published, carried over, here, ratio, note."""
+    """By source, case and quantity: published, scaled, here, ratio, note."""
     rows: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for block in find_study(study).view(records):
         if isinstance(block, Table) and block.name == f"{study}-published":
@@ -135,7 +153,7 @@ H200 = "Stepscope on an H200 (results/h200.jsonl)"
 ELSEWHERE = environment(device_name="NVIDIA L4")
 
 
-def test_a_time_is_carried_over_by_the_matrix_rate() -> None:
+def test_a_time_is_scaled_by_the_matmul_rate() -> None:
     mine = benchmark_record(
         "forward", context=128, step=21.57, ceiling=25.5e12, environment=ELSEWHERE
     )
@@ -149,20 +167,20 @@ def test_a_time_is_carried_over_by_the_matrix_rate() -> None:
     assert not any("A10" in source for source, *_ in rows)
 
 
-def test_on_the_same_device_a_time_stands_as_it_is() -> None:
+def test_on_the_same_device_a_time_is_not_scaled() -> None:
     rows = published("benchmark", benchmark_record("forward", context=128, step=10.0))
     own = rows[H200, "small, context 128, batch 4, float32", "forward, median"]
     assert own[0] == own[1]
 
 
-def test_records_do_not_stand_beside_themselves() -> None:
-    (run,) = next(held.runs for held in write_ups() if held.runs)
+def test_records_are_not_compared_with_themselves() -> None:
+    (run,) = next(write_up.runs for write_up in write_ups() if write_up.runs)
     rows = published("benchmark", benchmark_record("forward", context=128, run=run))
     assert rows
     assert not any(source == H200 for source, *_ in rows)
 
 
-def test_other_conditions_find_nothing() -> None:
+def test_other_conditions_have_no_match() -> None:
     assert not published("benchmark", benchmark_record("forward", size="tiny", context=128))
     open_ones = published("benchmark", benchmark_record("forward", context=100))
     assert all(
@@ -175,7 +193,7 @@ def test_other_conditions_find_nothing() -> None:
     assert not published("benchmark", failed)
 
 
-def test_without_a_measured_ceiling_nothing_is_carried_over() -> None:
+def test_without_a_measured_ceiling_nothing_is_scaled() -> None:
     mine = benchmark_record("forward", context=128, environment=ELSEWHERE, ceilings=())
     row = published("benchmark", mine)[
         H800, "small, context 128, batch 4, float32", "forward, mean"
@@ -207,12 +225,17 @@ def test_memory_is_compared_byte_for_byte() -> None:
     assert "copies of the weights" in doubted[4]
 
 
-def test_attention_is_carried_over_by_the_bandwidth() -> None:
+def test_attention_is_scaled_by_the_bandwidth() -> None:
     copy = Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured")
     mine = attention_record(
-        "backward", seq=4096, head=64, step=8.0, peak=3192.38 * 2**20, saved=2.0**30,
+        "backward",
+        seq=4096,
+        head=64,
+        step=8.0,
+        peak=3192.38 * 2**20,
+        saved=2.0**30,
         ceilings=(copy, matrix_ceiling("float32", 50e12)),
-    )  # fmt: skip
+    )
     rows = published("attention", mine)
     case = "length 4096, d 64, heads 1, batch 8, float32"
     row = rows[H800, case, "backward, mean"]
@@ -225,11 +248,14 @@ def test_a_wrong_figure_is_shown_with_its_note_and_without_a_ratio() -> None:
     rows = published("allreduce", collective_record())
     assert rows == {
         ("CS336 write-up on an RTX 4090", "all-reduce, 4.00 MiB, ranks 2", "time, one run"): (
-            "2.953 s", None, None, None,
+            "2.953 s",
+            None,
+            None,
+            None,
             "the same for every size from 1 MiB to 1 GiB: the start of the processes was timed, not"
             " the messages; not stated: backend",
         )
-    }  # fmt: skip
+    }
 
 
 def test_a_step_on_ranks_has_no_ratio_where_conditions_are_open() -> None:

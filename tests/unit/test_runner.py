@@ -1,4 +1,4 @@
-"""The runner with real workers that are made to fail in every way."""
+"""The runner with real workers that fail in every possible way."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ EXPECTED = {
     "killed": ("error", "the worker was killed by SIGKILL; the host may have run out of memory"),
     "hang": ("timeout", "not done after 3 s (--timeout)"),
     "exit": ("error", "the worker ended with exit code 1: SystemExit: planted farewell"),
-    "vanish": ("error", "the worker ended with exit code 0: it said nothing"),
-    "nan": ("error", "the measurement is not made of finite numbers"),
-    "skip": ("skipped", "not meant here"),
+    "vanish": ("error", "the worker ended with exit code 0: it printed nothing"),
+    "nan": ("error", "the measurement has numbers that are not finite"),
+    "skip": ("skipped", "not supported here"),
     "garbage": ("ok", ""),
     "ok": ("ok", ""),
 }
 
 
 class Watcher:
-    """An observer that writes down what it is told."""
+    """An observer that records its callbacks."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -74,30 +74,30 @@ class Watcher:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
-    """Workers of this process find the planted studies and the ceilings."""
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
+    """A command line whose workers know the planted studies and the ceilings."""
+    command_line = CommandLine(tmp_path)
+    command_line.know_ceilings()
     for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
-        monkeypatch.setenv(name, made.environment[name])
+        monkeypatch.setenv(name, command_line.environment[name])
     registry.viewables.cache_clear()
-    yield made
+    yield command_line
     registry.viewables.cache_clear()
 
 
 def planted(*deeds: str, study: str = "planted", **flags: object) -> tuple[PlannedCase, ...]:
-    held = registry.find_study(study)
-    return held.planned(held.flags(does=deeds, **flags))
+    planted_study = registry.find_study(study)
+    return planted_study.planned(planted_study.flags(does=deeds, **flags))
 
 
 def pid(record: Record) -> float | None:
     return record.quantity("pid")
 
 
-def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
-    place: CommandLine,
+def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(
+    command: CommandLine,
 ) -> None:
-    # Each failure stands between two cases that succeed.
+    # Each failure is between two cases that succeed.
     cases = tuple(
         PlannedCase(study=c.study, key=f"{c.key}-{n}", config=c.config)
         for n, deed in enumerate(d for d in EXPECTED if d not in ("skip", "garbage", "ok"))
@@ -105,11 +105,11 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
     )
     cases = (*planted("ok", "garbage", "skip"), *cases)
     watcher = Watcher()
-    with Store(place.out / "records.db") as store, Runner("cpu", 3.0) as runner:
-        made = new_run(cases, "stepscope run planted")
-        store.add_run(made)
-        runner.run(cases, made, store, watcher)
-        records = store.records(made.id)
+    with Store(command.out / "records.db") as store, Runner("cpu", 3.0) as runner:
+        planted_run = new_run(cases, "stepscope run planted")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, watcher)
+        records = store.records(planted_run.id)
 
     assert [r.case for r in records] == watcher.started == [case.key for case in cases]
     assert list(records) == watcher.finished
@@ -121,69 +121,71 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
         assert each.ceilings
         assert each.attempt == 1
         assert each.notes == ({"did": each.config["does"]} if status == "ok" else {})
-    # What does no harm shares a worker; after every failure there is a new one.
+    # Successful cases share a worker; every failure is followed by a new one.
     assert pid(records[0]) == pid(records[1])
     after = [pid(r) for r in records if r.config["does"] == "ok"]
     assert len(set(after)) == len(after)
     assert Progress(1, 2, "planted") in watcher.progress
-    assert place.left_behind() == []
+    assert command.left_behind() == []
 
 
 @pytest.mark.parametrize(("within_s", "limit"), [(1.0, "--within"), (9.0, "--timeout")])
-def test_a_case_ends_with_the_time_for_all(place: CommandLine, within_s: float, limit: str) -> None:
+def test_a_case_ends_when_the_total_time_is_over(
+    command: CommandLine, within_s: float, limit: str
+) -> None:
     cases = planted("hang")
-    with Store(place.out / "records.db") as store, Runner("cpu", 3.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher(), within_s=within_s)
-        (found,) = store.records(made.id)
+    with Store(command.out / "records.db") as store, Runner("cpu", 3.0) as runner:
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher(), within_s=within_s)
+        (finished,) = store.records(planted_run.id)
     seconds = min(within_s, 3.0)
-    assert found.reason == f"not done after {seconds:g} s ({limit})"
+    assert finished.reason == f"not done after {seconds:g} s ({limit})"
 
 
-def test_a_failure_is_kept_before_its_worker_is_replaced(
-    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_is_stored_before_its_worker_is_replaced(
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     cases = planted("raise", "ok")
-    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
+    with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
         monkeypatch.setattr(runner_module, "WorkerProcess", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runner.run(cases, made, store, Watcher())
-        assert [r.case for r in store.records(made.id)] == ["raise-0"]
+            runner.run(cases, planted_run, store, Watcher())
+        assert [r.case for r in store.records(planted_run.id)] == ["raise-0"]
 
 
-def test_a_study_may_want_a_fresh_process_for_every_case(place: CommandLine) -> None:
+def test_a_study_may_require_a_fresh_process_for_every_case(command: CommandLine) -> None:
     cases = planted("ok", study="planted-fresh", times=3)
-    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher())
-        pids = {pid(r) for r in store.records(made.id)}
-        # The first one is a process of its own, the others are forked from one that has torch.
+    with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher())
+        pids = {pid(r) for r in store.records(planted_run.id)}
+        # The first one is a separate process, the others are forked from one that has torch.
         assert runner._nursery is not None
         nursery = psutil.Process(runner._nursery._process.pid)
         assert [child.pid for child in nursery.children()] == [runner._worker._process.pid]
         assert nursery.children()[0].pid in pids
     assert len(pids) == 3
-    assert place.left_behind() == []
+    assert command.left_behind() == []
 
 
 @pytest.mark.parametrize("fault", [ConnectionError("gone"), StepscopeError("mute"), None])
-def test_where_forking_does_not_work_every_worker_is_a_process_of_its_own(
+def test_without_forking_every_worker_is_a_separate_process(
     monkeypatch: pytest.MonkeyPatch, fault: Exception | None
 ) -> None:
-    """With no fault the forked one greets, but does not find the GPU that the first one has."""
-    made: list[object] = []
+    """Without a fault the forked worker starts, but lacks the GPU of the first one."""
+    nurseries: list[object] = []
     stopped: list[object] = []
 
     class Worker:
         def __init__(self, _: str, nursery: object = None) -> None:
-            made.append(nursery)
+            nurseries.append(nursery)
             self.forked = nursery is not None
             if self.forked and fault is not None:
                 raise fault
@@ -200,7 +202,7 @@ def test_where_forking_does_not_work_every_worker_is_a_process_of_its_own(
         for _ in range(2):
             runner._replace_worker()
             assert runner.environment.device_name == "NVIDIA H200"
-    assert made == [None, nursery, None, None]
+    assert nurseries == [None, nursery, None, None]
     tried = [] if fault else [True]
     assert stopped == [False, *tried, False, False, "nursery"]
 
@@ -212,42 +214,42 @@ def test_forking_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_fork() is False
 
 
-def test_resume_repeats_nothing_and_retry_repeats_failures_alone(place: CommandLine) -> None:
+def test_resume_repeats_nothing_and_retry_repeats_only_failures(command: CommandLine) -> None:
     cases = planted("ok", "raise", "device-memory", "needs-tf32")
-    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, Watcher())
-        first = store.records(made.id)
+    with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, Watcher())
+        first = store.records(planted_run.id)
         assert [r.status for r in first] == ["ok", "error", "oom", "skipped"]
         assert "use float32" in first[3].reason
 
         again = Watcher()
-        runner.run(cases, made, store, again)
+        runner.run(cases, planted_run, store, again)
         assert again.started == []
-        assert store.records(made.id, all_attempts=True) == first
+        assert store.records(planted_run.id, all_attempts=True) == first
 
-        runner.run(cases, made, store, again, retry=True)
+        runner.run(cases, planted_run, store, again, retry=True)
         assert again.started == ["raise-0"]
-        attempts = store.records(made.id, all_attempts=True)
+        attempts = store.records(planted_run.id, all_attempts=True)
         assert attempts[:4] == first
         assert [(r.case, r.attempt, r.status) for r in attempts[4:]] == [("raise-0", 2, "error")]
-        assert len(store.records(made.id)) == 4
+        assert len(store.records(planted_run.id)) == 4
 
         with pytest.raises(UsageError, match="planted needs-tf32-0: TF32 exists on NVIDIA GPUs"):
             runner.refuse_impossible(cases)
 
 
 def measured(
-    place: CommandLine, deeds: tuple[str, ...], wait_s: float, watcher: Watcher
+    command: CommandLine, deeds: tuple[str, ...], wait_s: float, watcher: Watcher
 ) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
     """The records of these cases, and every attempt."""
     cases = planted(*deeds)
-    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
-        made = new_run(cases, "")
-        store.add_run(made)
-        runner.run(cases, made, store, watcher, wait_s=wait_s)
-        return store.records(made.id), store.records(made.id, all_attempts=True)
+    with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        planted_run = new_run(cases, "")
+        store.add_run(planted_run)
+        runner.run(cases, planted_run, store, watcher, wait_s=wait_s)
+        return store.records(planted_run.id), store.records(planted_run.id, all_attempts=True)
 
 
 def quiet(_: float) -> float:
@@ -255,36 +257,38 @@ def quiet(_: float) -> float:
 
 
 def test_a_noisy_case_is_measured_once_more_and_the_better_attempt_counts(
-    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=quiet))
     watcher = Watcher()
-    kept, attempts = measured(place, ("ok", "busy-once", "busy"), 5.0, watcher)
+    records, attempts = measured(command, ("ok", "busy-once", "busy"), 5.0, watcher)
     assert watcher.again == ["busy-once-0", "busy-0"]
-    assert [(r.case, r.attempt, trust_of(r).level) for r in kept] == [
-        ("ok-0", 1, "good"), ("busy-once-0", 2, "good"), ("busy-0", 2, "noisy"),
-    ]  # fmt: skip
+    assert [(r.case, r.attempt, trust_of(r).level) for r in records] == [
+        ("ok-0", 1, "good"),
+        ("busy-once-0", 2, "good"),
+        ("busy-0", 2, "noisy"),
+    ]
     assert len(attempts) == 5
-    assert list(kept) == watcher.finished
+    assert list(records) == watcher.finished
     assert watcher.waited == []
 
 
-def test_without_waiting_nothing_is_measured_again(place: CommandLine) -> None:
+def test_without_waiting_nothing_is_measured_again(command: CommandLine) -> None:
     watcher = Watcher()
-    kept, attempts = measured(place, ("busy-once", "busy"), 0.0, watcher)
+    records, attempts = measured(command, ("busy-once", "busy"), 0.0, watcher)
     assert (watcher.again, watcher.waited) == ([], [])
-    assert kept == attempts
+    assert records == attempts
 
 
 def test_on_a_machine_that_stays_busy_only_one_case_is_measured_again(
-    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=lambda _: 1e6))
     watcher = Watcher()
-    kept, attempts = measured(place, ("busy", "leave", "busy-once"), 0.004, watcher)
+    records, attempts = measured(command, ("busy", "leave", "busy-once"), 0.004, watcher)
     assert watcher.waited == [0.004]
     assert watcher.again == ["busy-0"]
-    assert [r.attempt for r in kept] == [2, 1, 1]
+    assert [r.attempt for r in records] == [2, 1, 1]
     assert len(attempts) == 4
 
 
@@ -300,15 +304,15 @@ def test_a_second_measurement_that_is_worse_is_the_older_attempt(
     }
     with Store(tmp_path / "records.db") as store:
         store.add_run(run())
-        found = Runner._better(
+        better = Runner._better(
             object.__new__(Runner), first, lambda: others[second], store, Watcher(), Wait(0.0, 1)
         )
         attempts = store.records(first.run, all_attempts=True)
-        assert store.records(first.run) == (found,)
+        assert store.records(first.run) == (better,)
     assert {r.id: r.attempt for r in attempts} == {"second": 1, "first": 2}
 
 
-def test_a_noisy_record_is_kept_when_its_second_measurement_is_interrupted(tmp_path: Path) -> None:
+def test_a_noisy_record_is_stored_if_its_second_measurement_is_interrupted(tmp_path: Path) -> None:
     def interrupted() -> Record:
         raise KeyboardInterrupt
 
@@ -329,7 +333,7 @@ def test_a_run_is_not_continued_on_another_device(tmp_path: Path) -> None:
         store.add(record(environment=environment(device_name="NVIDIA H200")))
         runner = object.__new__(Runner)
         runner._worker = here  # type: ignore[assignment]
-        with pytest.raises(StepscopeError, match="was made on NVIDIA H200, this is NVIDIA A10"):
+        with pytest.raises(StepscopeError, match="was recorded on NVIDIA H200, this is NVIDIA A10"):
             runner.run((), run(), store, Watcher())
 
 
@@ -354,19 +358,19 @@ worker.measure("planted", hang, 600, lambda _: print(worker._process.pid, flush=
 """
 
 
-def test_a_worker_ends_with_its_parent(place: CommandLine) -> None:
+def test_a_worker_ends_with_its_parent(command: CommandLine) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], env=place.environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT], env=command.environment, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     os.kill(worker, 0)
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    assert place.left_behind() == []
+    assert command.left_behind() == []
 
 
-def test_studies_of_ones_own_are_found_by_their_modules(
+def test_user_studies_are_found_by_their_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def studies(modules: str) -> list[str]:
@@ -380,9 +384,9 @@ def test_studies_of_ones_own_are_found_by_their_modules(
         assert studies("planted_study, ") == [*own, "planted"]
         with pytest.raises(UsageError, match=r"names no_such_module, which cannot be imported"):
             studies("no_such_module")
-        with pytest.raises(UsageError, match="names sample_records, which holds no STUDY"):
+        with pytest.raises(UsageError, match="names sample_records, which does not define a STUDY"):
             studies("sample_records")
-        with pytest.raises(UsageError, match="study 'planted' of planted_study exists already"):
+        with pytest.raises(UsageError, match="study 'planted' of planted_study already exists"):
             studies("planted_study,planted_study")
     finally:
         monkeypatch.undo()

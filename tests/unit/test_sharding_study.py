@@ -90,7 +90,7 @@ def test_the_figure_stacks_what_a_rank_holds() -> None:
 
 @pytest.mark.parametrize("how", [{"batch": 1}, {"ranks": (0,)}, {"rounds": 0}])
 def test_bad_flags_are_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"cannot be shared out|ranks is 0|rounds is 0"):
+    with pytest.raises(UsageError, match=r"cannot be divided|ranks is 0|rounds is 0"):
         find_study("sharding").flags(**how)
 
 

@@ -126,7 +126,7 @@ class TestPage:
             " peer (block default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples"
             " give 1.30 times.",
             "xl-512: ours takes 41.5 J a step at 683 of 700 W, with its clock at 1.62 of 1.98 GHz:"
-            " step after step it takes as long as that energy lasts, at the limit 59.3 ms"
+            " consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
             " (± 1.2 %). The peer takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert found["step.power-capped"].records == (record.id,)
@@ -178,8 +178,8 @@ def test_a_model_of_one_s_own_is_told_of_its_cap_too() -> None:
     quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
     (told,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
     assert told.text.endswith(
-        "It runs at 690 of 700 W: step after step it takes as long as that energy lasts, at the"
-        " limit 59.3 ms (± 1.2 %)."
+        "It runs at 690 of 700 W: consecutive steps take as long as that energy lasts at the"
+        " limit, 59.3 ms (± 1.2 %)."
     )
 
 

@@ -420,5 +420,5 @@ def test_a_study_that_watches_operators_refuses_a_graph() -> None:
     study = find_study("memory")
     flags = study.flags(size=("tiny",), context=(8,), graph=True, mode=("train-step",))
     (case,) = study.cases(flags)
-    with pytest.raises(CaseSkipped, match="nothing to watch"):
+    with pytest.raises(CaseSkipped, match="nothing to record"):
         measure_memory(case, None)  # type: ignore[arg-type]

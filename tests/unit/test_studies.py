@@ -1,4 +1,4 @@
-"""Every study: its presets, and its view of whatever records there are."""
+"""Every study: its presets, and its view of any records."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from study_records import (
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 ON_GPU = environment()
 NEED_A_STEP = {"own", "inspect", "advise"}
-"""Studies of a step that only its author can bring."""
+"""Studies of a step that only a user can provide."""
 
 
-def test_every_study_is_tried_here() -> None:
+def test_every_study_is_tested_here() -> None:
     assert set(mixed_records()) == set(viewables())
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("where", [ON_CPU, ON_GPU], ids=["cpu", "cuda"])
-def test_every_preset_has_cases_of_every_study_with_keys_of_their_own(
+def test_every_preset_has_cases_of_every_study_with_distinct_keys(
     preset: str, where: object
 ) -> None:
     cases = preset_cases(preset, where)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_every_preset_has_cases_of_every_study_with_keys_of_their_own(
     assert len({(case.study, case.key) for case in cases}) == len(cases) > 0
 
 
-def test_a_case_that_two_parts_of_a_preset_share_is_there_once(
+def test_a_case_that_two_parts_of_a_preset_share_occurs_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     once = preset_cases("quick", ON_CPU)
@@ -87,7 +87,7 @@ def test_a_preset_or_study_that_does_not_exist_is_refused() -> None:
 
 
 def pages_hold(records: list[Record]) -> None:
-    """Every block is whole: rows as wide as their table, and both pages can be written."""
+    """Check every block: rows as wide as their table, and both pages can be written."""
     for study in dict.fromkeys(record.study for record in records):
         for block in viewables()[study].view([r for r in records if r.study == study]):
             if isinstance(block, Table):
@@ -144,13 +144,13 @@ class TestViews:
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
 
-def test_a_page_of_nothing_is_refused() -> None:
+def test_a_page_without_records_is_refused() -> None:
     with pytest.raises(StepscopeError, match="no records to show"):
         make_page([])
 
 
 def test_the_page_of_viewables_has_their_sections_in_order() -> None:
-    records = [record for held in mixed_records().values() for record in held]
+    records = [record for of_study in mixed_records().values() for record in of_study]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
     assert names == [

@@ -1,4 +1,4 @@
-"""What a timed step says of its memory where there is no allocator to ask."""
+"""Peak memory of a timed step on a device without an allocator."""
 
 from __future__ import annotations
 
@@ -22,27 +22,33 @@ class Effort(NamedTuple):
 def workload(mode: Mode, **more: str) -> Workload:
     words = {"compile": "no", "optimizer": "torch"} | more
     return Workload(
-        size="tiny", table="2025", context=32, batch=2, dtype="float32", attention="reference",
-        mode=mode, **words,  # type: ignore[arg-type]
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=32,
+        batch=2,
+        dtype="float32",
+        attention="reference",
+        mode=mode,
+        **words,  # type: ignore[arg-type]
+    )
 
 
 def peak(mode: Mode, **more: str) -> float | None:
-    found = measure_step(workload(mode, **more), Effort(), QuietBench()).quantities
-    return next((one.value for one in found if one.name == "peak_bytes"), None)
+    quantities = measure_step(workload(mode, **more), Effort(), QuietBench()).quantities
+    return next((one.value for one in quantities if one.name == "peak_bytes"), None)
 
 
 def test_the_peak_on_a_cpu_is_counted_tensor_by_tensor() -> None:
     modes: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
-    found = [peak(mode) for mode in modes]
-    assert found == sorted(found, key=lambda size: size or 0)
-    for mode, size in zip(modes, found, strict=True):
-        told = prediction_for(workload(mode), "cpu")
-        assert told is not None
-        of_a_step = max(m.allocated for m in told.phases if m.phase != "model built")
+    peaks = [peak(mode) for mode in modes]
+    assert peaks == sorted(peaks, key=lambda size: size or 0)
+    for mode, size in zip(modes, peaks, strict=True):
+        prediction = prediction_for(workload(mode), "cpu")
+        assert prediction is not None
+        of_a_step = max(m.allocated for m in prediction.phases if m.phase != "model built")
         assert size == pytest.approx(of_a_step, rel=0.1)
 
 
-def test_what_compiled_code_holds_on_a_cpu_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_compiled_code_on_a_cpu_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingStep, "compile_model", lambda *_: None)
     assert peak("forward", compile="model") is None

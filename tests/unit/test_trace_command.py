@@ -89,9 +89,7 @@ def test_traces_without_marks_are_compared_step_by_step(
     fast = unmarked_step(4, 20).write(tmp_path / "fast.json")
     assert run(tmp_path, fast, "--against", slow) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "No step is marked in this trace: 3 steps are cut where the optimizer has stepped" in said
-    )
+    assert "No step is marked in this trace: 3 steps are cut at optimizer steps" in said
     assert "A step takes 100 µs: operators run for 20.0 % of it" in said
     table = comparison_table(
         *(summarize(unmarked_step(*how).read()) for how in ((9, 40), (4, 20))), names=("a", "b")
@@ -108,9 +106,9 @@ def test_a_whole_trace_is_not_called_a_step(
     steps = unmarked_step(4, 40).write(tmp_path / "steps.json")
     assert run(tmp_path, whole, "--against", steps) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the whole of it is taken, as if it were one step. It takes 190 µs" in said
+    assert "the full trace is treated as one step. It takes 190 µs" in said
     assert "A step takes" not in said
-    assert "Nothing tells a step in whole.json: there it is the whole trace." in said
+    assert "No step is marked in whole.json: the full trace is shown." in said
     page = (tmp_path / "out" / "trace.html").read_text()
     assert "The whole trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
 
@@ -175,8 +173,8 @@ def test_time_without_operators_may_be_a_wait() -> None:
     trace.range("ProfilerStep#0", 0, 100)
     trace.operator("aten::mm", 0, 9)
     said = findings(trace)
-    assert "No operator runs for 91.0 % of the step: there the program is in Python" in said
-    assert "or it waits for something that is no operator" in said
+    assert "No operator runs for 91.0 % of the step: the program is in Python" in said
+    assert "or it waits for something other than an operator" in said
 
 
 def busy_step() -> ChromeTrace:
@@ -196,11 +194,11 @@ def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
 
 
 def test_products_on_plain_cores_are_pointed_out() -> None:
-    assert "100.0 % of the time of matmuls is spent on FP32 or FP64" in findings(busy_step())
+    assert "100.0 % of the matmul time is spent on FP32 or FP64" in findings(busy_step())
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 60)
     trace.kernel("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN", 10, 50, launch=(1, 2))
-    assert "100.0 % of the time of matmuls is spent on tensor cores" in findings(trace)
+    assert "100.0 % of the matmul time is spent on tensor cores" in findings(trace)
 
 
 def test_an_open_ledger_is_a_warning() -> None:
@@ -278,5 +276,5 @@ def test_what_would_help_is_a_conclusion() -> None:
     summary = summarize(training_step().read())
     (found,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
     assert found.values["idle"] == pytest.approx(0.28)
-    assert found.text.endswith("before the one before it had ended.")
+    assert found.text.endswith("before the previous one ended.")
     assert "fewer launches can" in found.conclusion

@@ -41,7 +41,7 @@ def waited(record: Record) -> Record:
 
 
 def spread(record: Record) -> Record:
-    """Samples between a third and the triple of what they were, in turns."""
+    """Samples divided and multiplied by three, alternating."""
 
     def wild(series: Series) -> Series:
         if series.unit != "ms" or len(series.values) < 3:
@@ -66,9 +66,9 @@ def findings(records: list[Record]) -> list[Finding]:
 def test_nothing_is_concluded_from_a_busy_machine(
     study: str, make: Callable[[Record], Record]
 ) -> None:
-    found = findings([make(record) for record in committed(study)])
-    assert found
-    for finding in (one for one in found if one.timed):
+    tempered_findings = findings([make(record) for record in committed(study)])
+    assert tempered_findings
+    for finding in (one for one in tempered_findings if one.timed):
         assert finding.tone != "good", finding.text
         assert not finding.conclusion
         assert finding.sentence.endswith(".")
@@ -88,7 +88,7 @@ def test_nothing_is_concluded_from_samples_that_spread(study: str) -> None:
 
 @pytest.mark.parametrize("study", sorted({"attention", "benchmark", "flash", "step", "warmup"}))
 def test_good_records_keep_their_findings(study: str) -> None:
-    """The view's own sentences, all of them: what no record spoils is not touched."""
+    """All sentences of the view are unchanged if every record is good."""
     records = [
         record for record in committed(study) if "h200" in record.environment.device_name.lower()
     ]
@@ -96,7 +96,7 @@ def test_good_records_keep_their_findings(study: str) -> None:
     assert tempered(blocks, records) == blocks
 
 
-def test_a_finding_is_tempered_by_the_records_it_names_alone() -> None:
+def test_a_finding_is_tempered_only_by_the_records_it_names() -> None:
     trusts = {"a": GOOD, "b": BUSY, "c": GOOD}
     sure = Finding(text="A is faster.", tone="good", conclusion="Use A.", records=("a", "c"))
     assert temper(sure, trusts) == sure
@@ -113,11 +113,12 @@ def test_other_tones_stay(tone: str) -> None:
     finding = Finding(text="A takes 3 ms.", tone=tone, records=("b",))  # type: ignore[arg-type]
     doubted = temper(finding, {"b": BUSY})
     assert (doubted.tone, doubted.text) == (
-        tone, "A takes 3 ms; inconclusive: the machine was busy.",
-    )  # fmt: skip
+        tone,
+        "A takes 3 ms; inconclusive: the machine was busy.",
+    )
 
 
-def test_a_finding_without_times_is_tempered_by_invalid_records_alone() -> None:
+def test_a_finding_without_times_is_tempered_only_by_invalid_records() -> None:
     peak = Finding(text="The peak is as predicted.", tone="good", timed=False)
     assert temper(peak, {"a": BUSY}) == peak
     assert temper(peak, {"a": WRONG}).tone == "warn"
@@ -141,7 +142,7 @@ def test_good_records_have_no_banner() -> None:
     assert 'role="alert"' not in html_page(make_page(records))
 
 
-def test_records_without_a_result_are_no_measurements() -> None:
+def test_records_without_a_result_are_not_measurements() -> None:
     failed = make_record(status="oom", reason="out of memory", series=())
     assert banner([failed]) == ""
     assert tally([failed]) == {"good": 0, "noisy": 0, "invalid": 0}

@@ -239,7 +239,7 @@ class TestView:
         *parts, measured = picture.lanes
         assert measured.label == "measured"
         assert measured.stretches[0].end == 20.0
-        assert parts[0].label == "ideal: matrix products"
+        assert parts[0].label == "ideal: matmuls"
         ends = [lane.stretches[0].end for lane in parts]
         assert ends[-1] == pytest.approx(20.0, rel=0.01)
         assert isinstance(finding, Finding)
@@ -281,18 +281,18 @@ class TestView:
     def test_a_remedy_is_something_that_the_step_does_not_do_yet(self) -> None:
         (slow,) = self.falls()
         (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
-        assert "lower number format" in remedy("matmuls below peak", slow)
+        assert "lower-precision dtype" in remedy("matmuls below peak", slow)
         assert "flash attention" in remedy("matmuls below peak", _with_attention(half, 0.5))
-        assert "larger products" in remedy("matmuls below peak", _with_attention(half, 0.4))
+        assert "larger GEMMs" in remedy("matmuls below peak", _with_attention(half, 0.4))
         assert "master weights" in remedy("casts and copies", half)
         assert "CUDA graph" in remedy("launch gaps", slow)
         short = replaced(slow, context=8)
-        assert "keeps no logits" in remedy("memory-bound operations", short)
-        assert "keeps no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
+        assert "stores no logits" in remedy("memory-bound operations", short)
+        assert "stores no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
         best = replaced(
             half, attention="auto", loss="fused", fused=True, joined=True, searched=True
         )
-        assert remedy("matmuls below peak", best) == "larger products: more tokens in a step"
+        assert remedy("matmuls below peak", best) == "larger GEMMs: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)
         assert remedy("launch gaps", replaced(best, graph=True)) == "a larger batch"
         by_optimizer = {
@@ -301,7 +301,7 @@ class TestView:
         }
         assert "in one pass" in by_optimizer["torch"]
         assert by_optimizer["torch-fused"] == by_optimizer["stepscope-fused"]
-        assert "beside the backward" in by_optimizer["torch-fused"]
+        assert "optimizer-in-backward" in by_optimizer["torch-fused"]
         assert "larger batch" in by_optimizer["stepscope-in-backward"]
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
@@ -311,7 +311,7 @@ class TestView:
             for optimizer in ("torch", "torch-fused"):
                 text = remedy(cause, replaced(host, optimizer=optimizer))  # type: ignore[arg-type]
                 assert "stepscope" not in text
-                assert "fused pieces" not in text
+                assert "fused kernels" not in text
 
 
 @given(scale=st.floats(1e-3, 1e3), rate=st.floats(1e6, 1e12), bandwidth=st.floats(1e6, 1e12))

@@ -20,9 +20,9 @@ RUN = ("--device", "cpu", "--no-report")
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    command_line = CommandLine(tmp_path)
+    command_line.know_ceilings()
+    return command_line
 
 
 def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLine) -> None:
@@ -30,26 +30,28 @@ def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLi
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr
-    found = {record.config["does"]: record for record in cli.records()}
-    assert list(found) == [*RAW_LINES, "ok"]
-    assert found["ok"].status == "ok"
+    by_deed = {record.config["does"]: record for record in cli.records()}
+    assert list(by_deed) == [*RAW_LINES, "ok"]
+    assert by_deed["ok"].status == "ok"
     for name in RAW_LINES:
-        assert found[name].status == "error"
-        assert "\n" not in found[name].reason
-    assert "'a library printed this'" in found["noise"].reason
-    assert "'[[[" in found["deep"].reason
-    assert "Dismissed, not a result" in found["wrong-reply"].reason
+        assert by_deed[name].status == "error"
+        assert "\n" not in by_deed[name].reason
+    assert "'a library printed this'" in by_deed["noise"].reason
+    assert "'[[[" in by_deed["deep"].reason
+    assert "Dismissed, not a result" in by_deed["wrong-reply"].reason
     assert cli.left_behind() == []
 
 
-def test_a_record_whose_summary_overflows_is_kept_and_the_next_case_runs(cli: CommandLine) -> None:
+def test_a_record_whose_summary_overflows_is_stored_and_the_next_case_runs(
+    cli: CommandLine,
+) -> None:
     done = cli("run", "planted", "--does", "huge", "ok", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert [record.series[0].values[0] for record in cli.records()] == [1e308, 1.0]
     assert (cli.out / "report.html").exists()
 
 
-def test_a_line_without_an_end_is_given_up() -> None:
+def test_a_line_without_an_end_is_an_error() -> None:
     read, write = os.pipe()
     lines = Lines(read, longest=1000)
     os.write(write, b"x" * 5000)
@@ -61,14 +63,14 @@ def test_a_line_without_an_end_is_given_up() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.parametrize("deed", ["leave", "leave-and-die"])
-def test_processes_in_sessions_of_their_own_end_with_the_run(cli: CommandLine, deed: str) -> None:
+def test_processes_in_other_sessions_end_with_the_run(cli: CommandLine, deed: str) -> None:
     cli("run", "planted", "--does", deed, "--times", "2", *RUN)
     assert [record.config["does"] for record in cli.records()] == [deed] * 2
     assert cli.left_behind() == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_processes_in_sessions_of_their_own_end_with_a_killed_runner(cli: CommandLine) -> None:
+def test_processes_in_other_sessions_end_with_a_killed_runner(cli: CommandLine) -> None:
     started = cli.start("run", "planted", "--does", "leave", "hang", *RUN)
     assert started.stderr is not None
     while "leave-0" not in started.stderr.readline():
@@ -89,14 +91,16 @@ def test_sigterm_while_modules_are_imported_has_the_exit_code_of_an_interrupt(
     started = subprocess.Popen(
         [sys.executable, "-m", "stepscope", "report", "none.jsonl"],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert started.stdout is not None
     assert started.stdout.readline() == "importing\n"
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=400)
+    _, message = started.communicate(timeout=400)
     assert started.returncode == 130
-    assert said in ("", "stepscope: interrupted\n")
+    assert message in ("", "stepscope: interrupted\n")
 
 
 def write_models(folder: Path) -> None:
@@ -112,7 +116,7 @@ def write_models(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("examples.nope:build", "examples.nope cannot be imported"),
         ("lab_models:nope", "lab_models has no nope"),
@@ -125,7 +129,7 @@ def write_models(folder: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_before_ceilings_are_measured(
-    tmp_path: Path, model: str, said: str
+    tmp_path: Path, model: str, message: str
 ) -> None:
     cli = CommandLine(tmp_path)
     write_models(tmp_path)
@@ -135,7 +139,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_ceilings_are_measured(
     assert done.stdout == ""
     assert done.stderr.startswith("stepscope: ")
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert message in done.stderr
     # Neither ceilings nor a run without a record.
     assert not list((tmp_path / "cache").rglob("ceilings-*"))
 

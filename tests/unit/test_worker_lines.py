@@ -1,4 +1,4 @@
-"""Lines from a worker: whole or not at all, and an interrupt at any moment is an interrupt."""
+"""Lines from a worker: complete or not at all, and interruptible at any moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def soon() -> float:
     return time.monotonic() + 0.05
 
 
-def test_lines_come_whole_and_in_order(pipe: tuple[Lines, int]) -> None:
+def test_lines_are_complete_and_in_order(pipe: tuple[Lines, int]) -> None:
     lines, write = pipe
     os.write(write, b"one\ntwo\n\nthr")
     assert [lines.next(soon()) for _ in range(3)] == [b"one", b"two", b""]
@@ -40,13 +40,13 @@ def test_lines_come_whole_and_in_order(pipe: tuple[Lines, int]) -> None:
     assert lines.next(soon()) == b"x" * 50_000 + b"y"
 
 
-def test_a_line_that_is_there_needs_no_time_left(pipe: tuple[Lines, int]) -> None:
+def test_an_available_line_needs_no_time_left(pipe: tuple[Lines, int]) -> None:
     lines, write = pipe
     os.write(write, b"late\n")
     assert lines.next(time.monotonic() - 1) == b"late"
 
 
-def test_what_a_dead_worker_began_to_say_is_no_line() -> None:
+def test_a_partial_line_of_a_dead_worker_is_not_a_line() -> None:
     read, write = os.pipe()
     lines = Lines(read)
     os.write(write, b"whole\nhal")

@@ -41,7 +41,7 @@ EVERYTHING = WorkloadFlags(
 
 
 SMALLEST: dict[str, Any] = {"vocab": 64, "d_model": 32, "d_ff": 64, "layers": 2, "heads": 2}
-"""For kernels in Triton's interpreter."""
+"""Sizes for kernels in Triton's interpreter."""
 
 
 def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
@@ -50,7 +50,7 @@ def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
     return only
 
 
-def test_keys_are_safe_and_tell_every_train_step_apart() -> None:
+def test_keys_are_safe_and_distinct() -> None:
     keys = [each.key for each in workloads(EVERYTHING, ("train-step",))]
     assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * len(OPTIMIZERS) * 3
     assert all(SAFE.fullmatch(key) for key in keys)
@@ -74,7 +74,7 @@ def test_the_table_the_mode_and_each_changed_field_are_part_of_the_key() -> None
     assert all(SAFE.fullmatch(key) for key in keys)
 
 
-def test_the_optimizer_makes_no_other_case_of_a_step_without_one() -> None:
+def test_a_step_without_an_optimizer_has_one_case_for_all_optimizers() -> None:
     flags = WorkloadFlags(optimizer=OPTIMIZERS)
     assert len({each.key for each in workloads(flags, ("forward",))}) == 1
     assert len({each.key for each in workloads(flags, ("train-step",))}) == len(OPTIMIZERS)
@@ -96,13 +96,13 @@ def test_overrides_are_recorded_and_applied() -> None:
     assert "n_heads=2" in changed.key
 
 
-def test_a_workload_survives_the_way_to_the_worker() -> None:
+def test_a_workload_survives_serialization() -> None:
     sent = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(workload(layers=1))))
     assert msgspec.convert(sent, Workload) == workload(layers=1)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"size": ("smal",)}, r"size 'smal' does not exist.*perhaps you meant small"),
         ({"size": ("10b",)}, r"size '10b' is not in the table of 2025"),
@@ -122,18 +122,18 @@ def test_a_workload_survives_the_way_to_the_worker() -> None:
         ({"loss": ("chunked",)}, r"loss 'chunked' does not exist.*plain, fused"),
     ],
 )
-def test_what_cannot_be_meant_is_named_with_its_mend(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_named_with_a_fix(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         list(workloads(WorkloadFlags(**fields), MODES))
 
 
-def test_a_record_from_before_checkpointing_is_a_step_without() -> None:
+def test_an_older_record_is_a_step_without_checkpointing() -> None:
     old = msgspec.to_builtins(workload())
     del old["checkpoint"]
     assert msgspec.convert(old, Workload) == workload()
 
 
-def test_needs_follow_from_format_and_compiling() -> None:
+def test_needs_follow_from_dtype_and_compilation() -> None:
     assert workload(dtype=("tf32",)).needs == ("tf32",)
     assert workload(dtype=("bfloat16-pure",)).needs == ("bfloat16",)
     assert workload(compile=("block",)).needs == ("float32", "compiler")
@@ -145,10 +145,10 @@ def test_needs_follow_from_format_and_compiling() -> None:
 
 
 def test_quantities_count_the_work_of_the_mode() -> None:
-    forward, whole = (workload(mode).quantities() for mode in ("forward", "train-step"))
-    assert value_of(whole, "flops") == 3 * value_of(forward, "flops")
-    assert value_of(whole, "tokens") == 32
-    assert value_of(whole, "parameters") == value_of(forward, "parameters")
+    forward, step = (workload(mode).quantities() for mode in ("forward", "train-step"))
+    assert value_of(step, "flops") == 3 * value_of(forward, "flops")
+    assert value_of(step, "tokens") == 32
+    assert value_of(step, "parameters") == value_of(forward, "parameters")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
     assert step.gradients_missing() == 0
 
 
-def test_gradients_that_nothing_reaches_are_counted() -> None:
+def test_missing_gradients_are_counted() -> None:
     step = TransformerStep(workload(), CpuDevice())
     parameters = list(step.model.parameters())
     parameters[0].requires_grad_(False)
@@ -201,19 +201,23 @@ def test_forward_backward_starts_every_step_without_gradients() -> None:
     assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_a_host_refuses_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "memory_bytes", 1 << 20)
     with pytest.raises(CaseSkipped, match=r"needs at least .* GiB, this machine has 0\.0"):
         TransformerStep(workload(), CpuDevice())
 
 
-def test_what_is_as_it_was_is_not_in_the_key() -> None:
-    """Records that are older than a field keep their key."""
+def test_default_values_are_not_in_the_key() -> None:
+    """Records older than a field keep their key."""
     assert workload().key == "tiny_c16_b2_float32_reference_train-step"
     changed = workload(
-        compile=("block",), compile_mode=("max-autotune",), optimizer=("stepscope-fused",),
-        loss=("fused",), fused=True, graph=True,
-    )  # fmt: skip
+        compile=("block",),
+        compile_mode=("max-autotune",),
+        optimizer=("stepscope-fused",),
+        loss=("fused",),
+        fused=True,
+        graph=True,
+    )
     assert changed.key == (
         "tiny_c16_b2_float32_reference_compile=block_mode=max-autotune_adamw=stepscope-fused"
         "_loss=fused_fused_graph_train-step"
@@ -225,7 +229,7 @@ def test_what_is_as_it_was_is_not_in_the_key() -> None:
     assert msgspec.convert(old, Workload) == workload()
 
 
-def test_a_fused_loss_has_no_phase_of_its_own_and_learns_the_same() -> None:
+def test_a_fused_loss_has_no_phase_and_learns_the_same() -> None:
     losses = []
     for loss, fused in (("plain", False), ("fused", True)):
         step = TransformerStep(workload(loss=(loss,), fused=fused, **SMALLEST), CpuDevice())
@@ -241,15 +245,15 @@ def test_a_fused_loss_has_no_phase_of_its_own_and_learns_the_same() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_graph_is_refused_where_it_cannot_be() -> None:
+def test_a_graph_is_refused_where_it_is_not_supported() -> None:
     step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
     with pytest.raises(CaseSkipped, match="NVIDIA GPUs"):
         step.phases()
-    with pytest.raises(CaseSkipped, match="reads its count of steps on the host"):
+    with pytest.raises(CaseSkipped, match="reads its step count on the host"):
         TransformerStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
 
 
-def test_names_in_words_stay_apart() -> None:
+def test_names_are_distinct() -> None:
     from stepscope.studies.training.workload import WorkloadFlags, workloads
 
     flags = [
@@ -268,7 +272,7 @@ def test_names_in_words_stay_apart() -> None:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("keep", ["all", "inputs-1"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])
-def test_a_joined_step_makes_the_loss_of_the_plain_one(dtype: str, keep: str) -> None:
+def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, keep: str) -> None:
     joined = {"fused": True, "joined": True, "keep": keep, "loss": ("fused",)}
     losses = []
     for more in ({}, joined):
@@ -282,15 +286,18 @@ def test_a_joined_step_makes_the_loss_of_the_plain_one(dtype: str, keep: str) ->
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"joined": True}, "add --fused"),
         ({"fused": True, "keep": "gates"}, "needs fused projections"),
-        ({"fused": True, "searched": True}, "searched products belong to joined"),
-        ({"fused": True, "joined": True, "compile": ("block",)}, "a compiled model has no joined"),
+        ({"fused": True, "searched": True}, "autotuned GEMMs need fused projections"),
+        (
+            {"fused": True, "joined": True, "compile": ("block",)},
+            "a compiled model has no fused projections",
+        ),
         ({"fused": True, "joined": True, "keep": "some"}, "keep 'some' does not exist"),
     ],
 )
-def test_joined_products_belong_to_the_fused_model(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_fused_projections_need_fused_kernels(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         workload(**fields)

@@ -1,4 +1,4 @@
-"""What a study is: one question with a fixed way to measure it. Loads without torch."""
+"""Base classes of studies: one question with a fixed procedure each. Loads without torch."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One cell of a study. A study with several kinds of cases has a tagged union of subclasses.
 
-    Its fields are the `config` of its record: a field keeps its name and meaning, and one that is
-    added has a default, so that older records still decode.
+    Its fields are the `config` of its record: a field keeps its name and meaning, and a new field
+    has a default, so that older records still decode.
     """
 
     @property
     def key(self) -> str:
-        """Readable identity within the study; equal cases of two runs compare."""
+        """Readable identity within the study; equal cases of two runs are compared by it."""
         raise NotImplementedError
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the machine must have: a dtype, `compiler`, …"""
+        """Capabilities that the machine must have: a dtype, `compiler`, …"""
         return ()
 
     @property
     def config(self) -> dict[str, Any]:
-        """As its record keeps it."""
+        """The fields as plain data, as the record stores them."""
         config: dict[str, Any] = msgspec.to_builtins(self)
         return config
 
@@ -53,19 +53,19 @@ class PlannedCase(Part, frozen=True):
 
     def __post_init__(self) -> None:
         require_case("case key", self.key)
-        # Here and not when its record is stored: by then it has been measured.
+        # Checked here, before the case is measured, rather than when its record is stored.
         check_config(self.config)
 
 
 class Measurement(Part, frozen=True):
-    """The result of measuring a case. The first series is what the case is about."""
+    """The result of measuring a case. The first series is the main result of the case."""
 
     series: tuple[Series, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     readings: tuple[Reading, ...] = ()
     notes: dict[str, str] = msgspec.field(default_factory=dict)
     attachments: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Structured results: plain data or structs, as JSON can hold them."""
+    """Structured results: plain data or structs that JSON can represent."""
 
 
 class CaseSkipped(Exception):  # noqa: N818
@@ -73,7 +73,7 @@ class CaseSkipped(Exception):  # noqa: N818
 
 
 class Bench(Protocol):
-    """What a study may use while it measures."""
+    """Interface that a worker offers to a study while it measures."""
 
     @property
     def device(self) -> Device: ...
@@ -82,20 +82,20 @@ class Bench(Protocol):
 
 
 class Viewable(ABC):
-    """Records of one name that can be shown. Its module holds the instance `STUDY`."""
+    """A named kind of record with a view. Its module defines the instance `STUDY`."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     question: ClassVar[str]
     recorded_by: ClassVar[str] = ""
-    """The command that makes its records, where that is not `stepscope run`."""
+    """The command that creates its records, where that is not `stepscope run`."""
 
     @abstractmethod
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         """Findings, figures and tables from records of this name. Pure."""
 
     def headline(self, records: Sequence[Record]) -> Table | None:  # noqa: ARG002
-        """The one table that a person wants first, if there is one."""
+        """The table that a reader wants first, if there is one."""
         return None
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:  # noqa: ARG002
@@ -108,7 +108,7 @@ Flags = TypeVar("Flags", bound=msgspec.Struct)
 
 
 class Result(NamedTuple, Generic[C]):
-    """A record with its case decoded: what rows of a table and findings are made from."""
+    """A record with its decoded case; rows and findings are built from it."""
 
     record: Record
     case: C
@@ -118,7 +118,7 @@ K = TypeVar("K", bound=Case)
 
 
 def results_of(results: Sequence[Result[Any]], kind: type[K]) -> list[Result[K]]:
-    """Those whose case is of one kind of a study's union."""
+    """The results whose case is of one type of a study's union."""
     return [result for result in results if isinstance(result.case, kind)]
 
 
@@ -126,25 +126,25 @@ class Measurable(Viewable, Generic[C]):
     """Cases that a worker can measure, and a view of their records."""
 
     fresh_process: ClassVar[bool] = False
-    """Every case starts in a process that has done nothing before."""
+    """Run every case in a fresh process."""
     goes_on: ClassVar[bool] = False
-    """A case that a machine cannot run is a row with the reason, however it was asked for, as long
-    as it can run another."""
+    """Report a case that the machine cannot run as a row with the reason, even if it was requested
+    explicitly, as long as another case can run."""
 
     case: Any
-    """The struct of its cases, or a union of tagged ones."""
+    """The struct of its cases, or a union of tagged structs."""
 
     def plan(self, case: C) -> PlannedCase:
         return PlannedCase(study=self.name, key=case.key, config=case.config, needs=case.needs)
 
     def decode(self, config: Mapping[str, Any]) -> C:
-        """A case from the `config` of its record or of a message."""
+        """Decode a case from the `config` of a record or of a message."""
         try:
             case: C = msgspec.convert(config, self.case)
         except msgspec.ValidationError as error:
             raise StepscopeError(
                 f"not a case of {self.name}: {in_one_line(error)}",
-                "was it made by another version of Stepscope?",
+                "was it created by another version of Stepscope?",
             ) from error
         return case
 
@@ -159,9 +159,9 @@ class Measurable(Viewable, Generic[C]):
         self,
         case: C,  # noqa: ARG002
         bench: Bench,  # noqa: ARG002
-        said: str,  # noqa: ARG002
+        message: str,  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Attachments of a case that ran out of memory; `said` is the error's text."""
+        """Attachments of a case that ran out of memory; `message` is the error's text."""
         return {}
 
 
@@ -170,12 +170,12 @@ class Study(Measurable[C], Generic[Flags, C]):
 
     examples: ClassVar[tuple[str, ...]] = ()
     on_cpu: ClassVar[str] = ""
-    """A preset whose cases stand for the defaults on a CPU, where those would take hours."""
+    """A preset whose cases replace the defaults on a CPU, where the defaults would take hours."""
     no_model: ClassVar[str] = ""
-    """Why it cannot take a model of one's own, where it has no flag for one."""
+    """The reason why it cannot measure a user's model, where it has no flag for one."""
 
     flags: type[Flags]
-    """The sweep as the command line takes it; its defaults are the study's."""
+    """Struct of the command-line flags; its defaults are the study's default sweep."""
 
     @abstractmethod
     def cases(self, flags: Flags) -> tuple[C, ...]:
@@ -186,14 +186,14 @@ class Study(Measurable[C], Generic[Flags, C]):
         flags: Flags,
         lacks: Collection[str],  # noqa: ARG002
     ) -> tuple[C, ...]:
-        """The same for a machine that lacks what is named there."""
+        """Every cell of the sweep on a machine without the capabilities in `lacks`."""
         return self.cases(flags)
 
     def planned(self, flags: Flags, lacks: Collection[str] = ()) -> tuple[PlannedCase, ...]:
-        """The cases for that machine, each once."""
+        """The cases for a machine without the capabilities in `lacks`, without duplicates."""
         planned = (self.plan(case) for case in self.cases_here(flags, lacks))
         return tuple({case.key: case for case in planned}.values())
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:  # noqa: ARG002
-        """This study's share of each preset on that machine."""
+        """This study's flags for each preset on the given machine."""
         return {}

@@ -1,4 +1,4 @@
-"""What flags of several studies must hold; an error names the value that does not."""
+"""Checks of flags that several studies share; an error names the invalid value."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from stepscope.errors import UsageError
 
 
 def check_each(
-    name: str, values: Sequence[float], meant: Callable[[float], bool], mend: str
+    name: str, values: Sequence[float], valid: Callable[[float], bool], hint: str
 ) -> None:
-    """At least one value, and every one is meant."""
+    """Require at least one value, all of them valid."""
     if not values:
-        raise UsageError(f"{name} has no value", mend)
+        raise UsageError(f"{name} has no value", hint)
     for value in values:
-        if not meant(value):
-            raise UsageError(f"{name} is {value:g}", mend)
+        if not valid(value):
+            raise UsageError(f"{name} is {value:g}", hint)
 
 
 def check_seconds(name: str, seconds: float) -> None:
@@ -23,12 +23,12 @@ def check_seconds(name: str, seconds: float) -> None:
 
 
 def check_ranks(ranks: Sequence[int], batch: int) -> None:
-    """Each number of them has equal shares of the batch."""
+    """Require that each number of ranks divides the batch."""
     for number in ranks:
         if number < 1:
             raise UsageError(f"ranks is {number}", "it must be at least 1")
         if batch < number or batch % number:
             raise UsageError(
-                f"a batch of {batch} cannot be shared out among {number} ranks",
+                f"a batch of {batch} cannot be divided among {number} ranks",
                 "choose a multiple of the ranks",
             )

@@ -1,4 +1,4 @@
-"""What a host can hold."""
+"""A check of what fits into the host's memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stepscope.studies.base import CaseSkipped
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
-# Below this share of the memory a case may still run; above it the host would start to swap.
+# Above this share of the memory the host would start to swap.
 _HOST_MEMORY_SHARE = 0.9
 
 
 def refuse_beyond_host_memory(needed: int, device: Device) -> None:
-    """A GPU says that it is full; a host swaps and is lost, so there a lower bound decides."""
+    """Skip a case whose lower bound exceeds the host's memory, because a host swaps, not fails."""
     if device.kind == "cpu" and needed > _HOST_MEMORY_SHARE * device.memory_bytes:
         raise CaseSkipped(
             f"needs at least {needed / 2**30:.1f} GiB,"

@@ -1,4 +1,4 @@
-"""Which columns of a table tell training steps apart, and in words what they have in common."""
+"""Columns that distinguish training steps in a table, and a phrase for what the steps share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class OfStep(Protocol):
 
 
 _ALWAYS = ("size", "context")
-_OF_OURS = ("context", "attention", "table")
-"""What a model of one's own does not have."""
+_BUILT_IN_ONLY = ("context", "attention", "table")
+"""Fields that a user's model does not have."""
 _YES = {
-    "fused": "fused pieces", "joined": "joined products", "searched": "searched kernels",
+    "fused": "fused kernels",
+    "joined": "fused projections",
+    "searched": "autotuned GEMMs",
     "graph": "as a CUDA graph",
-}  # fmt: skip
+}
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
     "context": Column(title="context", kind="count"),
@@ -36,22 +38,22 @@ _IDENTITY: dict[str, Column] = {
     "optimizer": Column(title="optimizer"),
     "compile_mode": Column(title="compile mode"),
     "loss": Column(title="loss"),
-    "fused": Column(title="fused pieces"),
-    "joined": Column(title="joined", hint="one product where several read the same input"),
-    "searched": Column(title="searched", hint="the fastest kernel that cuBLAS has"),
-    "keep": Column(title="keeps", hint="what a block keeps for the backward"),
+    "fused": Column(title="fused kernels"),
+    "joined": Column(title="fused projections", hint="fused QKV and fused gate/up"),
+    "searched": Column(title="autotuned GEMMs", hint="the fastest kernel of cuBLAS for each shape"),
+    "keep": Column(title="saves", hint="what a block saves for backward"),
     "graph": Column(title="graph"),
-    "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
+    "checkpoint": Column(title="checkpoint", hint="blocks of a checkpointed segment"),
     "table": Column(title="table"),
 }
 
 
 def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
-    """The columns that tell these rows apart, and in words what they have in common."""
+    """The columns in which these rows differ, and a phrase for what they have in common."""
     varying, shared = [], []
     ours = any(not row.workload.own for row in rows)
     for name, column in _IDENTITY.items():
-        if not ours and name in _OF_OURS:
+        if not ours and name in _BUILT_IN_ONLY:
             continue
         values = {getattr(row.workload, name) for row in rows}
         if name in _ALWAYS or len(values) > 1:
@@ -66,7 +68,7 @@ def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
 
 def _cell(name: str, row: OfStep) -> Cell:
     value: Cell = getattr(row.workload, name)
-    if row.workload.own and name in _OF_OURS:
+    if row.workload.own and name in _BUILT_IN_ONLY:
         return None
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -88,7 +90,7 @@ def _in_words(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return _YES[name] if value else ""
     if name == "keep":
-        return "" if value == ALL else f"keeps {value}"
+        return "" if value == ALL else f"saves {value}"
     if name == "checkpoint":
         return "" if value == "no" else f"checkpointed: {value}"
     if name == "table":

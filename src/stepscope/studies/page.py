@@ -28,7 +28,7 @@ _SHOWN = {
     "max_sm_clock_mhz": "highest SM clock, MHz",
     "cpu": "CPU",
     "cpu_cores": "CPU cores",
-    "threads": "threads of torch",
+    "threads": "torch threads",
     "host_memory_bytes": "host memory",
     "load_average": "load average at the start",
     "platform": "system",
@@ -42,15 +42,20 @@ _SHOWN = {
 
 _LONGEST = 2_000
 _LAST_RESORT: tuple[type[Exception], ...] = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
-)  # fmt: skip
-"""What a view raises for records that no check has foreseen. Tests of hostile records empty it."""
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions of a view on records that no check foresaw. Tests of hostile records empty it."""
 
 
 def make_page(records: Sequence[Record]) -> Page:
-    """The page of these records. Pure: nothing is measured here."""
+    """The page of these records. Pure: it measures nothing."""
     if not records:
-        raise StepscopeError("there are no records to show", "make some with `stepscope run`")
+        raise StepscopeError("there are no records to show", "create some with `stepscope run`")
     records = [plausible(record) for record in records]
     sections = tuple(study_sections(records))
     devices = list(dict.fromkeys(record.environment.device_name for record in records))
@@ -86,7 +91,7 @@ def study_answers(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
 
 
 def _what(records: Sequence[Record]) -> str:
-    """The program, where all records are of one."""
+    """The program, if all records are of the same one."""
     programs = {record.config.get("script") for record in records}
     only = programs.pop() if len(programs) == 1 else None
     return str(only) if only else "Training steps"
@@ -104,15 +109,15 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
 
 @contextmanager
 def explained(study: str) -> Iterator[None]:
-    """One line for records that a study cannot show, however they are wrong."""
-    foreseen: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
+    """Report malformed records of a study as a one-line error, whatever is wrong with them."""
+    expected: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
     try:
         yield
-    except foreseen as error:
+    except expected as error:
         kind = "" if isinstance(error, msgspec.DecodeError) else f"{type(error).__name__}: "
         raise StepscopeError(
-            f"the records of {study} are not of its form: {kind}{in_one_line(error)}",
-            "were they made by another version of Stepscope?",
+            f"the records of {study} are malformed: {kind}{in_one_line(error)}",
+            "were they created by another version of Stepscope?",
         ) from error
 
 
@@ -130,7 +135,7 @@ def _subtitle(records: Sequence[Record]) -> str:
 
 
 def headline(records: Sequence[Record]) -> Table | None:
-    """The one table that a person wants first, where a study has it."""
+    """The headline table of the first study that has one."""
     for study in viewables().values():
         own = [plausible(record) for record in records if record.study == study.name]
         with explained(study.name):
@@ -141,7 +146,7 @@ def headline(records: Sequence[Record]) -> Table | None:
 
 
 def _status_table(records: Sequence[Record]) -> Table:
-    """For records of which no study has a headline: what became of them."""
+    """Number of cases by study and status, for records without a headline table."""
     counted: dict[tuple[str, str], int] = {}
     for record in records:
         counted[record.study, record.status] = counted.get((record.study, record.status), 0) + 1
@@ -162,15 +167,15 @@ def _machine_section(records: Sequence[Record]) -> Section:
     for record in records:
         machines.setdefault(record.environment.device_name, record)
     tables: list[Table] = []
-    for place, record in enumerate(machines.values()):
-        suffix = f"-{place + 1}" if place else ""
+    for index, record in enumerate(machines.values()):
+        suffix = f"-{index + 1}" if index else ""
         tables.append(_environment_table(record.environment, f"environment{suffix}"))
         if record.ceilings:
             tables.append(_ceilings_table(record, f"ceilings{suffix}"))
     return Section(
         name="machine",
         title="The machine",
-        question="What was measured on, and what are its limits?",
+        question="Which machine was measured, and what are its limits?",
         blocks=tuple(tables),
     )
 
@@ -208,7 +213,7 @@ def _ceilings_table(record: Record, name: str) -> Table:
         ),
         rows=tuple((c.name, rate(c.value, c.unit), c.source, c.detail) for c in record.ceilings),
         caption="Measured here: the best of several shapes and repetitions on random data."
-        " A data sheet's peak stands beside it where the device is known.",
+        " The data sheet's peak is listed too if the device is known.",
     )
 
 
@@ -217,9 +222,14 @@ def _records_section(records: Sequence[Record]) -> Section:
         lints = ", ".join(lint.code for lint in lint_record(record))
         samples = len(record.series[0].values) if record.series else 0
         return (
-            record.id, record.study, record.case, record.status, samples,
-            duration(record.elapsed_s * 1e3), lints or record.reason,
-        )  # fmt: skip
+            record.id,
+            record.study,
+            record.case,
+            record.status,
+            samples,
+            duration(record.elapsed_s * 1e3),
+            lints or record.reason,
+        )
 
     table = Table(
         name="records",
@@ -255,7 +265,7 @@ def _details(record: Record) -> str:
         elif name == "notes":
             lines += [f"note {key}: {_short(text)}" for key, text in record.notes.items()]
         elif name == "attachments":
-            lines += [f"{key}: {_short(_json(held))}" for key, held in record.attachments.items()]
+            lines += [f"{key}: {_short(_json(data))}" for key, data in record.attachments.items()]
         elif name not in ("environment", "ceilings"):
             lines.append(f"{name}: {_json(value)}")
     return "\n".join(lines)

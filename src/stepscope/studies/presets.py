@@ -1,4 +1,4 @@
-"""Named choices of studies and cases. Each study states its own share."""
+"""Named selections of studies and cases. Each study defines its own cases of a preset."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stepscope.studies.base import PlannedCase
 from stepscope.studies.registry import all_studies, find_study
 
 PRESETS = {
-    "quick": "every study in small, on any machine, in minutes",
+    "quick": "every study with small cases, on any machine, in minutes",
     "seeds": "the tables of the five write-ups: 2025 sizes, contexts 128 to 1024",
-    "cs336-2026": "the same for the sizes of the 2026 course",
+    "cs336-2026": "the same tables for the sizes of the 2026 course",
     "h200": "the published tables of this repository",
-    "full": "everything: both size tables and every number format",
+    "full": "everything: both size tables and every dtype",
 }
 
 
@@ -25,8 +25,9 @@ def require_preset(name: str) -> None:
 
 def preset_cases(
     name: str, environment: Environment, only: str | None = None, lacks: Collection[str] = ()
-) -> tuple[PlannedCase, ...]:  # fmt: skip
-    """The cases of a preset on that machine, which lacks those, of all studies or of one."""
+) -> tuple[PlannedCase, ...]:
+    """The cases of a preset on a machine without the capabilities in `lacks`, of all studies or of
+    `only` one."""
     require_preset(name)
     cases: dict[tuple[str, str], PlannedCase] = {}
     chosen = all_studies().values() if only is None else (find_study(only),)

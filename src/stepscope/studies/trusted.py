@@ -1,8 +1,8 @@
-"""Findings as far as their records can be trusted.
+"""Findings limited by the trust in their records.
 
-A study's view writes what its records say. Here, once for all studies and surfaces, a finding that
-rests on a record which is not good loses what it may not claim: the tone of a success and its
-conclusion (a cause, a ranking, a recommendation). Its sentence says what was wrong.
+A study's view states what its records show. Here, once for all studies and surfaces, a finding
+that rests on a record which is not good loses the tone of a success and its conclusion (a cause, a
+ranking, a recommendation). Its sentence says what was wrong.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ _ENDS = ".!"
 
 
 def tempered(blocks: Sequence[Block], records: Sequence[Record]) -> tuple[Block, ...]:
-    """The blocks of a section, given all records of its study."""
-    found = {record.id: trust_of(record) for record in records if record.status == "ok"}
-    if all(one.good for one in found.values()):
+    """Limit the findings of a section by the trust in all records of its study."""
+    trusts = {record.id: trust_of(record) for record in records if record.status == "ok"}
+    if all(one.good for one in trusts.values()):
         return tuple(blocks)
-    return tuple(temper(block, found) if isinstance(block, Finding) else block for block in blocks)
+    return tuple(temper(block, trusts) if isinstance(block, Finding) else block for block in blocks)
 
 
 def temper(finding: Finding, trusts: Mapping[str, Trust]) -> Finding:
-    """The finding given the trust in records by their id. One that names no records rests on all
-    of them; one that rests on no times is only affected by records that are invalid."""
+    """Limit one finding, given the trust in each record by its id.
+
+    A finding that names no records rests on all of them; a finding that rests on no times is only
+    affected by invalid records.
+    """
     named = [one for one in finding.records if one in trusts]
     used = {one: trusts[one] for one in (named if finding.records else trusts)}
     doubted = {
@@ -53,7 +56,7 @@ def temper(finding: Finding, trusts: Mapping[str, Trust]) -> Finding:
 
 
 def doubt(all_of: Sequence[Trust], doubted: Sequence[Trust]) -> str:
-    """The most frequent complaint about records that are not good, as a clause with its count."""
+    """The most frequent problem of records that are not good, as a clause with its count."""
     reasons = [reason(one.codes[0]) for one in doubted]
     most = max(dict.fromkeys(reasons), key=reasons.count)
     if len(all_of) == 1:
@@ -62,7 +65,7 @@ def doubt(all_of: Sequence[Trust], doubted: Sequence[Trust]) -> str:
 
 
 def all_good(records: Iterable[Record]) -> bool:
-    """Whether a view may fit, rank or extrapolate from these records."""
+    """True if a view may fit, rank or extrapolate from these records."""
     return all(trust_of(record).good for record in records)
 
 
@@ -80,7 +83,7 @@ def banner(records: Sequence[Record]) -> str:
             " machine and measure again."
         )
     if invalid := [one for one in doubted if one.level == "invalid"]:
-        parts.append(f"{_sentence(doubt(trusts, invalid))}; its numbers do not count.")
+        parts.append(f"{_sentence(doubt(trusts, invalid))}; its numbers are not used.")
     return " ".join(parts)
 
 
@@ -89,9 +92,9 @@ def _sentence(clause: str) -> str:
 
 
 def tally(records: Sequence[Record]) -> dict[str, int]:
-    """How many measurements have each level of trust, for programs."""
-    found = {"good": 0, "noisy": 0, "invalid": 0}
+    """Number of measurements at each level of trust, for programs."""
+    counts = {"good": 0, "noisy": 0, "invalid": 0}
     for record in records:
         if record.status == "ok":
-            found[trust_of(record).level] += 1
-    return found
+            counts[trust_of(record).level] += 1
+    return counts

@@ -1,9 +1,9 @@
-"""What does a sum lose in each number format, and what does this device's matrix unit keep?
+"""Rounding error of sums in each dtype, and the accumulator dtype of this device's matmuls.
 
     stepscope run accumulation
 
-`sum` cases add the same small number again and again; `dot` cases multiply long rows on the device;
-`square` cases square numbers near the ends of each format's range. None of them takes a second.
+`sum` cases add the same small number repeatedly; `dot` cases multiply long rows on the device;
+`square` cases square numbers near the ends of each dtype's range. No case takes a second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Accumulation(Study[AccumulationFlags, AccumulationCase]):
     name = "accumulation"
     title = "Accumulation"
     question = (
-        "How far is a sum from the truth in each number format, when does it stop to grow,"
-        " and in which format does the matrix unit add?"
+        "How far is a sum from the exact value in each dtype, when does it stop growing,"
+        " and in which dtype does the matmul accumulate?"
     )
     examples = (
         "stepscope run accumulation",
@@ -37,7 +37,7 @@ class Accumulation(Study[AccumulationFlags, AccumulationCase]):
     )
     flags = AccumulationFlags
     case = AccumulationCase
-    no_model = "it measures sums in each number format"
+    no_model = "it measures sums in each dtype"
 
     def cases(self, flags: AccumulationFlags) -> tuple[AccumulationCase, ...]:
         return (

@@ -17,19 +17,19 @@ SUMS = (
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float32"),
 )
-"""Dtypes of the terms and of the accumulator; the first four are those of the course."""
+"""Dtypes of the terms and of the accumulator; the first four are from the course."""
 OVERFLOWED = -1.0
-"""Stands for an infinite square in a series."""
+"""Represents an infinite square in a series."""
 SQUARES = ("float32", "float16", "bfloat16")
 
 
 class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sums to try."""
+    """Flags of the accumulation study."""
 
     term: float = 0.01
-    """What is added again and again."""
+    """The number that is added repeatedly."""
     count: int = 10_000
-    """How often; the course adds 1000 times, and that sum is reported too."""
+    """Number of additions; the course adds 1000 times, and that sum is reported too."""
     length: tuple[int, ...] = (256, 1024, 4096, 16384)
     """Lengths of the dot products."""
     format: tuple[str, ...] = ("float32", "float16", "bfloat16")
@@ -47,7 +47,7 @@ class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SumCase(Case, frozen=True, kw_only=True, tag_field="part", tag="sum"):
-    """Adds the same number again and again."""
+    """Adds the same number repeatedly."""
 
     terms: str
     accumulator: str

@@ -1,4 +1,4 @@
-"""The sums themselves."""
+"""Measure the sums, dot products and squares."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measure_case(case: AccumulationCase, bench: Bench) -> Measurement:
 
 
 def _sum(case: SumCase, bench: Bench) -> Measurement:
-    """Add one after the other, on the host: the arithmetic is the same everywhere."""
+    """Add one term after the other, on the host: the arithmetic is the same everywhere."""
     import torch
 
     accumulator = getattr(torch, case.accumulator)
@@ -54,7 +54,7 @@ def _sum(case: SumCase, bench: Bench) -> Measurement:
             sums.append(now)
     took = (time.perf_counter() - start) * 1e3
     bench.progress(1, 1, "sum")
-    found = {
+    values = {
         "sum": before,
         "sum_1000": sums[sorted(marks).index(1000)],
         "last_moved": last_moved,
@@ -66,7 +66,7 @@ def _sum(case: SumCase, bench: Bench) -> Measurement:
             Series(name="at", unit="terms", values=tuple(map(float, sorted(marks)))),
             Series(name="step", unit="ms", values=(took,)),
         ),
-        quantities=_quantities(found),
+        quantities=_quantities(values),
     )
 
 
@@ -79,12 +79,12 @@ def _marks(count: int) -> set[int]:
 
 
 def _dot(case: DotCase, bench: Bench) -> Measurement:
-    """Rows of positive numbers times each other: on the device, and added in the format itself."""
+    """Multiply rows of positive numbers on the device, and accumulate them in the dtype itself."""
     import torch
 
-    device, form = bench.device, case.format
-    storage = torch.float32 if form in ("float32", "tf32") else getattr(torch, form)
-    torch.set_float32_matmul_precision("high" if form == "tf32" else "highest")
+    device, dtype = bench.device, case.format
+    storage = torch.float32 if dtype in ("float32", "tf32") else getattr(torch, dtype)
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     generator = torch.Generator().manual_seed(0)
     on_device, by_hand = [], []
     for length in case.length:
@@ -107,19 +107,19 @@ def _dot(case: DotCase, bench: Bench) -> Measurement:
     )
 
 
-def _worst(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(((found - exact) / exact).abs().max())
+def _worst(computed: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((computed - exact) / exact).abs().max())
 
 
 def _square(case: SquareCase, bench: Bench) -> Measurement:
     """Squares near the ends of the range, and the variance of numbers that are close together."""
     import torch
 
-    form = getattr(torch, case.format)
-    edges = torch.tensor(_EDGES, dtype=form)
+    dtype = getattr(torch, case.format)
+    edges = torch.tensor(_EDGES, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    # Far from zero and narrow: mean(x²) - mean(x)² has nothing left to subtract.
-    narrow = (100.0 + torch.randn(4096, generator=generator)).to(form)
+    # Far from zero and narrow: mean(x²) - mean(x)² cancels.
+    narrow = (100.0 + torch.randn(4096, generator=generator)).to(dtype)
     naive = (narrow * narrow).mean() - narrow.mean() ** 2
     exact = narrow.double().var(correction=0)
     bench.progress(1, 1, "squares")
@@ -139,11 +139,11 @@ def _square(case: SquareCase, bench: Bench) -> Measurement:
 
 
 def _finite(values: torch.Tensor) -> list[float]:
-    """JSON knows no infinity: what overflowed is OVERFLOWED."""
+    """The values with OVERFLOWED for infinity, which JSON cannot represent."""
     import torch
 
     return [OVERFLOWED if not torch.isfinite(value) else float(value) for value in values]
 
 
-def _quantities(found: dict[str, float]) -> tuple[Quantity, ...]:
-    return tuple(Quantity(name=name, value=value, unit="1") for name, value in found.items())
+def _quantities(values: dict[str, float]) -> tuple[Quantity, ...]:
+    return tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())

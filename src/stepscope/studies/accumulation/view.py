@@ -1,4 +1,4 @@
-"""What the sums say: findings, the formats, the curves. Pure."""
+"""Findings, tables and figures of the accumulation study. Pure."""
 
 from __future__ import annotations
 
@@ -88,33 +88,33 @@ def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
             code="accumulation.rounded-term",
             values={"terms": terms, "term": rounded, "off": rounded / term - 1},
             records=(result.record.id,),
-            text=f"A float32 accumulator adds {terms} terms almost exactly; what is left is the"
-            f" rounding of the term itself, which {terms} holds as {number(rounded, 7)}"
+            text=f"A float32 accumulator adds {terms} terms almost exactly; what remains is the"
+            f" rounding of the term itself, which is {number(rounded, 7)} in {terms}"
             f" ({percent(rounded / term - 1)} off). Converting it before the addition changes"
-            " nothing: the addition does that.",
+            " nothing: the addition converts it anyway.",
         )
     for result in sums:
         yield from _stalled(result)
 
 
 def _stalled(result: Sum) -> Iterator[Finding]:
-    """A sum that no longer changes."""
+    """Report a sum that no longer changes."""
     moved, planned = _value(result, "last_moved"), result.case.count
-    form = float_format(result.case.accumulator)
+    dtype = float_format(result.case.accumulator)
     total, term = _value(result, "sum"), _value(result, "term_held")
-    if moved >= planned or min(form.nearest(total), form.nearest(term)) <= 0:
+    if moved >= planned or min(dtype.nearest(total), dtype.nearest(term)) <= 0:
         return
-    gap = align(total, term, form).gap
+    gap = align(total, term, dtype).gap
     name = _name(result.case)
     yield Finding(
         code="accumulation.stalled",
-        values={"accumulator": form.name, "sum": total, "additions": moved, "gap": gap},
+        values={"accumulator": dtype.name, "sum": total, "additions": moved, "gap": gap},
         records=(result.record.id,),
-        text=f"{name[:1].upper()}{name[1:]}: the sum stops at {total:g}"
+        text=f"{name[:1].upper()}{name[1:]}: the sum stops growing at {total:g}"
         f" after {count(moved)} additions and stays there for the other"
         f" {count(planned - moved)}. The exponents of sum and term are {gap} apart and the"
-        f" format has {form.mantissa_bits} digits behind the point: neighbours are"
-        f" {form.step_at(total):g} apart there, and what is below half of that is rounded away.",
+        f" dtype has {dtype.mantissa_bits} mantissa bits: neighbouring values are"
+        f" {dtype.step_at(total):g} apart there, and less than half of that is rounded away.",
         tone="warn",
     )
 
@@ -124,34 +124,36 @@ def _dot_findings(dots: Sequence[Dot]) -> Iterator[Finding]:
         device, by_hand = record.find("device"), record.find("in_format")
         if device is None or by_hand is None or not device.values:
             continue
-        form = float_format(case.format)
+        dtype = float_format(case.format)
         error, own = device.values[-1], by_hand.values[-1]
         yield Finding(
             code="accumulation.dot",
             values={"format": case.format, "length": max(case.length), "error": error, "own": own},
             records=(record.id,),
-            text=f"A {case.format} product over {count(max(case.length))} terms on this device"
-            f" is off by {percent(error)} at most, added in {case.format} itself by"
-            f" {percent(own)}; one rounding is {percent(form.epsilon / 2)}:"
-            f" {_adds_in(form, error, own)}.",
+            text=f"A {case.format} matmul over {count(max(case.length))} terms on this device"
+            f" is off by at most {percent(error)}, accumulated in {case.format} itself by"
+            f" {percent(own)}; one rounding is {percent(dtype.epsilon / 2)}:"
+            f" {_adds_in(dtype, error, own)}.",
         )
 
 
-def _adds_in(form: FloatFormat, error: float, own: float) -> str:
-    """What the errors say of the dtype in which the device adds."""
-    if form.storage_bits == 16:
-        wide = error <= form.epsilon < own
-        return f"it adds in {'a wider format and rounds once' if wide else 'the format'}"
-    if form.mantissa_bits < FORMATS["float32"].mantissa_bits:
-        return "the inputs are rounded, which averages out, and the sum is kept in float32"
+def _adds_in(dtype: FloatFormat, error: float, own: float) -> str:
+    """Infer the dtype of the device's accumulator from the errors."""
+    if dtype.storage_bits == 16:
+        wide = error <= dtype.epsilon < own
+        return (
+            f"it accumulates in {'a wider dtype and rounds once' if wide else 'the dtype itself'}"
+        )
+    if dtype.mantissa_bits < FORMATS["float32"].mantissa_bits:
+        return "the inputs are rounded, which averages out, and the sum is accumulated in float32"
     if error < own / 2:
-        return "many short sums lose less than one long one"
+        return "many short sums lose less than one long sum"
     return "it loses as much as one long sum"
 
 
 def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
     for record, case in squares:
-        form = float_format(case.format)
+        dtype = float_format(case.format)
         value, square = record.find("value"), record.find("square")
         naive, exact = record.quantity("variance"), record.quantity("variance_exact")
         if value is None or square is None:
@@ -159,26 +161,26 @@ def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
         pairs = _paired(record, value, square)
         lost = [v for v, s in pairs if s == 0.0]
         burst = [v for v, s in pairs if s == OVERFLOWED]
-        least, most = form.squares
+        least, most = dtype.squares
         tried = [
-            *([f"that of {max(lost):g} vanishes"] if lost else []),
+            *([f"that of {max(lost):g} underflows"] if lost else []),
             *([f"that of {min(burst):g} overflows"] if burst else []),
         ]
-        text = form.name
+        text = dtype.name
         if tried:
-            text += f": squares vanish up to {least:.3g} and overflow from {most:.3g} on"
+            text += f": squares underflow up to {least:.3g} and overflow from {most:.3g} on"
             text += f" (tried: {', '.join(tried)})"
         if naive is not None and exact:
             text += (
                 f"{';' if tried else ':'} the variance of numbers around 100 comes out as"
-                f" {number(naive)} where it is {number(exact)}, if the squares are averaged in this"
-                " format. That is why a norm's reductions need float32"
+                f" {number(naive)} instead of {number(exact)} if the squares are averaged in this"
+                " dtype. That is why a norm's reductions need float32"
                 if abs(naive / exact - 1) > 0.05
                 else f"; a variance of {number(exact)} around 100 comes out as {number(naive)}"
             )
         yield Finding(
             code="accumulation.squares",
-            values={"format": form.name, "vanish": least, "overflow": most, "variance": naive},
+            values={"format": dtype.name, "vanish": least, "overflow": most, "variance": naive},
             records=(record.id,),
             text=text + ".",
         )
@@ -187,7 +189,7 @@ def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
 def _sum_table(sums: Sequence[Sum]) -> Table:
     return table(
         "accumulation-sums",
-        "The same number added again and again",
+        "The same number added repeatedly",
         sums,
         [
             col("terms", lambda r: r.case.terms),
@@ -205,7 +207,7 @@ def _sum_table(sums: Sequence[Sum]) -> Table:
                 "last moved at",
                 lambda r: int(_value(r, "last_moved")),
                 "count",
-                hint="the addition that changed it last",
+                hint="the last addition that changed it",
             ),
             col(
                 "must stop at",
@@ -233,7 +235,7 @@ def _drift_figure(sums: Sequence[Sum]) -> Figure:
             )
     return Figure(
         name="accumulation-drift",
-        title="A sum over the truth, as it grows",
+        title="A growing sum relative to the exact value",
         kind="lines",
         curves=tuple(curves),
         x_label="additions",
@@ -246,7 +248,7 @@ def _dot_figure(dots: Sequence[Dot]) -> Figure:
     curves = []
     for record, case in dots:
         lengths = tuple(map(float, case.length))
-        for name, words in (("device", "on the device"), ("in_format", "added in the format")):
+        for name, words in (("device", "on the device"), ("in_format", "accumulated in the dtype")):
             series = record.find(name)
             if series is not None:
                 if len(series.values) != len(lengths):
@@ -260,7 +262,7 @@ def _dot_figure(dots: Sequence[Dot]) -> Figure:
                 curves.append(Curve(label=f"{case.format} {words}", x=lengths, y=y))
     return Figure(
         name="accumulation-dot",
-        title="Error of a dot product against its length",
+        title="Error of a dot product by length",
         kind="lines",
         curves=tuple(curves),
         x_label="terms",
@@ -296,7 +298,7 @@ def _square_table(squares: Sequence[Square]) -> Table:
 def _formats_table() -> Table:
     return table(
         "accumulation-formats",
-        "The number formats",
+        "The dtypes",
         FORMATS.values(),
         [
             col("format", lambda f: f.name),
@@ -310,7 +312,7 @@ def _formats_table() -> Table:
             col("step near 1000", lambda f: f.step_at(1000.0), "number"),
         ],
         caption="bfloat16 has the range of float32 with fewer digits; float16 has more digits and a"
-        " narrow range. TF32 is float32 in memory and rounded on its way into the matrix unit.",
+        " narrow range. TF32 is float32 in memory and rounded on its way into the tensor core.",
     )
 
 
@@ -322,7 +324,7 @@ def _alignment_table() -> Table:
         rows += [
             (name, "1000", drawn.larger, f"2^{drawn.exponent}"),
             (name, "0.01", drawn.smaller, f"2^{own}"),
-            (name, f"0.01, {drawn.gap} places later", drawn.shifted, f"2^{drawn.exponent}"),
+            (name, f"0.01, shifted by {drawn.gap} bits", drawn.shifted, f"2^{drawn.exponent}"),
             (name, f"sum: {drawn.result:.7g}", drawn.total, f"2^{drawn.exponent}"),
         ]
     return Table(
@@ -335,7 +337,7 @@ def _alignment_table() -> Table:
             Column(title="times", kind="code"),
         ),
         rows=tuple(rows),
-        caption="An adder moves the smaller number to the right until the exponents agree; the bar"
-        " is where the format's digits end. What stands behind it only decides the rounding:"
+        caption="An adder shifts the smaller number to the right until the exponents agree; the bar"
+        " is where the dtype's digits end. The digits behind it only decide the rounding:"
         " float16 and bfloat16 have nothing left before it.",
     )

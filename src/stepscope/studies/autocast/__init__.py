@@ -1,9 +1,9 @@
-"""What number format does every tensor really have under autocast?
+"""Actual dtypes of all tensors under autocast.
 
     stepscope run autocast
 
-Nothing is assumed: one forward and backward runs, and the dispatcher says what each operator reads
-and writes. The subjects are the small net that the course asks about and the model under study.
+Nothing is assumed: one forward and backward runs, and the dispatcher records what each operator
+reads and writes. The subjects are the small network of the course and the model under study.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
     name = "autocast"
     title = "Autocast"
     question = (
-        "Which format do parameters, activations, logits, loss and gradients have under autocast,"
+        "Which dtype do parameters, activations, logits, loss and gradients have under autocast,"
         " which operators stay in float32, and what do the casts cost?"
     )
     examples = (
@@ -29,7 +29,7 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
     )
     flags = AutocastFlags
     case = AutocastCase
-    no_model = "it names what each layer of its model does"
+    no_model = "it describes each layer of its own models"
 
     def cases(self, flags: AutocastFlags) -> tuple[AutocastCase, ...]:
         return tuple(

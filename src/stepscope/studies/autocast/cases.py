@@ -1,4 +1,4 @@
-"""Flags and cases of the autocast study, and what its records keep of operators."""
+"""Flags and cases of the autocast study, and the operators in its records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FORMATS = ("float16", "bfloat16")
 
 
 class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at: every combination of subject and format is a case."""
+    """Sweep of the autocast study: every combination of subject and dtype is a case."""
 
     subject: tuple[str, ...] = ("toy", "tiny")
     """`toy` (linear, ReLU, norm, linear), or a size of the model: tiny, mini, small, …"""
     dtype: tuple[str, ...] = FORMATS
-    """Formats of autocast: float16, bfloat16."""
+    """Autocast dtypes: float16, bfloat16."""
     context: int = 64
     """Sequence length of the model."""
     attention: str = "reference"
@@ -30,7 +30,7 @@ class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"context is {self.context}", "it must be at least 1")
         for name in self.dtype:
             if name not in FORMATS:
-                raise unknown_name("autocast format", name, FORMATS)
+                raise unknown_name("autocast dtype", name, FORMATS)
         for name in self.subject:
             if name != "toy":
                 find_size(name)
@@ -56,7 +56,7 @@ class AutocastCase(Case, frozen=True, kw_only=True):
 
 
 class OperatorDtypes(Part, frozen=True):
-    """One operator with one choice of dtypes, and how often it ran."""
+    """One operator with one combination of dtypes, and its number of calls."""
 
     operator: str
     inputs: tuple[str, ...]
@@ -66,4 +66,4 @@ class OperatorDtypes(Part, frozen=True):
 
 Operators = tuple[OperatorDtypes, ...]
 Formats = dict[str, str]
-"""By name of a tensor or a module."""
+"""Dtype by name of a tensor or a module."""

@@ -1,4 +1,4 @@
-"""One forward and backward under autocast, with every format written down."""
+"""Run one forward and backward under autocast and record every dtype."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
     torch.manual_seed(0)
     model, inputs, loss_of = _subject(case, device.torch_device)
     outputs, norm_inputs, unwatch = _watch_modules(model)
-    form = getattr(torch, case.dtype)
+    dtype = getattr(torch, case.dtype)
 
     forward, backward = DtypeRecorder(), DtypeRecorder()
-    with forward, torch.autocast(device.kind, form):
+    with forward, torch.autocast(device.kind, dtype):
         logits = model(inputs)
     loss = loss_of(logits)
     with backward:
@@ -54,7 +54,7 @@ def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
     )
     return Measurement(
         series=(
-            _timed("step", _step(model, inputs, loss_of, form, device.kind), device),
+            _timed("step", _step(model, inputs, loss_of, dtype, device.kind), device),
             _timed("casts", _replay(casts, device.torch_device), device),
         ),
         quantities=(
@@ -73,7 +73,7 @@ def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
 def _subject(
     case: AutocastCase, device: torch.device
 ) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The small net of the course, or the model under study in a small size."""
+    """The small network of the course, or the model under study in a small size."""
     import torch
     from torch import nn
 
@@ -107,8 +107,8 @@ def _subject(
 def _watch_modules(
     model: nn.Module,
 ) -> tuple[dict[str, str], list[torch.Tensor], Callable[[], None]]:
-    """The format of every module's output, blocks after the first left out; inputs of norms; and
-    how to stop."""
+    """Record the dtype of every module's output, except for blocks after the first, and the inputs
+    of norms; also returns a function that stops recording."""
     outputs: dict[str, str] = {}
     norm_inputs: list[torch.Tensor] = []
     handles: list[Any] = []
@@ -118,7 +118,7 @@ def _watch_modules(
             if hasattr(output, "dtype"):
                 outputs.setdefault(f"{name} output", _name(output))
             if "norm" in name or name == "ln":
-                # As it is: a cast here would be taken for one of autocast's.
+                # Unchanged: a cast here would count as one of autocast's.
                 norm_inputs.append(inputs[0])
 
         handles.append(module.register_forward_hook(seen))
@@ -136,36 +136,36 @@ def _watch_modules(
 
 
 def _reduction_errors(norm_inputs: list[torch.Tensor]) -> Iterator[Quantity]:
-    """A norm's mean square, with the sum kept in each format, against float64."""
+    """Error of a norm's mean square with the sum in each dtype, against float64."""
     import torch
 
-    for form in _REDUCTIONS:
+    for dtype in _REDUCTIONS:
         worst = 0.0
         for x in norm_inputs:
             rows = x.detach().flatten(0, -2)[:64].float().cpu()
             exact = rows.double().pow(2).mean(dim=-1)
-            narrow = rows.to(getattr(torch, form))
+            narrow = rows.to(getattr(torch, dtype))
             total = torch.zeros(len(rows), dtype=narrow.dtype)
             for column in (narrow * narrow).unbind(dim=-1):
                 total += column
             mean = total.double() / rows.shape[-1]
             error = ((mean - exact) / exact).abs()
             worst = max(worst, float(error[torch.isfinite(error)].max()))
-        yield Quantity(name="norm_error", variant=form, value=worst, unit="1")
+        yield Quantity(name="norm_error", variant=dtype, value=worst, unit="1")
 
 
 def _step(
     model: nn.Module,
     inputs: torch.Tensor,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
-    form: torch.dtype,
+    dtype: torch.dtype,
     kind: str,
 ) -> Callable[[], None]:
     import torch
 
     def run() -> None:
         model.zero_grad()
-        with torch.autocast(kind, form):
+        with torch.autocast(kind, dtype):
             logits = model(inputs)
         loss_of(logits).backward()  # type: ignore[no-untyped-call]
 
@@ -175,16 +175,16 @@ def _step(
 def _replay(
     casts: Mapping[tuple[tuple[int, ...], str, str], int], device: torch.device
 ) -> Callable[[], None]:
-    """All casts of a step, one after the other."""
+    """Replay all casts of a step, one after the other."""
     import torch
 
-    held = [
+    casts_of_step = [
         (torch.zeros(shape, dtype=getattr(torch, source), device=device), getattr(torch, target), n)
         for (shape, source, target), n in casts.items()
     ]
 
     def run() -> None:
-        for tensor, target, count in held:
+        for tensor, target, count in casts_of_step:
             for _ in range(count):
                 tensor.to(target)
 
@@ -223,7 +223,7 @@ def _elements(shape: tuple[int, ...]) -> int:
     return size
 
 
-def _width(form: str) -> int:
+def _width(dtype: str) -> int:
     import torch
 
-    return int(getattr(torch, form).itemsize)
+    return int(getattr(torch, dtype).itemsize)

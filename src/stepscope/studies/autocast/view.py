@@ -1,4 +1,4 @@
-"""What autocast does to each tensor and operator: findings and tables. Pure."""
+"""Findings and tables of the autocast study. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def autocast_blocks(rows: Sequence[Row]) -> tuple[Block, ...]:
 
 def _subject(row: Row) -> str:
     subject = row.case.subject
-    return "the small net of the course" if subject == "toy" else f"the {subject} model"
+    return "the small network of the course" if subject == "toy" else f"the {subject} model"
 
 
 def _title(row: Row) -> str:
@@ -47,7 +47,7 @@ def _title(row: Row) -> str:
 
 
 def kept_wide(record: Record) -> list[str]:
-    """Operators of the forward that read float32 and have more than casting to do."""
+    """Operators of the forward that read float32 and do more than cast."""
     operators = record.required("forward", Operators)
     return sorted(
         {o.operator for o in operators if o.inputs == ("float32",) and o.operator != _CAST}
@@ -55,7 +55,7 @@ def kept_wide(record: Record) -> list[str]:
 
 
 def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Of one subject, its dtypes of autocast together."""
+    """Findings of one subject, for all its autocast dtypes together."""
     under = " and ".join(row.case.dtype for row in rows)
     subject, ids = _subject(rows[0]), tuple(row.record.id for row in rows)
     formats = [row.record.required("formats", Formats) for row in rows]
@@ -64,7 +64,9 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
     }
     ends = {name: named[name] for name in _ENDS if name in named}
     inner = [f"{name} {named[name]}" for name in named if name not in _ENDS]
-    listed = f" Its modules give: {', '.join(inner)}." if rows[0].case.subject == "toy" else ""
+    listed = (
+        f" Outputs of its modules: {', '.join(inner)}." if rows[0].case.subject == "toy" else ""
+    )
     yield Finding(
         code="autocast.dtypes",
         values={"subject": rows[0].case.subject, **ends},
@@ -75,26 +77,29 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
     )
     casts = [row.record.quantity("casts") or 0 for row in rows]
     sizes = [row.record.quantity("cast_bytes") or 0 for row in rows]
-    told = dict.fromkeys(
+    listed_casts = dict.fromkeys(
         f"{count(times)} casts, {bytes_(size)}" for times, size in zip(casts, sizes, strict=True)
     )
     shares = [share for row in rows if (share := _casts_share(row.record)) is not None]
-    text = f"In one step of {subject} there are {' / '.join(told)} read and written"
+    text = f"In one step of {subject} there are {' / '.join(listed_casts)} read and written"
     if shares:
         listed = " / ".join(dict.fromkeys(map(percent, shares)))
-        text += f"; alone they take {listed} of the step's time"
+        text += f"; on their own they take {listed} of the step's time"
     wide = sorted({name for row in rows for name in kept_wide(row.record)})
     if wide:
-        text += f". The forward keeps in float32: {', '.join(wide)}"
+        text += f". Operators of the forward in float32: {', '.join(wide)}"
     yield Finding(
         code="autocast.casts",
         values={
-            "subject": rows[0].case.subject, "casts": casts[0], "bytes": sizes[0],
-            "share": shares[0] if shares else None, "float32": ", ".join(wide),
+            "subject": rows[0].case.subject,
+            "casts": casts[0],
+            "bytes": sizes[0],
+            "share": shares[0] if shares else None,
+            "float32": ", ".join(wide),
         },
         records=ids,
         text=f"{text}.",
-    )  # fmt: skip
+    )
 
 
 def _casts_share(record: Record) -> float | None:
@@ -105,7 +110,7 @@ def _casts_share(record: Record) -> float | None:
 
 
 def _norm_finding(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Why a norm's reductions stay in float32, on the activations that lose the most."""
+    """Why a norm's reductions stay in float32, for the activations with the largest error."""
     judged = [
         (row, errors)
         for row in rows
@@ -120,8 +125,8 @@ def _norm_finding(rows: Sequence[Row]) -> Iterator[Finding]:
         values={"float16": half, "bfloat16": brain, "float32": wide},
         records=(worst.record.id,),
         timed=False,
-        text=f"A norm's reductions need float32: the mean square of what the norms of"
-        f" {_subject(worst)} really read is off by {percent(brain)} at most when the sum is kept in"
+        text=f"A norm's reductions need float32: the mean square of the actual inputs of the norms"
+        f" of {_subject(worst)} is off by at most {percent(brain)} when accumulated in"
         f" bfloat16 and by {percent(half)} in float16, against {percent(wide)} in float32. A sum"
         " grows until the next term is below half of its last digit.",
     )
@@ -132,22 +137,22 @@ def _norm_error(row: Row, dtype: str) -> float | None:
 
 
 def _formats_table(rows: Sequence[Row]) -> Table:
-    formats = [row.record.required("formats", Formats) for row in rows] if rows else []
-    names = dict.fromkeys(name for one in formats for name in one)
+    dtypes_of_rows = [row.record.required("formats", Formats) for row in rows] if rows else []
+    names = dict.fromkeys(name for one in dtypes_of_rows for name in one)
 
-    def column(row: Row, held: Formats) -> Declared:
-        return col(f"{row.case.subject}, {row.case.dtype}", held.get)
+    def column(row: Row, dtypes: Formats) -> Declared:
+        return col(f"{row.case.subject}, {row.case.dtype}", dtypes.get)
 
     return table(
         "autocast-formats",
-        "The format of each tensor",
+        "Dtype of each tensor",
         names,
         [
             col("tensor", lambda name: name),
-            *(column(row, held) for row, held in zip(rows, formats, strict=True)),
+            *(column(row, dtypes) for row, dtypes in zip(rows, dtypes_of_rows, strict=True)),
         ],
-        caption="Read off the tensors while a step ran; of several equal blocks the first is shown."
-        " Autocast has other lists for a CPU than for CUDA: this is what the device here does.",
+        caption="Read from the tensors while a step ran; of equal blocks the first is shown."
+        " Autocast has different operator lists for CPU and CUDA: this shows the device here.",
     )
 
 
@@ -157,18 +162,18 @@ def _reductions_table(rows: Sequence[Row]) -> Table:
 
     return table(
         "autocast-reductions",
-        "A norm's mean square with the sum kept in each format",
+        "A norm's mean square, accumulated in each dtype",
         rows,
         [col("step", _title), *map(column, _FORMATS)],
-        caption="On the inputs that the norms of this step really had, against float64: why a norm"
-        " reduces in float32.",
+        caption="On the actual inputs of the norms of this step, against float64: the reason why a"
+        " norm reduces in float32.",
     )
 
 
 def _operators_table(row: Row) -> Table:
     return table(
         f"autocast-operators-{row.case.subject}-{row.case.dtype}",
-        f"Operators by format: {_title(row)}",
+        f"Operators by dtype: {_title(row)}",
         [
             (phase, operator)
             for phase in ("forward", "backward")
@@ -181,5 +186,5 @@ def _operators_table(row: Row) -> Table:
             col("writes", lambda pair: ", ".join(pair[1].output)),
             col("times", lambda pair: pair[1].count, "count"),
         ],
-        caption="As the dispatcher sees them; `_to_copy` from one format to another is a cast.",
+        caption="As the dispatcher sees them; `_to_copy` from one dtype to another is a cast.",
     )

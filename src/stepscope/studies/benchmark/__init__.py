@@ -1,10 +1,10 @@
-"""How long do forward, backward and a whole training step take, and how near is that to the limit?
+"""Time of forward, backward and a full training step, and its distance from the limit.
 
     stepscope run benchmark --size xl --context 512 --dtype bfloat16
 
-Each mode is a case of its own. The series `step` is the mode timed as one; where a mode has
-several phases they are timed within further steps that alternate with it, so that their sum can be
-held against a step that has no marks inside. The forward keeps its graph, as in training.
+Each mode is a separate case. The series `step` is the mode timed as one; if a mode has several
+phases, they are timed in further steps that are interleaved with it, so that their sum can be
+compared with a step that has no marks inside. The forward keeps its graph, as in training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     name = "benchmark"
     title = "Benchmark"
     question = (
-        "How long do the forward, the backward and the whole training step take,"
+        "How long do the forward, the backward and the full training step take,"
         " how steady is that, and how far is it from what this machine allows?"
     )
     examples = (
@@ -67,8 +67,8 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         lead = max(self.results(own), key=lambda one: median_ms(one.record, "step") or 0.0)
         return step_verdict(lead.record, lead.case, None)
 
-    def post_mortem(self, case: BenchmarkCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case.config, bench, said)
+    def post_mortem(self, case: BenchmarkCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.benchmark.view import benchmark_blocks
@@ -110,16 +110,19 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         formats = BenchmarkFlags(
             size=course, dtype=("tf32", "float16", "bfloat16-pure"), attention=("reference", "sdpa")
         )
-        # Beside float32 and bfloat16 autocast of the published row.
+        # In addition to float32 and bfloat16 autocast of the published row.
         other_formats = BenchmarkFlags(
-            size=sizes_2025, dtype=("tf32", "bfloat16-pure"), mode=("train-step",), warmup=3,
+            size=sizes_2025,
+            dtype=("tf32", "bfloat16-pure"),
+            mode=("train-step",),
+            warmup=3,
             steps=8,
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (seeds,),
             "cs336-2026": (course_2026,),
-            # The published row is 512; around it fewer samples show the trend.
+            # The published row is 512; fewer samples around it show the trend.
             "h200": (
                 BenchmarkFlags(size=sizes_2025, context=(512,), dtype=both),
                 compiled,

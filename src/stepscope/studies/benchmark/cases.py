@@ -12,18 +12,18 @@ from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadF
 
 
 class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to measure: every combination of the values is a case."""
+    """Sweep of the benchmark: every combination of the values is a case."""
 
     mode: tuple[Mode, ...] = MODES
-    """forward, forward-backward, train-step: each is timed as one and by its phases."""
+    """Modes: forward, forward-backward, train-step; each is timed as one and by its phases."""
     warmup: int = 5
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 10
-    """Samples at least."""
+    """Minimum number of samples."""
     min_seconds: float = 0.5
-    """Go on sampling until this much time has passed (at most 200 samples)."""
+    """Keep sampling until this much time has passed (at most 200 samples)."""
     energy: bool = False
-    """Also joules of a step, by the device's own counter: some seconds more for each case."""
+    """Also measure the energy of a step with the device's counter; a few seconds more per case."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -40,4 +40,4 @@ class BenchmarkCase(Workload, frozen=True, kw_only=True):
     steps: int
     min_seconds: float
     energy: Literal[True] | msgspec.UnsetType = msgspec.UNSET
-    """Left out of the config unless it is asked for: cases without it keep their identity."""
+    """Left out of the config unless requested: cases without it keep their identity."""

@@ -23,9 +23,9 @@ from stepscope.studies.benchmark.rows import Pair, Row, is_steady, pairs_of
 from stepscope.studies.views.energy import energy_finding
 
 _AS_EXPECTED = 0.3
-"""A ratio this near to 2 needs no explanation."""
+"""Largest distance from 2 at which a ratio needs no explanation."""
 _GAIN = 1.1
-"""From here on a dtype helps: less is within what two runs differ."""
+"""Smallest gain that counts: two runs differ by less."""
 _FAILED = {"oom": "ran out of memory", "skipped": "skipped", "timeout": "timed out"}
 
 
@@ -37,13 +37,13 @@ def benchmark_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in rows:
         if row.step_record is not None:
             yield from energy_finding(row.step_record, row.name)
-    yield from _phases_against_whole(rows)
+    yield from _phases_against_step(rows)
     yield from _failures(rows)
     yield from _lints(rows)
 
 
 def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
-    """The step that comes nearest to the ceiling, and the one that stays farthest away."""
+    """The step that comes closest to the ceiling, and the one that is farthest from it."""
     judged = [
         (share, row, record)
         for row in rows
@@ -74,18 +74,18 @@ def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
             "farthest_share": worst,
         },
         records=_ids(one for _, _, one in judged),
-        text=f"The training step that comes nearest to the limit is {row.name}:"
+        text=f"The training step closest to the limit is {row.name}:"
         f" {duration(step.median)} (95 % interval {duration(step.low)} to {duration(step.high)},"
         f" {'steady' if steady else 'not steady'}),"
         f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
-        conclusion=f"That is {percent(best)} of the {rate(ceiling.value, 'FLOP/s')} that matrix"
-        f" products alone reach here{farthest}.",
+        conclusion=f"That is {percent(best)} of the {rate(ceiling.value, 'FLOP/s')} that a matmul"
+        f" alone reaches here{farthest}.",
         tone="good" if best >= 0.4 and steady else "info",
     )
 
 
 def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Against the 2:1 of the FLOPs, by size, at the longest context that was measured."""
+    """The ratio by size against the 2:1 of the FLOPs, at the longest context that was measured."""
     by_size: dict[tuple[str, str], Row] = {}
     for row in _of_one_variant(rows):
         work = row.workload
@@ -122,13 +122,13 @@ def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
             for part in ("forward", "backward")
             if (source := row.source(part)) is not None
         ),
-        text=f"Backward over forward, where the FLOPs say 2: {text}",
+        text=f"Backward over forward (2 by FLOPs): {text}",
         conclusion=why.strip(),
     )
 
 
 def _of_one_variant(rows: Sequence[Row]) -> list[Row]:
-    """Rows that differ in size, context and dtype alone: those like the first one."""
+    """The rows that differ from the first one in size, context and dtype alone."""
 
     def variant(row: Row) -> tuple[object, ...]:
         work = row.workload
@@ -138,7 +138,7 @@ def _of_one_variant(rows: Sequence[Row]) -> list[Row]:
 
 
 def _why_the_ratio_departs(rows: Sequence[Row]) -> str:
-    """The ratio of times is the ratio of FLOPs times that of the two efficiencies."""
+    """Explain the ratio of times: the ratio of FLOPs times that of the two efficiencies."""
     row = max(
         (row for row in rows if row.ratio_is_steady), key=lambda row: abs((row.ratio or 2.0) - 2.0)
     )
@@ -164,13 +164,13 @@ def _why_the_ratio_departs(rows: Sequence[Row]) -> str:
     return (
         f"For {row.name} the forward runs at {rate(forward_rate, 'FLOP/s')} and the backward at"
         f" {rate(backward_rate, 'FLOP/s')}: the {worse} spends a larger share of its time outside"
-        " of matrix products (copies, elementwise work, memory that is touched for the first time),"
+        " matmuls (copies, elementwise work, memory that is touched for the first time),"
         f" the {better} a smaller one."
     )
 
 
 def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Whether the device is idle while the host launches."""
+    """Steps in which the device is idle while the host launches."""
     shares = [
         (share, row, record)
         for row in rows
@@ -186,8 +186,8 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
             code="benchmark.device-limits",
             values={"steps": len(shares)},
             records=records,
-            text="The GPU, not the host, limits every step: the launch queue never runs empty for"
-            " most of one.",
+            text="The GPU, not the host, limits every step: no step has an empty launch queue for"
+            " most of its time.",
             tone="good" if all(is_steady(record) for _, _, record in shares) else "info",
         )
         return
@@ -198,14 +198,14 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
         records=records,
         text=f"The host limits {len(bound)} of {len(shares)} steps: their launch queue runs empty,"
         f" so the GPU waits for the host ({names}).",
-        conclusion="A faster number format cannot help there; more work per launch can (a larger"
-        " batch or context, torch.compile, CUDA graphs).",
+        conclusion="A faster dtype cannot help there; more work per launch can (a larger batch or"
+        " context, torch.compile, CUDA graphs).",
         tone="warn",
     )
 
 
 def formats_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """The gain of each dtype over float32.
+    """Speedup of each dtype over float32.
 
     A step that the host limits takes as long in any dtype: the device waits for launches, and
     autocast adds some.
@@ -214,24 +214,24 @@ def formats_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     for pair in pairs_of(rows):
         by_dtype.setdefault(pair.workload.dtype, []).append(pair)
     for dtype, pairs in by_dtype.items():
-        low = min(pairs, key=lambda pair: pair.whole or 0.0)
-        high = max(pairs, key=lambda pair: pair.whole or 0.0)
+        low = min(pairs, key=lambda pair: pair.speedup or 0.0)
+        high = max(pairs, key=lambda pair: pair.speedup or 0.0)
         least = ""
         if low is not high:
-            least = f" and {number(low.whole or 0.0, 3)}× on {low.name}{_by_phase(low)}"
-        useless = [pair for pair in pairs if (pair.whole or 0.0) < _GAIN]
+            least = f" and {number(low.speedup or 0.0, 3)}× on {low.name}{_by_phase(low)}"
+        useless = [pair for pair in pairs if (pair.speedup or 0.0) < _GAIN]
         yield Finding(
             code="benchmark.dtype-gain",
             values={
                 "dtype": dtype,
-                "most": high.whole,
+                "most": high.speedup,
                 "most_on": high.name,
-                "least": low.whole,
+                "least": low.speedup,
                 "least_on": low.name,
                 "without_gain": len(useless),
             },
             records=_ids(record for pair in pairs for row in pair for record in row.done),
-            text=f"{dtype} against float32 makes the step {number(high.whole or 0.0, 3)}× as fast"
+            text=f"{dtype} against float32 makes the step {number(high.speedup or 0.0, 3)}× as fast"
             f" on {high.name}{_by_phase(high)}{least}.",
             conclusion=" ".join(_why_no_gain(useless)),
             tone="warn" if useless else "info",
@@ -248,7 +248,7 @@ def _by_phase(pair: Pair) -> str:
 
 
 def _why_no_gain(useless: Sequence[Pair]) -> Iterator[str]:
-    """The sizes that a dtype does not help, by what limits them."""
+    """The steps that a dtype does not speed up, by what limits them."""
     waiting = {
         pair: pair.host.fraction for pair in useless if pair.host is not None and pair.host.bound
     }
@@ -258,26 +258,26 @@ def _why_no_gain(useless: Sequence[Pair]) -> Iterator[str]:
             f"It does not help {_some((pair.name for pair in waiting), 8)}: the host limits these"
             f" steps (at least {percent(min(waiting.values()))} of each ends with an empty launch"
             " queue), so faster kernels only make the device wait longer, and autocast's casts are"
-            " launches more."
+            " additional launches."
         )
     if others:
         on_cpu = any(pair.row.records[0].environment.device_kind == "cpu" for pair in others)
         why = (
-            ": this CPU has no faster unit for the format, or none at all."
+            ": this CPU has no faster unit for the dtype, or none at all."
             if on_cpu
-            else ", which the host does not limit: what the products gain is lost in casts and in"
+            else ", which the host does not limit: what the matmuls gain is lost in casts and in"
             " operators that move as many bytes as before."
         )
         yield f"It does not help {_some((pair.name for pair in others), 8)}{why}"
 
 
-def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Steps with marks between the phases against steps without."""
+def _phases_against_step(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Compare the sum of the phases with steps that have no marks between them."""
     off = [
-        (abs(summarize(sums).median / whole - 1.0), f"{row.name}, {mode}", record)
+        (abs(summarize(sums).median / step - 1.0), f"{row.name}, {mode}", record)
         for row in rows
         for mode, record in row.by_mode.items()
-        if (whole := median_ms(record, "step")) and (sums := phase_sums(record))
+        if (step := median_ms(record, "step")) and (sums := phase_sums(record))
     ]
     if not off:
         return
@@ -285,17 +285,17 @@ def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
     middle = sorted(value for value, _, _ in off)[len(off) // 2]
     close = sum(value <= PHASES_OFF for value, _, _ in off)
     steady = all(is_steady(one) for _, _, one in off)
-    said = "add up to the step that was timed as one"
+    agreement = "add up to the step that was timed as one"
     if not close:
-        said = "do not add up to the step that was timed as one"
+        agreement = "do not add up to the step that was timed as one"
     elif close < len(off):
-        said += f" within {percent(PHASES_OFF)} in {close} of {len(off)} cases"
+        agreement += f" within {percent(PHASES_OFF)} in {close} of {len(off)} cases"
     doubt = "" if is_steady(record) else ", whose samples are not steady"
     yield Finding(
         code="benchmark.phases-sum",
         values={"close": close, "of": len(off), "middle": middle, "worst": worst, "case": name},
         records=_ids(one for _, _, one in off),
-        text=f"The phases {said}: {percent(middle)} apart in the middle of {len(off)},"
+        text=f"The phases {agreement}: {percent(middle)} apart in the median of {len(off)},"
         f" {percent(worst)} at most ({name}{doubt}).",
         tone="good" if close == len(off) and steady else "info",
     )
@@ -316,20 +316,20 @@ def _failures(rows: Sequence[Row]) -> Iterator[Finding]:
             timed=False,
             text=f"{len(cases)} {'case' if len(cases) == 1 else 'cases'}"
             f" {_FAILED.get(status, 'failed')}: {_some((name for name, _ in cases), unique=False)}."
-            f" The first said: {reason}",
+            f" The first reason: {reason}",
             tone="warn",
         )
 
 
 def _lints(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Lints by code, checked again: a record may be older than a lint."""
+    """Lints by code. They are run again, because a record may be older than a lint."""
     records = [record for row in rows for record in row.records]
     grouped = lint_group(records)
-    found: dict[str, list[tuple[str, Record]]] = {}
+    lints_by_code: dict[str, list[tuple[str, Record]]] = {}
     for record in records:
         for lint in (*lint_record(record), *grouped.get(record.id, ())):
-            found.setdefault(lint.code, []).append((lint.message, record))
-    for code, lints in found.items():
+            lints_by_code.setdefault(lint.code, []).append((lint.message, record))
+    for code, lints in lints_by_code.items():
         yield Finding(
             code="benchmark.lint",
             values={"lint": code, "times": len(lints)},

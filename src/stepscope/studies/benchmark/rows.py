@@ -27,8 +27,8 @@ _SOURCES = {
     "optimizer": ((_WHOLE, "optimizer"),),
     "step": ((_WHOLE, "step"),),
 }
-"""Modes and series that time a part of the step, the best one first: a mode of its own, else a
-phase of a longer one."""
+"""Modes and series that time a part of the step, the best one first: a separate mode, else a
+phase of a longer mode."""
 _BASE = "float32"
 
 
@@ -46,7 +46,7 @@ class Row:
 
     @cached_property
     def flops(self) -> Flops | None:
-        """None for a user's model, whose shape is not known."""
+        """FLOPs of the step; None for a user's model, whose shape is unknown."""
         model = self.workload.shape
         return None if model is None else flops(model, self.workload.batch, self.workload.context)
 
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def step_record(self) -> Record | None:
-        """The train step's record, if it has samples."""
+        """The record of the train step, if it has samples."""
         record = self.by_mode.get(_WHOLE)
         return record if record is not None and record.status == "ok" else None
 
@@ -76,30 +76,30 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Backward over forward."""
+        """Time of the backward over that of the forward."""
         if self.forward is None or self.backward is None:
             return None
         return self.backward.median / self.forward.median
 
     @property
     def ratio_is_steady(self) -> bool:
-        """Whether the samples of both of its parts are."""
+        """True if the samples of both parts are steady."""
         parts = (self.source("forward"), self.source("backward"))
         return all(part is not None and is_steady(*part) for part in parts)
 
     def cell(self, part: str, what: str) -> Cell:
-        """One number of a summary, or the status of the mode that would have given it."""
+        """A statistic of a part, or the status of the mode that should have measured it."""
         summary = getattr(self, part)
         if summary is not None:
             return float(getattr(summary, what))
-        # A longer step that failed says nothing about the forward alone.
+        # A failed longer step says nothing about the forward alone.
         sources = _SOURCES[part][:1] if part == "forward" else _SOURCES[part]
         tried = (self.by_mode[mode].status for mode, _ in sources if mode in self.by_mode)
         return next((STATUS.get(one, one) for one in tried if one != "ok"), None)
 
 
 def rows_of(results: Sequence[Result[BenchmarkCase]]) -> tuple[Row, ...]:
-    """A row for each train step; the modes without an optimizer serve all of them."""
+    """A row for each train step; modes without an optimizer are shared by all optimizers."""
     groups: dict[str, list[Result[BenchmarkCase]]] = {}
     for result in results:
         alike = msgspec.structs.replace(result.case, mode="forward", optimizer="torch")
@@ -123,13 +123,13 @@ class Pair(NamedTuple):
         return self.row.workload
 
     def gain(self, part: str) -> float | None:
-        mine: Summary | None = getattr(self.row, part)
+        own: Summary | None = getattr(self.row, part)
         theirs: Summary | None = getattr(self.base, part)
-        return theirs.median / mine.median if mine and theirs and mine.median else None
+        return theirs.median / own.median if own and theirs and own.median else None
 
     @property
-    def whole(self) -> float | None:
-        """Of the step, or of the longest part of it that was timed."""
+    def speedup(self) -> float | None:
+        """Speedup of the step, or of the longest part of it that was timed."""
         return self.gain("step") or self.gain("both") or self.gain("forward")
 
     @property
@@ -144,30 +144,30 @@ class Pair(NamedTuple):
 
 
 def pairs_of(rows: Sequence[Row]) -> list[Pair]:
-    """Those that have a time in common."""
+    """The pairs with at least one part timed in both dtypes."""
 
     def key(row: Row) -> str:
         return msgspec.structs.replace(row.workload, dtype=_BASE, mode="forward").key
 
     base = {key(row): row for row in rows if row.workload.dtype == _BASE}
-    found = (
+    pairs = (
         Pair(row, base[key(row)])
         for row in rows
         if row.workload.dtype != _BASE and key(row) in base
     )
-    return [pair for pair in found if pair.whole is not None]
+    return [pair for pair in pairs if pair.speedup is not None]
 
 
 def common_context(rows: Sequence[Row]) -> int:
-    """The context that most rows have, the longest of several."""
+    """The most frequent context; the longest if several are equally frequent."""
     counted = Counter(row.workload.context for row in rows)
     return max(counted, key=lambda context: (counted[context], context))
 
 
 def is_steady(record: Record, name: str = "step") -> bool:
-    """Whether there are samples of that name, with nothing doubtful about them."""
+    """True if the series has samples and no lint doubts them."""
     series = record.find(name)
     if series is None or not series.values or stability(series.values):
         return False
-    # As even as they may be: on a busy machine all of them are too long.
+    # Even steady samples are too long on a busy machine.
     return BUSY not in {lint.code for lint in record.lints}

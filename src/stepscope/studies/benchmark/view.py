@@ -27,20 +27,20 @@ from stepscope.studies.identity import step_columns
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12
-"""More than these are a table, not a headline: then one context stands for all."""
+"""Rows above which the headline shows a single context."""
 _HOST_BOUND = "share of the step in phases that end with an empty launch queue"
-_STEADY = "spread of the samples, and how many there are"
+_STEADY = "spread of the samples, and their number"
 _TIMED = {
-    "forward": ("forward", "alone, its graph kept"),
+    "forward": ("forward", "alone, with its graph retained"),
     "backward": ("backward", "as a phase of forward-backward"),
     "fwd+bwd": ("both", "forward, loss and backward timed as one"),
     "optimizer": ("optimizer", "as a phase of the train step"),
     "step": ("step", "the train step timed as one, no marks inside"),
 }
-"""Titles of the columns of times, with the part of the row that they show."""
+"""Column titles of times, with the part of the row and the hint."""
 _VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "checkpoint", "batch")
 _PLAIN = {"compile": "no", "optimizer": "torch", "checkpoint": "no"}
-"""What goes without saying in a label."""
+"""Default values, which a label leaves out."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}
 
 
@@ -57,14 +57,17 @@ def benchmark_blocks(results: Sequence[Result[BenchmarkCase]]) -> tuple[Block, .
 
 
 def _mine(row: Row) -> Iterator[Mine]:
-    """This step in the words of published conditions, where it ran."""
+    """The row as conditions of published figures, if it ran."""
     conditions = step_conditions(row.workload)
     if row.done and conditions is not None:
-        # The figures of a step are those of all its modes.
+        # Published figures of a step cover all its modes.
         conditions.pop("mode")
         parts = {
-            "forward": row.forward, "backward": row.backward, "both": row.both, "step": row.step,
-        }  # fmt: skip
+            "forward": row.forward,
+            "backward": row.backward,
+            "both": row.both,
+            "step": row.step,
+        }
         values = {name: one.median if one else None for name, one in parts.items()}
         ceiling = f"matmul.{precision(row.workload.dtype).compute}"
         yield Mine(row.done[-1], conditions, values, ceiling)
@@ -97,13 +100,15 @@ def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
             col("step", _median, unit="ms", hint="median with its 95 % interval"),
             col("tokens/s", _tokens, "count"),
             col(
-                "of the limit", lambda r: mfu(r.record), "percent",
-                hint="model FLOPs per second over the matrix rate measured on this machine (MFU)",
+                "of the limit",
+                lambda r: mfu(r.record),
+                "percent",
+                hint="model FLOPs per second over the matmul rate measured on this machine (MFU)",
             ),
             col("steady?", _verdict, hint=_STEADY),
         ],
         caption=f"{shared}.",
-    )  # fmt: skip
+    )
 
 
 def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
@@ -113,7 +118,7 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
     columns, shared = step_columns(pairs)
     yield table(
         "benchmark-formats",
-        "Number formats against float32",
+        "Dtypes compared with float32",
         pairs,
         [
             *(one for one in columns if one.column.title != "dtype"),
@@ -125,12 +130,14 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
             col("step in float32", lambda pair: pair.base.cell("step", "median"), unit="ms"),
             col("step", lambda pair: pair.row.cell("step", "median"), unit="ms"),
             col(
-                "host-bound", lambda pair: pair.host.fraction if pair.host else None, "percent",
+                "host-bound",
+                lambda pair: pair.host.fraction if pair.host else None,
+                "percent",
                 hint=_HOST_BOUND,
             ),
         ],
-        caption=f"Medians of float32 over those of the format; {shared}.",
-    )  # fmt: skip
+        caption=f"Median time in float32 over median time in the dtype; {shared}.",
+    )
 
 
 def _gain(part: str, pair: Pair) -> float | None:
@@ -138,7 +145,7 @@ def _gain(part: str, pair: Pair) -> float | None:
 
 
 def _times_table(rows: Sequence[Row]) -> Table:
-    """The columns of the course's tables, and the optimizer."""
+    """The columns of the course's tables, plus the optimizer."""
     (size, *columns), shared = step_columns(rows)
     shape = {"d_model": "d_model", "d_ff": "d_ff", "layers": "n_layers", "heads": "n_heads"}
     return table(
@@ -185,23 +192,30 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             col("median", _median, unit="ms", hint="with its 95 % interval"),
             col("tokens/s", _tokens, "count"),
             col(
-                "rate", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
+                "rate",
+                lambda r: achieved_flops(r.record),
+                "rate",
+                unit="FLOP/s",
                 hint="model FLOPs over the median",
             ),
             col(
-                "MFU, measured", lambda r: mfu(r.record), "percent",
-                hint="of the matrix rate measured on this machine in that format",
+                "MFU, measured",
+                lambda r: mfu(r.record),
+                "percent",
+                hint="of the matmul rate measured on this machine in that dtype",
             ),
             col(
-                "MFU, data sheet", lambda r: mfu(r.record, measured=False), "percent",
-                hint="of the maker's dense peak",
+                "MFU, data sheet",
+                lambda r: mfu(r.record, measured=False),
+                "percent",
+                hint="of the manufacturer's dense peak",
             ),
             col("host-bound", _host_share, "percent", hint=_HOST_BOUND),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
             col("steady?", _verdict, hint=_STEADY, key=True),
         ],
         caption=f"{shared}.",
-    )  # fmt: skip
+    )
 
 
 def _median(row: Timed) -> Interval | None:
@@ -220,7 +234,7 @@ def _host_share(row: Timed) -> float | None:
 
 
 def _verdict(row: Timed) -> str:
-    """Whether the samples are steady; of a failed case the reason."""
+    """Steadiness of the samples, or the reason of a failed case."""
     series = row.record.find("step")
     if row.record.status != "ok" or series is None:
         return row.record.reason
@@ -228,8 +242,8 @@ def _verdict(row: Timed) -> str:
         return "steady"
     if not stability(series.values):
         return "no: the machine is busy"
-    found = summarize(series.values)
-    return f"no: ± {percent(found.std / found.mean)} over {found.count}"
+    summary = summarize(series.values)
+    return f"no: ± {percent(summary.std / summary.mean)} over {summary.count}"
 
 
 def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
@@ -240,9 +254,9 @@ def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
     )
     for row in timed:
         variants.setdefault(_label(row, varying), []).append(row)
-    for place, (label, members) in enumerate(variants.items()):
+    for index, (label, members) in enumerate(variants.items()):
         if len({row.workload.context for row in members}) > 1:
-            yield _time_against_context(place, label, members)
+            yield _time_against_context(index, label, members)
     if timed:
         context = common_context(timed)
         at_context = {
@@ -267,14 +281,14 @@ def _label(row: Row, names: Sequence[str]) -> str:
     return " ".join(words) or "eager"
 
 
-def _time_against_context(place: int, label: str, rows: Sequence[Row]) -> Figure:
+def _time_against_context(index: int, label: str, rows: Sequence[Row]) -> Figure:
     curves: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.workload.context):
         curves.setdefault(row.workload.size, []).append(row)
-    suffix = f"-{place + 1}" if place else ""
+    suffix = f"-{index + 1}" if index else ""
     return Figure(
         name=f"benchmark-time{suffix}",
-        title="A training step against the context" + ("" if label == "eager" else f", {label}"),
+        title="Training step by context" + ("" if label == "eager" else f", {label}"),
         kind="lines",
         curves=tuple(
             _curve(size, members, tuple(float(row.workload.context) for row in members))
@@ -284,15 +298,15 @@ def _time_against_context(place: int, label: str, rows: Sequence[Row]) -> Figure
         y_label="step, ms",
         x_log=True,
         y_log=True,
-        caption="Median of the samples; bars span the middle half of them.",
+        caption="Median of the samples; bars show the interquartile range.",
     )
 
 
 def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
-    """At one context, so that the bars compare: the one that most rows have."""
+    """Bars at the most frequent context, so that they are comparable."""
     return Figure(
         name="benchmark-size",
-        title="A training step against the size",
+        title="Training step by size",
         kind="bars",
         curves=tuple(
             _curve(label, rows, tuple(row.workload.size for row in rows))
@@ -301,7 +315,7 @@ def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
         ),
         x_label=f"size, at context {context}",
         y_label="step, ms",
-        caption="Median of the samples; thin bars span the middle half of them.",
+        caption="Median of the samples; thin bars show the interquartile range.",
     )
 
 
@@ -327,7 +341,7 @@ def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterato
         return
     yield Figure(
         name="benchmark-ceiling",
-        title="How much of the machine's limit a training step reaches",
+        title="MFU of a training step",
         kind="bars",
         curves=tuple(
             Curve(label=label, x=tuple(shares), y=tuple(shares.values()))
@@ -335,7 +349,7 @@ def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterato
         ),
         x_label=f"size, at context {context}",
         y_label="MFU, %",
-        marks=(LimitLine(label="matrix products alone", value=100.0),),
-        caption="Model FLOPs per second over the matrix rate that this machine was measured at,"
-        " in the format of the step.",
+        marks=(LimitLine(label="matmul alone", value=100.0),),
+        caption="Model FLOPs per second over the matmul rate measured on this machine, in the dtype"
+        " of the step.",
     )

@@ -1,11 +1,11 @@
-"""What does it save to run blocks again in the backward, and what does it cost?
+"""Activation checkpointing: the memory that it saves and the time that it costs.
 
     stepscope run checkpointing --size xl --table 2026 --context 2048 --dtype bfloat16
 
-The same training step with all activations kept, with stretches of 1, 2, 4, … blocks that keep
-their input only, with single blocks inside of stretches, and halved all the way down. Each peak is
-held against the one predicted before. A budget adds a case of its own: the strategy that is
-predicted to fit with the least running again, run under that limit.
+The same training step without checkpointing, with segments of 1, 2, 4, … blocks that save only
+their input, with single blocks nested in segments, and with segments halved recursively. Each peak
+is compared with its prediction. A budget adds a case: the strategy that is predicted to fit with
+the least recomputation, run under that limit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
     name = "checkpointing"
     title = "Activation checkpointing"
     question = (
-        "How much memory does it save to keep only the input of some blocks and run them again in"
-        " the backward, what does it cost in time, and which strategy is the best under a budget?"
+        "How much memory does activation checkpointing save, what does it cost in time,"
+        " and which strategy is the best under a memory budget?"
     )
     examples = (
         "stepscope run checkpointing --size xl --table 2026 --context 2048 --dtype bfloat16",
@@ -43,8 +43,8 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
 
         return measure_checkpointing(case, bench)
 
-    def post_mortem(self, case: CheckpointingCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case, bench, said)
+    def post_mortem(self, case: CheckpointingCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.checkpointing.view import checkpointing_blocks
@@ -53,19 +53,38 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CheckpointingFlags]]:
         xl = CheckpointingFlags(
-            size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            attention=("sdpa",), optimizer=("torch-fused",), budget_gib=60.0, steps=6,
-        )  # fmt: skip
+            size=("xl",),
+            table="2026",
+            context=(2048,),
+            dtype=("bfloat16",),
+            attention=("sdpa",),
+            optimizer=("torch-fused",),
+            budget_gib=60.0,
+            steps=6,
+        )
         xl_naive = CheckpointingFlags(
-            size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            checkpoint=("no", "1", "4", "nested"), optimizer=("torch-fused",), steps=6,
-        )  # fmt: skip
+            size=("xl",),
+            table="2026",
+            context=(2048,),
+            dtype=("bfloat16",),
+            checkpoint=("no", "1", "4", "nested"),
+            optimizer=("torch-fused",),
+            steps=6,
+        )
         if environment.device_kind == "cpu":
-            # Narrow and long, so that activations outweigh the weights as they do in the large.
+            # Narrow and long, so that activations outweigh the weights, as in large models.
             quick = CheckpointingFlags(
-                size=("tiny",), layers=8, d_model=64, d_ff=128, heads=2, vocab=128,
-                context=(128,), batch=(2,), steps=4, budget_gib=0.0125,
-            )  # fmt: skip
+                size=("tiny",),
+                layers=8,
+                d_model=64,
+                d_ff=128,
+                heads=2,
+                vocab=128,
+                context=(128,),
+                batch=(2,),
+                steps=4,
+                budget_gib=0.0125,
+            )
         else:
             quick = CheckpointingFlags(size=("small",), context=(512,), budget_gib=4.0)
         return {

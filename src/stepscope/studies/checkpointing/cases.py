@@ -20,14 +20,14 @@ _GIB = 2**30
 
 
 class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """Which steps: each is run with every strategy."""
+    """Sweep of the checkpointing study: each step runs with every strategy."""
 
     checkpoint: tuple[str, ...] = ()
-    """Strategies: no, stretches of 1, 2, 4, …, levels (8-1), nested. All, if none is named."""
+    """Strategies: no, segments of 1, 2, 4, … blocks, levels (8-1), nested. Default: all."""
     budget_gib: float | None = None
-    """Memory that the step must fit into, in GiB: adds the best strategy under this limit."""
+    """Memory budget of the step in GiB: adds the best strategy under this limit."""
     steps: int = 6
-    """Steps, at least 2: the first makes the optimizer state."""
+    """Steps, at least 2: the first creates the optimizer state."""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -46,7 +46,7 @@ class CheckpointingCase(Workload, frozen=True, kw_only=True):
     def key(self) -> str:
         if self.budget_bytes is msgspec.UNSET:
             return super().key
-        # The bytes are truncated: half a byte more gives back the GiB that were asked for.
+        # The bytes are truncated: adding half a byte gives back the requested GiB.
         return f"{super().key}_budget={(self.budget_bytes + 0.5) / _GIB:g}"
 
     @property
@@ -62,21 +62,21 @@ def cases_of(flags: CheckpointingFlags) -> Iterator[CheckpointingCase]:
             yield msgspec.structs.replace(case, checkpoint=strategy)
         if flags.budget_gib is not None:
             budget = int(flags.budget_gib * _GIB)
-            # Refused here if it fits nowhere; the strategy is chosen on the device, which knows
-            # how its allocator rounds.
+            # Rejected here if nothing fits; the strategy is chosen on the device, because
+            # rounding depends on its allocator.
             refuse_what_fits_nowhere(workload, budget)
             yield msgspec.structs.replace(case, budget_bytes=budget)
 
 
 def worth_running(layers: int) -> tuple[str, ...]:
-    """Nothing, stretches of each power of two, single blocks in stretches of √layers, halves."""
+    """No checkpointing, segments of powers of two, single blocks in segments of √layers, nested."""
     two_levels = f"{round(math.sqrt(layers))}-1" if layers >= 4 else ""
     named = (NONE, *(str(size) for size in _POWERS if size <= layers), two_levels)
     return (*filter(None, named), *([NESTED] if layers > 2 else []))
 
 
 def refuse_what_fits_nowhere(workload: Workload, budget: int) -> None:
-    """Before a device is known: to the byte, as no allocator gives less than is asked for."""
+    """Check before a device is known, to the byte: no allocator gives less than is requested."""
     if workload.shape is None:
         raise UsageError(f"the memory of {workload.own} cannot be predicted", "omit --budget-gib")
     likely = sorted(worth_running(workload.layers), key=lambda name: name != "1")
@@ -92,7 +92,7 @@ W = TypeVar("W", bound=Workload)
 
 
 def chosen_for(workload: W, budget: int, device_kind: str) -> W:
-    """The strategy predicted to fit that runs the least again; of equal ones the smallest."""
+    """The strategy predicted to fit with the least recomputation; the smallest of equal ones."""
     layers = workload.layers
     peaks = {name: _peak(workload, name, device_kind) for name in worth_running(layers)}
     fitting = [name for name, peak in peaks.items() if peak * MARGIN <= budget]
@@ -112,6 +112,6 @@ def _too_little(workload: Workload, budget: int, peaks: dict[str, int]) -> Usage
     return UsageError(
         f"no strategy fits {workload.name} into {budget / _GIB:.4g} GiB:"
         f" the least is {peak / _GIB:.4g} GiB with --checkpoint {strategy}",
-        f"allow at least {peak * MARGIN / _GIB:.4g}, or see what else helps with"
+        f"allow at least {peak * MARGIN / _GIB:.4g}, or list other options with"
         " `stepscope predict --budget`",
     )

@@ -1,4 +1,4 @@
-"""Measures one strategy: the peak of each phase and the time of a step."""
+"""Measure one strategy: the peak of each phase and the time of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measure_checkpointing(case: CheckpointingCase, bench: Bench) -> Measurement:
 
 @contextmanager
 def _limited(device: Device, budget: int | None) -> Iterator[None]:
-    """On CUDA the allocator may take no more than the budget; a CPU has no such limit."""
+    """Limit the CUDA allocator to the budget; a CPU has no such limit."""
     if budget is None or device.kind != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""What the checkpointing study says: findings, the Pareto figure, a table for each step. Pure."""
+"""Findings, Pareto figure and tables of the checkpointing study. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PREDICTED = 0.05
 _SAME = 0.01
 """Relative difference up to which a finding calls two peaks the same."""
 _SAME_PEAK = 0.005
-"""The same on the Pareto front: what blocks of the allocator may add."""
+"""Relative difference for the Pareto front: what the allocator's blocks may add."""
 
 
 class Tried:
-    """One strategy that was run, or was to be."""
+    """One strategy of a sweep, run or not."""
 
     def __init__(self, result: Result[CheckpointingCase]) -> None:
         self.record, planned = result
@@ -37,7 +37,7 @@ class Tried:
         self.sizes = stretches(self.strategy, self.layers)
         self.inputs = saved_inputs(self.sizes, self.layers)
         self.again = run_again(self.sizes, self.layers) / self.layers
-        """How often the forward of a block runs in the backward, on average."""
+        """Average number of recomputed forwards per block."""
         self.ok = self.record.status == "ok"
         self.peak = self.record.quantity("peak_bytes") or 0.0
         self.predicted = self.record.quantity("predicted_bytes")
@@ -45,7 +45,7 @@ class Tried:
         self.ms = _median(self.record, "step")
         forward = _median(self.record, "forward")
         self.forward_share = forward / self.ms if forward and self.ms else None
-        """Of the step; None in records that have no phases."""
+        """Share of the forward in the step; None in records without phases."""
 
     @property
     def peak_phase(self) -> str:
@@ -74,30 +74,32 @@ class Sweep:
         self.budgets = [each for each in members if each.budget is not None]
         self.ran = [each for each in self.all if each.ok and each.ms is not None]
         self.name = _plain(members[0].case).name
-        self.kept = self.of(NONE)
+        self.baseline = self.of(NONE)
 
     def of(self, strategy: str) -> Tried | None:
         return next((each for each in self.ran if each.strategy == strategy), None)
 
     def slower(self, each: Tried) -> float | None:
-        """Time of its step over that with all activations kept."""
-        return each.ms / self.kept.ms if self.kept and self.kept.ms and each.ms else None
+        """Step time relative to no checkpointing."""
+        return (
+            each.ms / self.baseline.ms if self.baseline and self.baseline.ms and each.ms else None
+        )
 
     def predicted_slower(self, each: Tried) -> float | None:
-        """The same as it should be: the forwards that run again, at the forward's share of the step
-        with all activations kept."""
-        share = self.kept.forward_share if self.kept else None
+        """Expected step time relative to no checkpointing: the recomputed forwards, at the
+        forward's share of the step without checkpointing."""
+        share = self.baseline.forward_share if self.baseline else None
         return None if share is None else 1 + each.again * share
 
     @property
     def front(self) -> list[Tried]:
-        """Those that no other one beats in both, by peak."""
-        kept = (e for e in self.ran if not any(_beats(other, e) for other in self.ran))
-        return sorted(kept, key=lambda each: each.peak)
+        """The Pareto front: strategies that no other one beats in both, by peak."""
+        front = (e for e in self.ran if not any(_beats(other, e) for other in self.ran))
+        return sorted(front, key=lambda each: each.peak)
 
 
 def _beats(one: Tried, other: Tried) -> bool:
-    """A shorter step with no more memory, or less memory with no longer step."""
+    """True for a shorter step with no more memory, or less memory with no longer step."""
     ms, longer = one.ms or 0.0, other.ms or 0.0
     return (ms < longer and one.peak <= other.peak * (1 + _SAME_PEAK)) or (
         ms == longer and one.peak < other.peak
@@ -116,14 +118,14 @@ def sweeps(results: Sequence[Result[CheckpointingCase]]) -> list[Sweep]:
 
 
 def checkpointing_blocks(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
-    found = sweeps(results)
+    all_sweeps = sweeps(results)
     return (
-        *(finding for sweep in found for finding in _saving(sweep)),
-        *(finding for sweep in found for finding in _nested(sweep)),
-        *(_budget(sweep, each) for sweep in found for each in sweep.budgets),
-        *_prediction(found),
-        *(_pareto(number, sweep) for number, sweep in enumerate(found) if len(sweep.ran) > 1),
-        *(_table(number, sweep) for number, sweep in enumerate(found)),
+        *(finding for sweep in all_sweeps for finding in _saving(sweep)),
+        *(finding for sweep in all_sweeps for finding in _nested(sweep)),
+        *(_budget(sweep, each) for sweep in all_sweeps for each in sweep.budgets),
+        *_prediction(all_sweeps),
+        *(_pareto(number, sweep) for number, sweep in enumerate(all_sweeps) if len(sweep.ran) > 1),
+        *(_table(number, sweep) for number, sweep in enumerate(all_sweeps)),
     )
 
 
@@ -132,20 +134,23 @@ def _ids(*members: Tried) -> tuple[str, ...]:
 
 
 def _saving(sweep: Sweep) -> Iterator[Finding]:
-    """The least of the simple strategies against keeping everything."""
+    """The smallest peak of the simple strategies against no checkpointing."""
     simple = [each for each in sweep.ran if len(each.sizes) == 1]
     if not simple:
         return
     least = min(simple, key=lambda each: each.peak)
-    words = "each block alone" if least.strategy == "1" else f"stretches of {least.strategy} blocks"
+    words = "each block alone" if least.strategy == "1" else f"segments of {least.strategy} blocks"
     text = f"{sweep.name}: of the simple strategies {words} needs the least,"
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
     values: dict[str, Value] = {
-        "step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms,
-    }  # fmt: skip
-    kept = sweep.kept
-    if kept is None:
+        "step": sweep.name,
+        "strategy": least.strategy,
+        "peak": least.peak,
+        "ms": least.ms,
+    }
+    baseline = sweep.baseline
+    if baseline is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
         status = planned[0].record.status if planned else ""
         without = {"oom": "ran out of memory", "": "was not tried"}.get(status, "did not run")
@@ -153,50 +158,50 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
             code="checkpointing.least-memory",
             values=values | {"without": without},
             records=_ids(*simple, *planned),
-            text=f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; with all"
-            f" activations kept it {without}.",
+            text=f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; without"
+            f" checkpointing it {without}.",
             tone="good",
         )
         return
-    slower = (least.ms or 0) / (kept.ms or math.inf)
+    slower = (least.ms or 0) / (baseline.ms or math.inf)
     expected = sweep.predicted_slower(least)
-    values |= {"kept_peak": kept.peak, "kept_ms": kept.ms, "slower": slower}
+    values |= {"kept_peak": baseline.peak, "kept_ms": baseline.ms, "slower": slower}
     text += (
-        f" {bytes_(least.peak)} instead of {bytes_(kept.peak)}, and takes"
-        f" {duration(least.ms or 0)} instead of {duration(kept.ms or 0)}, {number(slower, 3)}× the"
-        " time"
+        f" {bytes_(least.peak)} instead of {bytes_(baseline.peak)}, and takes"
+        f" {duration(least.ms or 0)} instead of {duration(baseline.ms or 0)}, {number(slower, 3)}×"
+        " the time"
     )
     if slower < 1:
         yield Finding(
             code="checkpointing.impossible-time",
             values=values,
-            records=_ids(*simple, kept),
+            records=_ids(*simple, baseline),
             text=f"{text}: it does more work, so the machine was busy with something else and its"
-            " times tell nothing.",
+            " times are not usable.",
             tone="warn",
         )
         return
     if expected is None:
         text += (
-            f"; one forward more is {number(4 / 3, 3)}× where the forward is a third of the step"
+            f"; one more forward is {number(4 / 3, 3)}× if the forward is a third of the step"
             " and the optimizer costs nothing"
         )
     else:
         text += (
             f" ({number(expected, 3)}× predicted, as the forward is"
-            f" {percent(kept.forward_share or 0)} of the step)"
+            f" {percent(baseline.forward_share or 0)} of the step)"
         )
     yield Finding(
         code="checkpointing.saving",
-        values=values | {"predicted_slower": expected, "forward_share": kept.forward_share},
-        records=_ids(*simple, kept),
+        values=values | {"predicted_slower": expected, "forward_share": baseline.forward_share},
+        records=_ids(*simple, baseline),
         text=f"{text}.",
-        tone="good" if least.peak < kept.peak else "info",
+        tone="good" if least.peak < baseline.peak else "info",
     )
 
 
 def _nested(sweep: Sweep) -> Iterator[Finding]:
-    """The strategy with the fewest inputs kept, what it costs, and whether the peak follows."""
+    """The strategy with the fewest saved inputs, its cost, and its effect on the peak."""
     halved, single = sweep.of(NESTED), sweep.of("1")
     if halved is None or single is None:
         return
@@ -205,40 +210,48 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     fewest, most_again = saved_inputs(to_two, layers), run_again(to_two, layers) / layers
     same = abs(halved.peak / single.peak - 1) <= _SAME
     text = (
-        f"{sweep.name}: the strategy that keeps the least is nested, {layers} blocks halved down to"
-        f" single ones ({'-'.join(map(str, halved.sizes))}): {halved.inputs} inputs at most"
+        f"{sweep.name}: the strategy with the fewest saved inputs is nested, {layers} blocks halved"
+        f" down to single ones ({'-'.join(map(str, halved.sizes))}): at most {halved.inputs} inputs"
         f" instead of {single.inputs}, growing with the logarithm of the depth, for"
-        f" {number(halved.again, 3)} forwards of each block run again instead of one;"
+        f" {number(halved.again, 3)} recomputed forwards per block instead of one;"
         f" {duration(halved.ms or 0)} against {duration(single.ms or 0)} a step."
     )
     rest = (
         f" The peak of the step stays at {bytes_(halved.peak)}: it is in the"
-        f" {halved.peak_phase} phase, when all gradients and one block's activations live and"
+        f" {halved.peak_phase} phase, when all gradients and one block's activations are live and"
         " few inputs are left, so single blocks are as good and cheaper."
         if same
         else f" Peak {bytes_(halved.peak)} against {bytes_(single.peak)}."
     )
     if layers > 2:
         rest += (
-            f" As few as {fewest} inputs are possible, one block split off at"
-            f" a time, for {number(most_again, 3)} forwards of each block."
+            f" As few as {fewest} inputs are possible, splitting off one block at"
+            f" a time, for {number(most_again, 3)} forwards per block."
         )
     yield Finding(
         code="checkpointing.nested",
         values={
-            "step": sweep.name, "layers": layers, "inputs": halved.inputs,
-            "single_inputs": single.inputs, "again": halved.again, "ms": halved.ms,
-            "single_ms": single.ms, "peak": halved.peak, "single_peak": single.peak,
-            "peak_phase": halved.peak_phase, "fewest_inputs": fewest, "most_again": most_again,
+            "step": sweep.name,
+            "layers": layers,
+            "inputs": halved.inputs,
+            "single_inputs": single.inputs,
+            "again": halved.again,
+            "ms": halved.ms,
+            "single_ms": single.ms,
+            "peak": halved.peak,
+            "single_peak": single.peak,
+            "peak_phase": halved.peak_phase,
+            "fewest_inputs": fewest,
+            "most_again": most_again,
         },
         records=_ids(halved, single),
         text=text if same else text + rest,
         conclusion=rest.strip() if same else "",
-    )  # fmt: skip
+    )
 
 
 def _budget(sweep: Sweep, each: Tried) -> Finding:
-    """The strategy that was chosen before, and whether it fitted when run."""
+    """The strategy chosen for the budget, and whether it fitted when run."""
     assert each.budget is not None
     values: dict[str, Value] = {"step": sweep.name, "budget": each.budget}
     if not each.ok:
@@ -257,9 +270,12 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
         else "counted (a CPU has no limit to set),"
     )
     values |= {
-        "strategy": each.strategy, "predicted": each.predicted, "peak": each.peak, "fits": fits,
+        "strategy": each.strategy,
+        "predicted": each.predicted,
+        "peak": each.peak,
+        "fits": fits,
         "ms": each.ms,
-    }  # fmt: skip
+    }
     within = [other for other in sweep.ran if other.peak <= each.budget]
     best = min(within, key=lambda other: other.ms or math.inf, default=None)
     faster = best if best is not None and best.strategy != each.strategy else None
@@ -270,10 +286,10 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
         values=values,
         records=_ids(each, *(within if faster else ())),
         text=f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
-        f" prediction ({bytes_(each.predicted or 0)}) as what runs the least again; {limit} it"
+        f" prediction ({bytes_(each.predicted or 0)}) for the least recomputation; {limit} it"
         f" peaks at {bytes_(each.peak)} and {'fits' if fits else 'does not fit'}, with"
         f" {duration(each.ms or 0)} a step.",
-        conclusion=f"Of the sweep the fastest that fits is {faster.words},"
+        conclusion=f"The fastest strategy of the sweep that fits is {faster.words},"
         f" {duration(faster.ms or 0)}."
         if faster
         else "",
@@ -281,10 +297,10 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
     )
 
 
-def _prediction(found: Sequence[Sweep]) -> Iterator[Finding]:
+def _prediction(all_sweeps: Sequence[Sweep]) -> Iterator[Finding]:
     judged = [
         (abs(each.off), each)
-        for sweep in found
+        for sweep in all_sweeps
         for each in (*sweep.ran, *sweep.budgets)
         if each.off is not None
     ]
@@ -303,7 +319,7 @@ def _prediction(found: Sequence[Sweep]) -> Iterator[Finding]:
     )
 
 
-def _pareto(place: int, sweep: Sweep) -> Figure:
+def _pareto(index: int, sweep: Sweep) -> Figure:
     unit, name = (_GIB, "GiB") if max(e.peak for e in sweep.ran) >= _GIB else (2**20, "MiB")
 
     def curve(label: str, members: Sequence[Tried]) -> Curve:
@@ -319,70 +335,80 @@ def _pareto(place: int, sweep: Sweep) -> Figure:
     others = [each for each in sweep.ran if each not in simple]
     ends = dict.fromkeys(each.strategy for each in (*simple[:1], *simple[-1:]))
     return Figure(
-        name=f"checkpointing-pareto{_suffix(place)}",
+        name=f"checkpointing-pareto{_suffix(index)}",
         title=f"Memory against time: {sweep.name}",
         kind="lines",
         curves=(
-            *([curve(f"stretches of {' to '.join(ends)}", simple)] if simple else []),
+            *([curve(f"segments of {' to '.join(ends)}", simple)] if simple else []),
             *(curve(each.words.removeprefix("checkpointing "), [each]) for each in others),
             curve("Pareto front", sweep.front),
         ),
         x_label=f"peak memory, {name}",
         y_label="step, ms",
-        caption="Each point is a strategy; the front joins those that no other one beats in both.",
+        caption="Each point is a strategy; the front connects those that none beats in both.",
     )
 
 
-def _suffix(place: int) -> str:
-    return f"-{place + 1}" if place else ""
+def _suffix(index: int) -> str:
+    return f"-{index + 1}" if index else ""
 
 
-def _table(place: int, sweep: Sweep) -> Table:
+def _table(index: int, sweep: Sweep) -> Table:
     best = {each.strategy for each in sweep.front}
     columns = [
         col("strategy", lambda e: e.strategy, key=True),
         col(
             "stretches",
             lambda e: "no" if e.strategy == NONE else "-".join(map(str, e.sizes)),
-            hint="blocks in a stretch of each level, outermost first",
+            hint="blocks per segment at each level, outermost first",
             key=True,
         ),
         col(
-            "inputs kept", lambda e: e.inputs, "count", key=True,
-            hint="of stretches, at most at one time",
+            "saved inputs",
+            lambda e: e.inputs,
+            "count",
+            key=True,
+            hint="of segments, at most at one time",
         ),
         col(
-            "run again", lambda e: e.again, "number", key=True,
+            "recomputed",
+            lambda e: e.again,
+            "number",
+            key=True,
             hint="forwards of a block in the backward, mean",
         ),
         col("budget", lambda e: e.budget, "bytes", hint="limit that it ran under", key=True),
         col("peak", lambda e: e.peak, "bytes"),
         col("predicted", lambda e: e.predicted, "bytes", hint="from the configuration alone"),
-        col("off", lambda e: e.off, "percent", hint="predicted over measured, less one"),
+        col("off", lambda e: e.off, "percent", hint="predicted over measured, minus one"),
         col("in phase", lambda e: e.peak_phase),
         col(
-            "peak of loss", lambda e: e.record.quantity("peak_bytes", phase="loss"), "bytes",
-            hint="all that is kept, no gradient yet",
+            "peak of loss",
+            lambda e: e.record.quantity("peak_bytes", phase="loss"),
+            "bytes",
+            hint="everything saved, no gradient yet",
         ),
         col(
             "peak of backward", lambda e: e.record.quantity("peak_bytes", phase="backward"), "bytes"
         ),
         col("step", lambda e: e.ms, unit="ms", hint="median"),
-        col("× without", sweep.slower, "number", hint="step with all activations kept"),
+        col("× without", sweep.slower, "number", hint="relative to no checkpointing"),
         col(
-            "× predicted", sweep.predicted_slower, "number",
-            hint="1 + forwards run again × the forward's share of the step without",
+            "× predicted",
+            sweep.predicted_slower,
+            "number",
+            hint="1 + recomputed forwards × the forward's share of the step without checkpointing",
         ),
         col(
             "on the front",
             lambda e: "yes" if e.strategy in best and e.budget is None else "",
             hint="no other has a shorter step and a peak that is lower or higher by 0.5 % only",
         ),
-    ]  # fmt: skip
+    ]
     return table(
-        f"checkpointing-strategies{_suffix(place)}",
+        f"checkpointing-strategies{_suffix(index)}",
         f"Every strategy: {sweep.name}",
         (*sweep.all, *sweep.budgets),
         columns,
-        caption="On CUDA `max_memory_allocated`, on a CPU the bytes of all tensors that live.",
+        caption="On CUDA: `max_memory_allocated`; on a CPU: the bytes of all live tensors.",
     )

@@ -1,10 +1,10 @@
-"""Where does the memory of a step go, and was that to be known before?
+"""Memory of a step: what fills it, and how well that was predicted.
 
     stepscope run memory --size small xl --context 128 512 --dtype float32 bfloat16
 
-Each mode is a case of its own; CUDA's context and libraries are measured before the model exists.
-The step runs as it is first, for its peaks and its time; then once more with every storage counted
-and put on a line. On a CPU the count itself gives the peaks.
+Each mode is a separate case; CUDA's context and libraries are measured before the model exists.
+The unmodified step runs first, for its peaks and its time; then once more with every storage
+counted and assigned to a line of the ledger. On a CPU the count itself gives the peaks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Memory(Study[MemoryFlags, MemoryCase]):
 
         return measure_memory(case, bench)
 
-    def post_mortem(self, case: MemoryCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case, bench, said)
+    def post_mortem(self, case: MemoryCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.memory.view import memory_blocks
@@ -61,33 +61,50 @@ class Memory(Study[MemoryFlags, MemoryCase]):
         if environment.device_kind == "cpu":
             quick = (
                 MemoryFlags(
-                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
-                    attention=("reference", "sdpa"), mode=("train-step",),
+                    size=("tiny",),
+                    context=(128,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
+                    attention=("reference", "sdpa"),
+                    mode=("train-step",),
                 ),
-                # Beside the first: its picture shows what a step adds to a forward.
+                # In addition to the first: its figure shows what a step adds to a forward.
                 MemoryFlags(
-                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
+                    size=("tiny",),
+                    context=(128,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
                     mode=("forward",),
                 ),
                 # So short that the copies of the weights outweigh the halved activations.
                 MemoryFlags(
-                    size=("tiny",), context=(16,), batch=(2,), vocab=512, steps=2, dtype=both,
+                    size=("tiny",),
+                    context=(16,),
+                    batch=(2,),
+                    vocab=512,
+                    steps=2,
+                    dtype=both,
                     mode=("forward",),
                 ),
-            )  # fmt: skip
+            )
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
-        # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
+        # One snapshot with stacks is enough; a file for every case would be gigabytes.
         three = (*both, "bfloat16-pure")
         course = MemoryFlags(
-            size=sizes_2025, context=(128, 256, 512), dtype=three, mode=("train-step",),
+            size=sizes_2025,
+            context=(128, 256, 512),
+            dtype=three,
+            mode=("train-step",),
             snapshot="no",
-        )  # fmt: skip
+        )
         forwards = MemoryFlags(
             size=("2.7b",), context=(128, 256, 512), dtype=three, mode=("forward",), snapshot="no"
         )
         master = MemoryFlags(size=("small",), mode=("train-step",), dtype=("bfloat16-master",))
-        # Each format up to the first context that one H200 does not hold.
+        # Each dtype up to the first context that does not fit on one H200.
         longer = tuple(
             MemoryFlags(
                 size=(size,), context=contexts, dtype=dtypes, mode=("train-step",), snapshot="no"
@@ -99,9 +116,13 @@ class Memory(Study[MemoryFlags, MemoryCase]):
             )
         )
         flash = MemoryFlags(
-            size=("2.7b",), context=(1024, 2048), dtype=("bfloat16",), attention=("sdpa",),
-            mode=("train-step",), snapshot="no",
-        )  # fmt: skip
+            size=("2.7b",),
+            context=(1024, 2048),
+            dtype=("bfloat16",),
+            attention=("sdpa",),
+            mode=("train-step",),
+            snapshot="no",
+        )
         course_2026 = MemoryFlags(
             size=("xl",), table="2026", context=(128, 512, 2048), dtype=both, snapshot="no"
         )

@@ -11,14 +11,14 @@ Snapshot = Literal["yes", "no"]
 
 
 class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to account for: every combination of the values is a case."""
+    """Sweep of the memory study: every combination of the values is a case."""
 
     mode: tuple[Mode, ...] = ("forward", "train-step")
-    """forward (its graph kept, as in training), forward-backward, train-step."""
+    """Modes: forward (with its graph retained, as in training), forward-backward, train-step."""
     steps: int = 3
-    """Steps without recording, at least 2: the first makes the optimizer state."""
+    """Steps without recording, at least 2: the first creates the optimizer state."""
     snapshot: Snapshot = "yes"
-    """Write a snapshot for memory_viz of one more step, with stacks (CUDA only)."""
+    """Write a memory_viz snapshot of one more step, with stacks (CUDA only)."""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -26,7 +26,7 @@ class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
 
 
 class MemoryCase(Workload, frozen=True, kw_only=True):
-    """A training step whose memory is accounted for."""
+    """A training step whose memory is attributed line by line."""
 
     steps: int
     snapshot: Snapshot = "yes"

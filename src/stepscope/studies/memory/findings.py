@@ -1,4 +1,4 @@
-"""What the memory study says, in sentences that carry their numbers. Pure."""
+"""Findings of the memory study. Pure."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
 _CLOSED = 0.01
 _PREDICTED = 0.05
 _COPIED = 0.5
-"""Temporaries of this share of the parameters are copies of them."""
+"""Share of the parameters from which temporaries count as copies of them."""
 _MOST_POST_MORTEMS = 4
-"""Each takes a second or two: every change is predicted."""
+"""Most post-mortems per page: each takes a second or two, because every change is predicted."""
 
 Pair = tuple[Accounted, Accounted]
 
@@ -94,14 +94,18 @@ def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "prediction",
         (case for _, case in off),
         {
-            "predictions": len(off), "median": middle, "worst": worst, "step": case.name,
-            "predicted": predicted, "measured": case.peak,
+            "predictions": len(off),
+            "median": middle,
+            "worst": worst,
+            "step": case.name,
+            "predicted": predicted,
+            "measured": case.peak,
         },
-        f"Peaks were known before the run: {which} off by"
+        f"Peaks were predicted before the run: {which} off by"
         f" {percent(middle)} in the median and {percent(worst)} at most ({case.name}:"
         f" {bytes_(predicted)} predicted, {bytes_(case.peak)} measured).",
         "good" if worst <= _PREDICTED else "warn",
-    )  # fmt: skip
+    )
 
 
 def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -111,17 +115,17 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     share = worst.residual_share
     if not worst.on_cuda:
         text = (
-            "On a CPU there is no allocator to ask: the peak is the count of all tensors itself,"
-            " so the account closes by construction."
+            "On a CPU there is no allocator to query: the peak is the count of all tensors itself,"
+            " so the ledger closes by construction."
         )
     elif share:
         text = (
-            f"The account leaves {percent(share)} of the peak at most on no line, at the peak and"
+            f"The ledger leaves at most {percent(share)} of the peak unattributed, at the peak and"
             f" at the end of every phase ({worst.name})."
         )
     else:
         text = (
-            "The account closes to the byte, at the peak and at the end of every phase of all"
+            "The ledger closes to the byte, at the peak and at the end of every phase of all"
             f" {len(cases)} cases."
         )
     tone: Tone = "good" if worst.on_cuda else "info"
@@ -135,7 +139,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 
 def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """What recording costs, and whether it kept up."""
+    """Cost of recording, and snapshots that are incomplete."""
     slower = {case: cost for case in cases if (cost := case.recording_cost) is not None}
     histories = {case: with_it for case in cases if (with_it := case.history_cost) is not None}
     cut = [case for case in cases if "snapshot_incomplete" in case.record.notes]
@@ -145,14 +149,14 @@ def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
         middle = statistics.median(slower.values())
         values["slower"] = middle
         parts.append(
-            f"The step that is recorded takes {number(middle, 3)}× the time of"
-            " a plain one; times and peaks are those of plain ones where there is an allocator to"
-            " ask."
+            f"The recorded step takes {number(middle, 3)}× the time of"
+            " a plain one; times and peaks are those of plain steps where there is an allocator to"
+            " query."
         )
     for case, with_it in histories.items():
         values[f"history: {case.name}"] = with_it.median
         parts.append(
-            f"The allocator's own history with Python stacks makes a step of {case.name}"
+            f"The allocator's history with Python stacks makes a step of {case.name}"
             f" {number(with_it.median, 3)}× as long ({number(with_it.low, 3)} to"
             f" {number(with_it.high, 3)} in {with_it.count} rounds)."
         )
@@ -168,45 +172,51 @@ def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Why `nvidia-smi` shows more than `memory_allocated`, in one sentence."""
-    asked = [case for case in cases if case.driver_residual is not None]
-    if not asked:
+    """Why `nvidia-smi` shows more than `memory_allocated`."""
+    queried = [case for case in cases if case.driver_residual is not None]
+    if not queried:
         return
-    case = max(asked, key=lambda case: case.peak)
+    case = max(queried, key=lambda case: case.peak)
     driver, context = case.bytes("driver_bytes") or 0, case.bytes("context_bytes") or 0
     reserved, left = case.bytes("reserved_bytes") or 0, case.driver_residual or 0
     text = (
-        f"`nvidia-smi` and `memory_allocated` disagree because the driver counts what the"
-        f" process holds: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
-        f" at the peak, {bytes_(reserved - case.peak)} that the allocator keeps for later, and"
+        f"`nvidia-smi` and `memory_allocated` disagree because the driver counts all memory of the"
+        f" process: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
+        f" at the peak, {bytes_(reserved - case.peak)} that the allocator keeps cached, and"
         f" {bytes_(context)} of CUDA context, kernels and libraries, measured before the model"
         " existed; "
     )
     of_peak = percent(case.driver_residual_share or 0)
-    text += f"{bytes_(left)} ({of_peak} of the peak) are left over." if left else "nothing is left."
-    worst = max(asked, key=lambda case: case.driver_residual_share or 0)
+    text += f"{bytes_(left)} ({of_peak} of the peak) remain." if left else "nothing remains."
+    worst = max(queried, key=lambda case: case.driver_residual_share or 0)
     share = worst.driver_residual_share or 0
-    if not share and len(asked) > 1:
-        text += f" It is so in all {len(asked)} cases."
+    if not share and len(queried) > 1:
+        text += f" The same holds in all {len(queried)} cases."
     elif worst is not case:
-        text += f" Of {len(asked)} cases {percent(share)} at most are left over ({worst.name})."
+        text += f" In {len(queried)} cases at most {percent(share)} remain ({worst.name})."
     yield _finding(
         "driver",
-        asked,
+        queried,
         {
-            "step": case.name, "driver": driver, "peak": case.peak, "reserved": reserved,
-            "context": context, "left": left, "cases": len(asked), "worst_share": share,
+            "step": case.name,
+            "driver": driver,
+            "peak": case.peak,
+            "reserved": reserved,
+            "context": context,
+            "left": left,
+            "cases": len(queried),
+            "worst_share": share,
             "worst_step": worst.name,
         },
         text,
         "good" if share <= _CLOSED else "warn",
-    )  # fmt: skip
+    )
 
 
 def _differing(
     cases: Sequence[Accounted], field: str, usual: str
 ) -> Iterator[dict[str, Accounted]]:
-    """Cases that differ in one field of their workload alone, by its value."""
+    """Cases that differ in one field of their workload only, by its value."""
     together: dict[str, dict[str, Accounted]] = {}
     for case in cases:
         alike = msgspec.structs.replace(case.workload, **{field: usual}).key
@@ -215,7 +225,7 @@ def _differing(
 
 
 def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Where bfloat16 needs more than float32 in the forward, and why."""
+    """Forwards in which bfloat16 needs more memory than float32, and why."""
     forwards = [case for case in cases if case.workload.mode == "forward"]
     pairs = [
         (members["float32"], members["bfloat16"])
@@ -231,7 +241,7 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
             "autocast-less",
             used,
             {"forwards": len(pairs)},
-            f"In none of {len(pairs)} forwards does bfloat16 autocast need more than float32.",
+            f"bfloat16 autocast needs more memory than float32 in none of {len(pairs)} forwards.",
         )
         return
     wide, narrow = min(above, key=lambda pair: pair[0].workload.context)
@@ -241,20 +251,26 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "autocast-more",
         used,
         {
-            "more": len(above), "forwards": len(pairs), "step": narrow.name, "copies": copies,
-            "kept_float32": wide.kept, "kept": narrow.kept, "peak": narrow.peak,
-            "peak_float32": wide.peak, **values,
+            "more": len(above),
+            "forwards": len(pairs),
+            "step": narrow.name,
+            "copies": copies,
+            "kept_float32": wide.kept,
+            "kept": narrow.kept,
+            "peak": narrow.peak,
+            "peak_float32": wide.peak,
+            **values,
         },
-        f"bfloat16 autocast needs more than float32 in {len(above)} of {len(pairs)} forwards:"
-        f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
-        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the activations kept"
+        f"bfloat16 autocast needs more memory than float32 in {len(above)} of {len(pairs)}"
+        f" forwards: the weights stay in float32 and autocast caches a bfloat16 copy of each at any"
+        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the saved activations"
         f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
         f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{longer}",
-    )  # fmt: skip
+    )
 
 
 def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, dict[str, Value]]:
-    """Whether a longer context of the same model turns that around."""
+    """The same comparison at longer contexts of the same model."""
     longer = sorted(
         (
             pair
@@ -269,22 +285,22 @@ def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, 
     wide, last = longer[-1]
     if last.peak <= wide.peak:
         turned = next(pair[1] for pair in longer if pair[1].peak <= pair[0].peak).workload.context
-        return f" From context {count(turned)} on it is less.", {"less_from": turned}
+        return f" From context {count(turned)} on it needs less.", {"less_from": turned}
     text = (
-        f" At context {count(last.workload.context)} it is still so: {bytes_(last.peak)} against"
-        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of activations kept against"
+        f" At context {count(last.workload.context)} it still needs more: {bytes_(last.peak)}"
+        f" against {bytes_(wide.peak)}, with {bytes_(last.kept)} of saved activations against"
         f" {bytes_(wide.kept)}"
     )
     if last.on_cuda and implementation(last.workload.attention).saves_scores:
         text += (
-            ". They do not halve, because autocast runs softmax in float32 and casts what comes"
-            " out: attention written out keeps both"
+            ". They do not halve, because autocast runs softmax in float32 and casts its output:"
+            " naive attention saves both"
         )
     return f"{text}.", {"more_up_to": last.workload.context}
 
 
 def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Attention that keeps its scores against one that does not, where it saves the most."""
+    """Naive attention against flash attention, where it saves the most."""
     pairs: list[Pair] = []
     for members in _differing(cases, "attention", "reference"):
         naive = members.get("reference")
@@ -297,54 +313,63 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         return
     naive, flash = max(pairs, key=lambda pair: pair[0].peak / pair[1].peak)
     gain = naive.peak / flash.peak
-    written_out, moved = _traffic(naive)
+    naive_bytes, moved = _traffic(naive)
     yield _finding(
         "flash-attention",
         (naive, flash),
         {
-            "step": naive.name, "attention": flash.workload.attention, "kept": naive.kept,
-            "peak": naive.peak, "flash_kept": flash.kept, "flash_peak": flash.peak, "gain": gain,
-            "traffic": written_out, "flash_traffic": moved,
+            "step": naive.name,
+            "attention": flash.workload.attention,
+            "kept": naive.kept,
+            "peak": naive.peak,
+            "flash_kept": flash.kept,
+            "flash_peak": flash.peak,
+            "gain": gain,
+            "traffic": naive_bytes,
+            "flash_traffic": moved,
         },
-        f"Flash attention does change the memory, not its traffic alone:"
-        f" {naive.name} keeps {bytes_(naive.kept)} of activations and peaks at"
-        f" {bytes_(naive.peak)}; with {flash.workload.attention} it keeps {bytes_(flash.kept)} and"
+        f"Flash attention reduces memory use, not only memory traffic:"
+        f" {naive.name} saves {bytes_(naive.kept)} of activations for backward and peaks at"
+        f" {bytes_(naive.peak)}; with {flash.workload.attention} it saves {bytes_(flash.kept)} and"
         f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less.",
-        conclusion="What it leaves out grows with the square of the context."
+        conclusion="The scores that it does not store grow with the square of the context."
         " In traffic the difference is larger: by the shapes of what each operator reads and"
-        f" writes, attention written out moves {bytes_(written_out)} in"
-        f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, a flash form at least"
-        f" {bytes_(moved)}, {number(written_out / moved, 3)}× less.",
-    )  # fmt: skip
+        f" writes, naive attention moves {bytes_(naive_bytes)} in"
+        f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
+        f" least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less.",
+    )
 
 
 def _traffic(naive: Accounted) -> tuple[int, int]:
-    """Bytes that attention reads and writes in one step, written out and as a flash form, from the
-    shapes of its tensors."""
-    work, form = naive.workload, precision(naive.workload.dtype)
+    """Bytes that naive and flash attention read and write in one step, from the shapes of their
+    tensors."""
+    work, policy = naive.workload, precision(naive.workload.dtype)
     model = work.model()
     shape = AttentionShape(
-        batch=work.batch, heads=model.n_heads, seq_q=work.context, seq_k=work.context,
+        batch=work.batch,
+        heads=model.n_heads,
+        seq_q=work.context,
+        seq_k=work.context,
         d_head=model.d_head,
-    )  # fmt: skip
-    width = 4 if form.compute in ("float32", "tf32") else 2
-    wide = form.autocast and naive.on_cuda
-    written_out = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
+    )
+    width = 4 if policy.compute in ("float32", "tf32") else 2
+    wide = policy.autocast and naive.on_cuda
+    naive_bytes = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
     flash = attention_cost.forward_bytes(shape, width)
     if work.mode != "forward":
-        written_out += attention_cost.reference_backward_bytes(shape, width, float32_softmax=wide)
+        naive_bytes += attention_cost.reference_backward_bytes(shape, width, float32_softmax=wide)
         flash += attention_cost.backward_bytes(shape, width)
-    return written_out * model.n_layers, flash * model.n_layers
+    return naive_bytes * model.n_layers, flash * model.n_layers
 
 
 def _regimes(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Where the “4×” and the “8× the model” come from."""
+    """Origin of “4× the model” and “8× the model”."""
     plain, pure, master = (Regime(name) for name in ("float32", "bfloat16-pure", "bfloat16-master"))
     measured = {name: case for name, case in highest_steps(cases).items() if name in REGIMES}
     if not measured:
         return
     listed = "; ".join(
-        f"{name} {number(case.per_parameter, 4)} B measured, {Regime(name).total} B by the formats"
+        f"{name} {number(case.per_parameter, 4)} B measured, {Regime(name).total} B by the dtypes"
         for name, case in measured.items()
     )
     yield _finding(
@@ -353,15 +378,15 @@ def _regimes(cases: Sequence[Accounted]) -> Iterator[Finding]:
         {name: case.per_parameter for name, case in measured.items()},
         f"“{plain.total // plain.weights}× the model” is a float32 step: {plain.weights} B of"
         f" weight, {plain.gradients} of gradient, {plain.state} of AdamW's moments."
-        f" “{master.total // master.weights}×” is bfloat16 with float32 master weights, the same"
-        f" {master.total} B for each parameter counted in weights of {master.weights} B; only"
+        f" “{master.total // master.weights}×” is bfloat16 with float32 master weights: the same"
+        f" {master.total} B per parameter, counted in weights of {master.weights} B; only"
         f" without master weights is it less ({pure.total} B)."
-        f" Weights, gradients and optimizer state for each parameter here: {listed}.",
+        f" Weights, gradients and optimizer state per parameter here: {listed}.",
     )
 
 
 def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Where the peak is the optimizer's: it works on copies of all tensors at once."""
+    """Steps whose peak is in the optimizer: it works on copies of all tensors at once."""
     steps = [case for case in cases if case.workload.mode == "train-step"]
     highest = [
         case
@@ -381,18 +406,21 @@ def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
         "optimizer-peak",
         steps,
         {
-            "highest": len(highest), "steps": len(steps), "step": case.name,
-            "temporaries": temporaries, "parameters": parameters, "peak": case.peak,
+            "highest": len(highest),
+            "steps": len(steps),
+            "step": case.name,
+            "temporaries": temporaries,
+            "parameters": parameters,
+            "peak": case.peak,
             "fused_peak": peak,
         },
-        f"In {len(highest)} of {len(steps)} train steps the optimizer holds the peak, not the"
-        f" activations: torch's AdamW updates all tensors together, with temporaries on the way,"
-        f" for {case.name} {bytes_(temporaries)} beside {bytes_(parameters)} of parameters.",
+        f"In {len(highest)} of {len(steps)} train steps the peak is in the optimizer, not in the"
+        f" activations: torch's AdamW updates all tensors together and allocates temporaries,"
+        f" for {case.name} {bytes_(temporaries)} on top of {bytes_(parameters)} of parameters.",
         conclusion=""
         if peak is None
-        else f"Its fused form makes none: {bytes_(peak)} predicted instead of"
-        f" {bytes_(case.peak)}.",
-    )  # fmt: skip
+        else f"The fused AdamW has none: {bytes_(peak)} predicted instead of {bytes_(case.peak)}.",
+    )
 
 
 def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -402,26 +430,29 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
     work, shape = case.workload, case.workload.shape
     if shape is None:
         return
-    largest, held = case.bytes("largest_bytes") or 0, case.highest.lines.get(LIBRARIES, 0)
+    largest, workspace = case.bytes("largest_bytes") or 0, case.highest.lines.get(LIBRARIES, 0)
     stream, made_by = (
         work.batch * work.context * shape.d_model * 4,
         case.record.notes.get("largest", ""),
     )
-    work_space = f", the work space of cuBLAS {bytes_(held)}" if held else ""
+    work_space = f", the cuBLAS workspace {bytes_(workspace)}" if workspace else ""
     yield _finding(
         "largest-tensor",
         (case,),
         {
-            "step": case.name, "bytes": largest, "operator": made_by, "stream": stream,
-            "work_space": held,
+            "step": case.name,
+            "bytes": largest,
+            "operator": made_by,
+            "stream": stream,
+            "work_space": workspace,
         },
         f"The largest single tensor of {case.name} has {bytes_(largest)} ({made_by});"
         f" one float32 activation of the residual stream has {bytes_(stream)}{work_space}.",
-    )  # fmt: skip
+    )
 
 
 def _longest_contexts(cases: Sequence[Accounted], full: Sequence[Planned]) -> Iterator[Finding]:
-    """Up to which context each step fits, where the sweep went on to one that does not."""
+    """The longest context of each step that fits, if the sweep includes one that does not."""
     listed: list[str] = []
     used: list[Accounted | Planned] = []
     values: dict[str, Value] = {}
@@ -437,48 +468,50 @@ def _longest_contexts(cases: Sequence[Accounted], full: Sequence[Planned]) -> It
         values[last.name] = context
         used += (last, each)
     if listed:
-        text = f"The longest contexts that fit this device: {'; '.join(listed)}."
+        text = f"The longest contexts that fit on this device: {'; '.join(listed)}."
         yield _finding("longest-contexts", used, values, text)
 
 
 def _post_mortems(full: Sequence[Planned]) -> Iterator[Finding]:
-    """What a case that ran out would have needed, and the smallest change that fits."""
+    """Memory that a failed case would have needed, and the smallest change that fits."""
     known = [
         each
         for each in full
         if can_be_predicted(each.workload, each.record.environment.device_kind)
     ]
     for each in known[:_MOST_POST_MORTEMS]:
-        record, found = each.record, each.record.attachment(NOTE, PostMortem)
-        if found is None:
+        record, note = each.record, each.record.attachment(NOTE, PostMortem)
+        if note is None:
             here = record.environment
             refusal = read_refusal(record.reason)
-            found = examined(each.workload, here.device_kind, here.device_memory_bytes, refusal)
-        yield _post_mortem(each, found)
+            note = examined(each.workload, here.device_kind, here.device_memory_bytes, refusal)
+        yield _post_mortem(each, note)
     if len(known) > _MOST_POST_MORTEMS:
         more = known[_MOST_POST_MORTEMS:]
         text = f"{len(more)} more cases ran out of memory."
         yield _finding("more-ran-out", more, {"cases": len(more)}, text)
 
 
-def _post_mortem(each: Planned, found: PostMortem) -> Finding:
-    held = ", ".join(f"{line} {bytes_(size)}" for line, size in list(found.lines.items())[:3])
-    asked = f" when it asked for another {bytes_(found.asked)}" if found.asked else ""
-    fits = "; ".join(f"{remedy.words} ({bytes_(remedy.peak)})" for remedy in found.remedies)
+def _post_mortem(each: Planned, note: PostMortem) -> Finding:
+    entries = ", ".join(f"{line} {bytes_(size)}" for line, size in list(note.lines.items())[:3])
+    requested = f" when it requested another {bytes_(note.asked)}" if note.asked else ""
+    fits = "; ".join(f"{remedy.words} ({bytes_(remedy.peak)})" for remedy in note.remedies)
     return _finding(
         "ran-out",
         (each,),
         {
-            "step": each.workload.name, "mode": each.workload.mode, "phase": found.phase,
-            "asked": found.asked, "needed": found.needed, "limit": found.limit,
-            "missing": found.missing,
-            "remedy": found.remedies[0].words if found.remedies else None,
+            "step": each.workload.name,
+            "mode": each.workload.mode,
+            "phase": note.phase,
+            "asked": note.asked,
+            "needed": note.needed,
+            "limit": note.limit,
+            "missing": note.missing,
+            "remedy": note.remedies[0].words if note.remedies else None,
         },
-        f"{each.workload.name}, {each.workload.mode}, ran out in the {found.phase} phase{asked}: it"
-        f" needs {bytes_(found.needed)} of {bytes_(found.limit)}, {bytes_(found.missing)} too much."
-        f" Most of what it held is {held}.",
+        f"{each.workload.name}, {each.workload.mode}, ran out of memory in the {note.phase}"
+        f" phase{requested}: it needs {bytes_(note.needed)} of {bytes_(note.limit)},"
+        f" {bytes_(note.missing)} too much. Largest entries: {entries}.",
         "warn",
-        f"Predicted to fit, smallest change first: {fits}."
-        if fits
-        else "No change that is known here fits.",
-    )  # fmt: skip
+        f"Predicted to fit, smallest change first: {fits}." if fits else "No known change fits.",
+    )

@@ -1,4 +1,4 @@
-"""Measures one case: peaks of the plain step, then an account of every storage."""
+"""Measure one case: peaks of the plain step, then a ledger of every storage."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
     from stepscope.measure.ledger import StorageLedger
 
     if case.graph:
-        raise CaseSkipped("a graph is replayed without its operators: there is nothing to watch")
+        raise CaseSkipped(
+            "a graph is replayed without its operators, so there is nothing to record"
+        )
     device = bench.device
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     if allocator is not None:
         bench.progress(0, 1, "context and libraries")
-        found["context_bytes"] = _context_and_libraries(case, device, allocator)
+        sizes["context_bytes"] = _context_and_libraries(case, device, allocator)
     device.reset_peak()
     step = make_step(case, device)
     ledger = StorageLedger(device.torch_device, allocator)
@@ -59,21 +61,21 @@ def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
     plain = plain_steps(step, device, allocator, case.steps, bench)
     if allocator is None:
         resident = device.peak_bytes()
-        found |= {} if resident is None else {"resident_bytes": resident}
+        sizes |= {} if resident is None else {"resident_bytes": resident}
     else:
         step.reset()
         standing |= plain.ends | {STEP_END: allocator.standing()}
-        found["reserved_bytes"] = standing[STEP_END].reserved
-        found["driver_bytes"] = standing[STEP_END].driver
+        sizes["reserved_bytes"] = standing[STEP_END].reserved
+        sizes["driver_bytes"] = standing[STEP_END].driver
     bench.progress(0, 1, "ledger")
     start = time.perf_counter()
     account(ledger, step)
     recorded = (time.perf_counter() - start) * 1e3
     if allocator is not None:
-        ledger.library_bytes = found["library_bytes"] = allocator.library_bytes()
+        ledger.library_bytes = sizes["library_bytes"] = allocator.library_bytes()
     peaks = plain.peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
     size, operator, code = ledger.largest
-    found["largest_bytes"] = size
+    sizes["largest_bytes"] = size
     notes = {"largest": f"{operator} at {code}"}
     attachments: dict[str, Any] = {
         "ledger": ledger.peaks,
@@ -93,7 +95,7 @@ def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
         quantities=(
             *step.quantities(),
             *peak_quantities(peaks, case, device.kind),
-            *quantities({name: (size, "B") for name, size in found.items()}),
+            *quantities({name: (size, "B") for name, size in sizes.items()}),
         ),
         notes=notes,
         attachments=attachments,
@@ -101,18 +103,18 @@ def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
 
 
 def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAllocator) -> int:
-    """What the driver counts beside the allocator, before the model exists.
+    """Bytes that the driver counts outside the allocator, before the model exists.
 
-    CUDA loads a kernel when it is first launched, and which ones a product takes depends on its
-    shape: so the step runs once and is thrown away. A small one then lets cuBLAS take its work
-    space again, in segments of its own.
+    CUDA loads a kernel when it is first launched, and which kernels a matmul uses depends on its
+    shape: so the step runs once and is discarded. A small step then makes cuBLAS allocate its
+    workspace again, in separate segments.
     """
     for planned in (workload, in_small(workload)):
         step = make_step(planned, device)
         step.run_phases()
         del step
         if planned is workload:
-            # What cases before this one left of cuBLAS's work space is not this one's.
+            # The cuBLAS workspace that earlier cases left does not belong to this case.
             allocator.library_bytes()
         device.synchronize()
         device.release()
@@ -120,15 +122,21 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
 
 
 def in_small(workload: Workload) -> Workload:
-    """A user's model has its own shape: of it, only the batch is small."""
+    """The workload in a small size; of a user's model, whose shape is fixed, only the batch."""
     return msgspec.structs.replace(
-        workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE,
+        workload,
+        size="tiny",
+        table="2025",
+        context=128,
+        batch=1,
+        overrides={},
+        checkpoint=NONE,
         keep=ALL,
-    )  # fmt: skip
+    )
 
 
 def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """All blocks save the same: the first stands for them."""
+    """Tensors of the first block, which stands for all: every block saves the same."""
     return [
         tensor
         for tensor in saved
@@ -139,8 +147,8 @@ def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
 def _snapshot(
     step: TrainingStep, device: Device, workload: Workload
 ) -> tuple[dict[str, str], list[Series]]:
-    """A step under the allocator's own recorder, kept where traces are kept; and what that
-    recorder costs, in turns with steps without it."""
+    """Record a step with the allocator's history, stored in the folder of traces, and measure the
+    cost of that recording, interleaved with steps without it."""
     folder = os.environ.get(TRACES)
     if device.kind != "cuda" or not folder:
         return {}, []
@@ -152,7 +160,7 @@ def _snapshot(
         with recorded_history(path) as recording:
             one_step(step, device)
     except Exception as error:
-        # Without a snapshot the account stands all the same.
+        # The ledger is valid without a snapshot.
         return {"snapshot_missing": one_line(error)}, []
     notes = {"snapshot": path.name}
     if recording.overflowed:

@@ -1,4 +1,4 @@
-"""Records of the memory study, each with its account decoded."""
+"""Rows of the memory study: records with their decoded ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from stepscope.studies.memory.cases import MemoryCase
 
 
 class Account:
-    """What a record says of the memory of one step, whoever's step it is."""
+    """The memory ledger of one recorded step, of any program."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -67,49 +67,49 @@ class Account:
 
     @cached_property
     def ends(self) -> tuple[PhasePeak, ...]:
-        """What is live at the end of each phase; empty in records from before it was kept."""
+        """Live bytes at the end of each phase; empty in records of older versions."""
         return self.record.attachment("ends", Peaks) or ()
 
     @cached_property
     def standing(self) -> dict[str, Standing]:
-        """What CUDA's allocator and driver hold at those moments of a plain step."""
+        """Bytes of CUDA's allocator and driver at those moments of a plain step."""
         return self.record.attachment("standing", dict[str, Standing]) or {}
 
     @property
     def residual_share(self) -> float:
-        """What is on no line at any peak or end of a phase, at most, as a share of the peak."""
+        """Largest unattributed share of the peak, over all peaks and ends of phases."""
         left = max(abs(moment.residual) for moment in (*self.phases, *self.ends))
         return left / self.highest.allocated if self.highest.allocated else 0
 
     def line(self, name: str) -> int:
-        """The most that a line holds at the peak of any phase."""
+        """Largest size of a line at the peak of any phase."""
         return max((peak.lines.get(name, 0) for peak in self.phases), default=0)
 
     @cached_property
     def kept(self) -> int:
-        """Activations kept for backward, at most."""
+        """Largest size of the activations saved for backward."""
         return max((saved_bytes(peak.lines) for peak in self.phases), default=0)
 
     def groups(self, peak: PhasePeak) -> dict[str, int]:
-        """Lines by kind: all that is saved for backward is one."""
-        found: dict[str, int] = {}
+        """Sizes by kind; everything saved for backward is one kind."""
+        sizes: dict[str, int] = {}
         for line, size in peak.lines.items():
             kind = kind_of(line)
-            found[kind] = found.get(kind, 0) + size
+            sizes[kind] = sizes.get(kind, 0) + size
         if peak.residual:
-            found["residual"] = peak.residual
-        return found
+            sizes["residual"] = peak.residual
+        return sizes
 
 
 class Planned(NamedTuple):
-    """One case of the memory study that did not run."""
+    """A case of the memory study that did not run."""
 
     record: Record
     workload: MemoryCase
 
 
 class Accounted(Account):
-    """One case of the memory study that ran."""
+    """A case of the memory study that ran."""
 
     def __init__(self, result: Result[MemoryCase]) -> None:
         super().__init__(result.record)
@@ -117,7 +117,7 @@ class Accounted(Account):
 
     @cached_property
     def course(self) -> tuple[Point, ...]:
-        """The memory over the recorded step; empty in records from before it was kept."""
+        """Memory over the recorded step; empty in records of older versions."""
         return self.record.attachment("course", Course) or ()
 
     @property
@@ -127,7 +127,7 @@ class Accounted(Account):
 
     @property
     def driver_residual(self) -> float | None:
-        """What the driver counts beside the allocator and what was there before the model."""
+        """Bytes of the driver beyond the allocator's and those from before the model existed."""
         driver = self.bytes("driver_bytes")
         if driver is None:
             return None
@@ -140,13 +140,13 @@ class Accounted(Account):
 
     @property
     def prediction_off(self) -> float | None:
-        """Predicted over measured, less one."""
+        """Predicted over measured peak, minus one."""
         predicted = self.bytes("predicted_bytes")
         return None if predicted is None or not self.peak else predicted / self.peak - 1
 
     @property
     def recording_cost(self) -> float | None:
-        """Time of the recorded step over that of a plain one."""
+        """Time of the recorded step over that of a plain step."""
         plain, recorded = self.record.find("step"), self.record.find("recorded")
         if plain is None or recorded is None or not plain.values or not recorded.values:
             return None
@@ -154,7 +154,7 @@ class Accounted(Account):
 
     @property
     def history_cost(self) -> Summary | None:
-        """Time of a step with the allocator's history on, over the plain one of its round."""
+        """Time of a step with the allocator's history over the plain step of its round."""
         plain, history = self.record.find("plain"), self.record.find("history")
         if plain is None or history is None or not plain.values or not history.values:
             return None
@@ -162,10 +162,10 @@ class Accounted(Account):
 
     @property
     def per_parameter(self) -> float:
-        """Bytes of parameters, gradients and optimizer state for each parameter."""
-        held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+        """Bytes of parameters, gradients and optimizer state per parameter."""
+        total = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
         counted = self.record.quantity("parameters")
-        return held / (counted or cost.parameters(self.workload.model()).total)
+        return total / (counted or cost.parameters(self.workload.model()).total)
 
 
 def accounted(results: Sequence[Result[MemoryCase]]) -> list[Accounted]:
@@ -177,40 +177,42 @@ def accounted(results: Sequence[Result[MemoryCase]]) -> list[Accounted]:
 
 
 def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
-    """The case that pictures and accounts are drawn of, and the forward alone of the same step: the
-    train step whose forward is the highest, so that there are activations to see; without forwards
-    the highest train step."""
-    whole = [case for case in cases if case.workload.mode == "train-step"]
+    """The case that figures and ledgers show, and the forward alone of the same step.
+
+    It is the train step with the highest forward, so that activations are visible; without
+    forwards the highest train step.
+    """
+    steps = [case for case in cases if case.workload.mode == "train-step"]
     forwards = {
         msgspec.structs.replace(case.workload, mode="train-step").key: case
         for case in cases
         if case.workload.mode == "forward"
     }
-    paired = [case for case in whole if case.workload.key in forwards]
+    paired = [case for case in steps if case.workload.key in forwards]
     if paired:
         lead = max(paired, key=lambda case: forwards[case.workload.key].peak)
         return lead, forwards[lead.workload.key]
-    return max(whole or cases, key=lambda case: (len(case.phases), case.peak)), None
+    return max(steps or cases, key=lambda case: (len(case.phases), case.peak)), None
 
 
 def but_for_context(one: OfStep, other: OfStep) -> bool:
-    """Whether both are the same step at some context."""
+    """True if both are the same step at any context."""
     alike = msgspec.structs.replace(one.workload, context=other.workload.context)
     return alike.key == other.workload.key
 
 
 class Regime:
-    """What the closed forms say of one parameter."""
+    """Bytes per parameter by the closed forms."""
 
     def __init__(self, name: str) -> None:
-        # Any model gives the same: all three grow with the number of parameters alone.
+        # The same for any model: all three are proportional to the number of parameters.
         model = find_size("tiny")
         count = cost.parameters(model).total
-        self.name, self.form = name, PRECISIONS[name]
-        self.weights = cost.weight_bytes(model, self.form) // count
-        self.gradients = cost.gradient_bytes(model, self.form) // count
-        self.state = cost.optimizer_bytes(model, self.form) // count
-        self.copies = 2 if self.form.autocast else 0
+        self.name, self.policy = name, PRECISIONS[name]
+        self.weights = cost.weight_bytes(model, self.policy) // count
+        self.gradients = cost.gradient_bytes(model, self.policy) // count
+        self.state = cost.optimizer_bytes(model, self.policy) // count
+        self.copies = 2 if self.policy.autocast else 0
         self.total = self.weights + self.gradients + self.state
 
 
@@ -218,12 +220,12 @@ REGIMES = ("float32", "bfloat16", "bfloat16-pure", "bfloat16-master")
 
 
 def highest_steps(cases: Sequence[Accounted]) -> dict[str, Accounted]:
-    """Of each dtype the train step with the highest peak, the first of equal ones."""
-    found: dict[str, Accounted] = {}
+    """For each dtype the train step with the highest peak, the first if several are equal."""
+    highest: dict[str, Accounted] = {}
     for case in cases:
-        form = case.workload.dtype
+        dtype = case.workload.dtype
         if case.workload.mode == "train-step" and (
-            form not in found or case.peak > found[form].peak
+            dtype not in highest or case.peak > highest[dtype].peak
         ):
-            found[form] = case
-    return found
+            highest[dtype] = case
+    return highest

@@ -42,12 +42,12 @@ _MIB, _GIB = 2**20, 2**30
 _PHASES = ("forward", "loss", "backward", "optimizer")
 
 _FEW = 0.004
-"""Kinds that never hold this share of the peak are drawn as one."""
+"""Share of the peak below which kinds are drawn as one."""
 _ORDER = (PARAMETERS, OPTIMIZER, GRADIENTS, WEIGHT_COPIES, SAVED_KIND, RECOMPUTED, TEMPORARIES)
 _OTHER = "other"
-_BESIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
+_OUTSIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
 
-_KEPT_FREE = "free in the allocator"
+_CACHED = "free in the allocator"
 _CONTEXT = "CUDA context, kernels and libraries"
 _LEFT_OVER = "left over"
 _DRIVER = "driver (nvidia-smi)"
@@ -96,23 +96,29 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         *cols(_PHASES, lambda case, phase: case.bytes("peak_bytes", phase), "bytes"),
         col("peak", lambda case: case.peak, "bytes"),
         col(
-            "predicted", lambda case: case.bytes("predicted_bytes"), "bytes",
+            "predicted",
+            lambda case: case.bytes("predicted_bytes"),
+            "bytes",
             hint="from the configuration alone, before the run",
         ),
         col(
-            "off", lambda case: case.prediction_off, "percent",
-            hint="predicted over measured, less one",
+            "off",
+            lambda case: case.prediction_off,
+            "percent",
+            hint="predicted over measured, minus one",
         ),
         col(
-            "residual", lambda case: case.residual_share, "percent",
-            hint="what is on no line at any peak or end of a phase, of the peak",
+            "residual",
+            lambda case: case.residual_share,
+            "percent",
+            hint="largest unattributed share of the peak, at any peak or end of a phase",
         ),
-    ]  # fmt: skip
-    # Only a CPU's process has the tensors in its own resident memory.
+    ]
+    # Only a CPU process has the tensors in its resident memory.
     if any(case.bytes("resident_bytes") is not None for case in cases):
         hint = (
-            "growth of the process: libraries are in it, what it still held of an earlier case is"
-            " not"
+            "growth of the process: it includes libraries and excludes what was still resident"
+            " from an earlier case"
         )
         columns.append(
             col("resident", lambda case: case.bytes("resident_bytes"), "bytes", hint=hint)
@@ -122,8 +128,8 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         "Peak memory of each phase, measured and predicted",
         cases,
         columns,
-        caption=f"{_sentence(shared)} On CUDA `max_memory_allocated` of plain steps;"
-        " on a CPU the bytes of all tensors that live, counted at the dispatcher.",
+        caption=f"{_sentence(shared)} On CUDA: `max_memory_allocated` of plain steps;"
+        " on a CPU: the bytes of all live tensors, counted at the dispatcher.",
     )
 
 
@@ -134,20 +140,20 @@ def account_table(case: Account) -> Table:
     )
     return lines_table(
         "memory-ledger",
-        f"What is live at the peak of each phase: {case.name}",
+        f"Live memory at the peak of each phase: {case.name}",
         [peak.phase for peak in case.phases],
         [
             *((line, *(peak.lines.get(line) for peak in case.phases)) for line in lines),
             ("residual", *(peak.residual for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
-        caption="Activations kept for backward are named by the part of the model and the operator"
-        " that keeps them. The residual is the only line that is a remainder.",
+        caption="Activations saved for backward are named by the part of the model and the operator"
+        " that saves them. Only the residual is a remainder.",
     )
 
 
 def _moments_table(case: Account) -> Iterator[Table]:
-    """What is live when a phase has ended; on CUDA up to what the driver counts."""
+    """Live memory at the end of each phase; on CUDA up to the driver's figure."""
     if not case.ends:
         return
     groups = [case.groups(end) for end in case.ends]
@@ -159,63 +165,69 @@ def _moments_table(case: Account) -> Iterator[Table]:
         *((kind, *(group.get(kind) or None for group in groups)) for kind in kinds),
         ("allocated", *(end.allocated for end in case.ends)),
     ]
-    caption = "What a training step holds before it begins and after each phase."
-    beside = [_beside_the_allocator(case, end) for end in case.ends]
-    if all(beside):
-        rows += [(line, *(held[line] for held in beside)) for line in beside[0]]
+    caption = "Memory of a training step before it begins and after each phase."
+    driver_rows = [_outside_the_allocator(case, end) for end in case.ends]
+    if all(driver_rows):
+        rows += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
         caption += (
-            " Up to `allocated` every line is counted in a recorded step; below it are what the"
-            " allocator keeps for the next requests, what was there before the model existed, and"
-            " what is left of the driver's figure of a plain step."
+            " Up to `allocated` every line is counted in a recorded step; below are the allocator's"
+            " cached blocks, what existed before the model, and the rest of the driver's figure of"
+            " a plain step."
         )
     yield lines_table(
         "memory-moments",
-        f"What is live at the end of each phase: {case.name}",
+        f"Live memory at the end of each phase: {case.name}",
         [end.phase for end in case.ends],
         rows,
         caption=caption,
     )
 
 
-def _beside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
-    held, context = case.standing.get(end.phase), case.bytes("context_bytes")
-    if held is None or context is None:
+def _outside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
+    standing, context = case.standing.get(end.phase), case.bytes("context_bytes")
+    if standing is None or context is None:
         return {}
     return {
-        _KEPT_FREE: held.reserved - end.allocated,
+        _CACHED: standing.reserved - end.allocated,
         _CONTEXT: context,
-        _LEFT_OVER: held.driver - held.reserved - context,
-        _DRIVER: held.driver,
+        _LEFT_OVER: standing.driver - standing.reserved - context,
+        _DRIVER: standing.driver,
     }
 
 
 def _driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
     """From tensors to the driver's figure, for every case."""
-    asked = [case for case in cases if case.driver_residual is not None]
-    if not asked:
+    queried = [case for case in cases if case.driver_residual is not None]
+    if not queried:
         return
-    named, shared = step_columns(asked)
+    named, shared = step_columns(queried)
     columns = [
         *named,
         col("mode", lambda case: case.workload.mode),
         col("peak of tensors", lambda case: case.peak, "bytes"),
         col(
-            _KEPT_FREE, lambda case: (case.bytes("reserved_bytes") or 0.0) - case.peak, "bytes",
-            hint="reserved less allocated: blocks that no tensor fitted into",
+            _CACHED,
+            lambda case: (case.bytes("reserved_bytes") or 0.0) - case.peak,
+            "bytes",
+            hint="reserved minus allocated: cached blocks that fitted no tensor",
         ),
         col(
-            _CONTEXT, lambda case: case.bytes("context_bytes"), "bytes",
+            _CONTEXT,
+            lambda case: case.bytes("context_bytes"),
+            "bytes",
             hint="measured before the model existed",
         ),
         col(
-            _LEFT_OVER, lambda case: case.driver_residual, "bytes",
-            hint="the only line that is a remainder",
+            _LEFT_OVER,
+            lambda case: case.driver_residual,
+            "bytes",
+            hint="the only remainder",
         ),
         col(_DRIVER, lambda case: case.bytes("driver_bytes"), "bytes"),
         col("left over, of the peak", lambda case: case.driver_residual_share, "percent"),
-    ]  # fmt: skip
+    ]
     title = "From tensors to what nvidia-smi shows"
-    yield table("memory-driver", title, asked, columns, caption=_sentence(shared))
+    yield table("memory-driver", title, queried, columns, caption=_sentence(shared))
 
 
 def _regimes_table(cases: Sequence[Accounted]) -> Table:
@@ -226,57 +238,65 @@ def _regimes_table(cases: Sequence[Accounted]) -> Table:
         return case.per_parameter if case else None
 
     columns = [
-        col("regime", lambda r: f"{r.name} autocast" if r.form.autocast else r.name),
+        col("regime", lambda r: f"{r.name} autocast" if r.policy.autocast else r.name),
         col("weights", lambda r: r.weights, "count", unit="B"),
         col("gradients", lambda r: r.gradients, "count", unit="B"),
         col(
-            "optimizer state", lambda r: r.state, "count", unit="B",
-            hint="AdamW: two moments, and a float32 copy where there are master weights",
+            "optimizer state",
+            lambda r: r.state,
+            "count",
+            unit="B",
+            hint="AdamW: two moments, and a float32 copy with master weights",
         ),
-        col("sum", lambda r: r.total, "count", unit="B", hint="from the formats alone"),
-        col("measured", per_parameter, unit="B", hint="the same lines of the account"),
+        col("sum", lambda r: r.total, "count", unit="B", hint="from the dtypes alone"),
+        col("measured", per_parameter, unit="B", hint="the same lines of the ledger"),
         col(
-            WEIGHT_COPIES, lambda r: r.copies, "count", unit="B",
+            WEIGHT_COPIES,
+            lambda r: r.copies,
+            "count",
+            unit="B",
             hint="for matrices, while the graph lives; not in the sum",
         ),
         col("× float32 weights", lambda r: r.total / 4, "number"),
         col("× its own weights", lambda r: r.total / r.weights, "number"),
-        col("what it is", lambda r: r.form.help),
-    ]  # fmt: skip
+        col("what it is", lambda r: r.policy.help),
+    ]
     return table(
         "memory-regimes",
-        "Bytes for each parameter, by regime",
+        "Bytes per parameter, by regime",
         map(Regime, REGIMES),
         columns,
-        caption="Activations come on top. With master weights an optimizer inside of them gets a"
-        " float32 gradient too while it runs, 4 B more; stepscope-fused does not.",
+        caption="Activations come on top. With master weights a wrapped optimizer also gets a"
+        " float32 gradient while it runs, 4 B more; stepscope-fused does not.",
     )
 
 
 def saved_table(
     case: Account, title: str = "Saved for backward by the first block and the ends"
 ) -> Table:
-    """Every tensor that the record lists."""
+    """Table of every saved tensor in the record."""
     columns = [
         col("module", lambda tensor: tensor.module or "model"),
         col("operator", lambda tensor: tensor.operator),
         col("shape", lambda tensor: "×".join(map(str, tensor.shape)) or "scalar"),
         col("dtype", lambda tensor: tensor.dtype),
         col(
-            "times", lambda tensor: tensor.times, "count",
+            "times",
+            lambda tensor: tensor.times,
+            "count",
             hint="in a step; not all of them at once",
         ),
         col("bytes", lambda tensor: tensor.bytes, "bytes", hint="of each"),
         col("line of code", lambda tensor: tensor.code),
-    ]  # fmt: skip
+    ]
     repeated = any(tensor.times > 1 for tensor in case.saved)
     return table(
         "memory-saved",
         f"{title}: {case.name}",
         case.saved,
         [one for one in columns if repeated or one.column.title != "times"],
-        caption="Told by autograd's hooks for saved tensors; each storage once, by the operator"
-        " that saved it first; parameters and autocast's copies of them are left out.",
+        caption="Recorded by autograd's hooks for saved tensors; each storage counts once, for the"
+        " operator that saved it first; parameters and autocast's copies of them are left out.",
     )
 
 
@@ -287,10 +307,10 @@ def stack_figure(case: Account) -> Figure:
     unit, unit_name = _unit(case)
     return Figure(
         name="memory-stack",
-        title=f"The peak of each phase by what fills it: {case.name}",
+        title=f"The peak of each phase by kind of memory: {case.name}",
         kind="stacks",
         curves=tuple(
-            Curve(label=kind, x=x, y=tuple(max(0, _held_by(kind, g, kinds)) / unit for g in groups))
+            Curve(label=kind, x=x, y=tuple(max(0, _size_of(kind, g, kinds)) / unit for g in groups))
             for kind in kinds
         ),
         x_label="phase",
@@ -299,10 +319,10 @@ def stack_figure(case: Account) -> Figure:
 
 
 def _course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figure]:
-    """The memory over one step, and before it over the forward alone of the same model."""
+    """Memory over one step, preceded by the forward alone of the same model."""
     drawn = [case for case in (forward, lead) if case is not None and case.course]
     if drawn:
-        # The same kinds in the same order, so that their colours are the same.
+        # The same kinds in the same order, so that their colours match.
         kinds = _shown_kinds([point.kinds for case in drawn for point in case.course])
         yield from (_course_figure(case, kinds) for case in drawn)
 
@@ -312,15 +332,15 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
     unit, unit_name = _unit(case)
     x = tuple(float(point.operator) for point in points)
     spans = [Span(label=points[0].phase, start=x[0])]
-    for place, point in zip(x, points, strict=True):
+    for position, point in zip(x, points, strict=True):
         if point.phase != spans[-1].label:
-            spans.append(Span(label=point.phase, start=place))
+            spans.append(Span(label=point.phase, start=position))
     highest = max(points, key=lambda point: sum(point.kinds.values()))
-    held = sum(highest.kinds.values())
-    caption = f"Tensors after each operator. Highest {bytes_(held)} in the phase {highest.phase}"
-    beside = sum(case.highest.lines.get(line, 0) for line in _BESIDE_TENSORS)
-    if beside:
-        caption += f"; the allocator adds {bytes_(beside)} at the peak of the step"
+    peak = sum(highest.kinds.values())
+    caption = f"Live tensors after each operator. Peak {bytes_(peak)} in the phase {highest.phase}"
+    outside = sum(case.highest.lines.get(line, 0) for line in _OUTSIDE_TENSORS)
+    if outside:
+        caption += f"; the allocator adds {bytes_(outside)} at the peak of the step"
     return Figure(
         name=f"memory-course-{case.workload.mode}",
         title=f"Memory over one step: {case.name}",
@@ -329,13 +349,13 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
             Curve(
                 label=kind,
                 x=x,
-                y=tuple(_held_by(kind, point.kinds, kinds) / unit for point in points),
+                y=tuple(_size_of(kind, point.kinds, kinds) / unit for point in points),
             )
             for kind in kinds
         ),
         x_label="operators run",
         y_label=f"memory, {unit_name}",
-        marks=(LimitLine(label="peak", value=held / unit),),
+        marks=(LimitLine(label="peak", value=peak / unit),),
         spans=tuple(spans),
         caption=caption + ".",
     )
@@ -346,18 +366,18 @@ def _unit(case: Account) -> tuple[int, str]:
 
 
 def _shown_kinds(moments: Sequence[Mapping[str, int]]) -> list[str]:
-    """What stays first, so that it lies at the bottom; what is never large in one."""
+    """Kinds to draw: permanent ones first, at the bottom; those that are never large as one."""
     most: dict[str, int] = {}
     for kinds in moments:
         for kind, size in kinds.items():
             most[kind] = max(most.get(kind, 0), size)
-    held = max(sum(kinds.values()) for kinds in moments)
-    large = [kind for kind in most if most[kind] >= _FEW * held and kind != INPUTS]
+    peak = max(sum(kinds.values()) for kinds in moments)
+    large = [kind for kind in most if most[kind] >= _FEW * peak and kind != INPUTS]
     large.sort(key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
     return [*large, _OTHER] if len(large) < len(most) else large
 
 
-def _held_by(kind: str, kinds: Mapping[str, int], shown: Sequence[str]) -> int:
+def _size_of(kind: str, kinds: Mapping[str, int], shown: Sequence[str]) -> int:
     if kind != _OTHER:
         return kinds.get(kind, 0)
     return sum(size for name, size in kinds.items() if name not in shown)

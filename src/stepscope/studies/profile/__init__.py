@@ -1,10 +1,10 @@
-"""Where does the time of a step go: which kernels, for which part of the model, and when idle?
+"""Time of a step: which kernels take it, for which part of the model, and when the device is idle.
 
     stepscope run profile --size small xl --context 128 512
 
-Each mode is a case of its own, in a process of its own, because a profiler leaves the host slower
-than it was. The step is timed first, without the profiler; then it is traced, and the trace is
-added up. On a GPU two experiments show whether the host limits the step: four times the batch,
+Each mode is a separate case in a separate process, because a profiler leaves the host slower than
+before. The step is timed first, without the profiler; then it is traced, and the trace is
+summarized. On a GPU two experiments show whether the host limits the step: four times the batch,
 which has the same number of launches, and the replay of the step as a CUDA graph, which has one.
 """
 
@@ -59,8 +59,8 @@ class Profile(Study[ProfileFlags, ProfileCase]):
 
         return measure_profile(case, bench)
 
-    def post_mortem(self, case: ProfileCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case.config, bench, said)
+    def post_mortem(self, case: ProfileCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.profile.view import profile_blocks
@@ -82,11 +82,16 @@ class Profile(Study[ProfileFlags, ProfileCase]):
         sizes_2025 = (*course, "xl", "2.7b")
         both = ("float32", "bfloat16")
         if environment.device_kind == "cpu":
-            # Every case is a process of its own, which takes longer to start than to measure.
+            # Every case is a separate process, which takes longer to start than to measure.
             quick = ProfileFlags(
-                size=("tiny",), context=(64,), batch=(2,), warmup=1, steps=5, traced=2,
+                size=("tiny",),
+                context=(64,),
+                batch=(2,),
+                warmup=1,
+                steps=5,
+                traced=2,
                 mode=("forward", "train-step"),
-            )  # fmt: skip
+            )
         else:
             quick = ProfileFlags(size=("small",), context=(128, 512), dtype=both)
         seeds = (
@@ -106,17 +111,21 @@ class Profile(Study[ProfileFlags, ProfileCase]):
 
 
 def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
-    """Short cases, and what matters most first: a machine may be lent for minutes only.
+    """Short cases, the most important first: a machine may be available for minutes only.
 
-    Experiments are where they decide something: at the sizes and contexts at which the host limits
+    Experiments run where they decide something: at the sizes and contexts at which the host limits
     the step, and at the largest.
     """
     change = msgspec.structs.replace
     both = ("float32", "bfloat16")
     train = ProfileFlags(
-        size=("small", "xl", "2.7b"), mode=("train-step",), warmup=3, steps=5, traced=2,
+        size=("small", "xl", "2.7b"),
+        mode=("train-step",),
+        warmup=3,
+        steps=5,
+        traced=2,
         enough_seconds=1.5,
-    )  # fmt: skip
+    )
     plain = change(train, experiments=False)
     two_modes = change(plain, mode=("forward", "train-step"))
     sizes = change(plain, mode=("forward-backward",), size=every_size, traced=1)

@@ -7,20 +7,20 @@ from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadF
 
 
 class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to trace: every combination of the values is a case."""
+    """Sweep of the profile study: every combination of the values is a case."""
 
     mode: tuple[Mode, ...] = MODES
-    """forward (inference), forward-backward, train-step."""
+    """Modes: forward (inference), forward-backward, train-step."""
     warmup: int = 5
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 10
     """Samples without the profiler."""
     enough_seconds: float = 10.0
-    """After so many seconds one step of warm-up and three samples are enough."""
+    """Seconds after which one warm-up step and three samples are enough."""
     traced: int = 3
     """Steps under the profiler."""
     experiments: bool = True
-    """On a GPU: also a larger batch and a CUDA graph, to see whether the host limits."""
+    """On a GPU: also run a larger batch and a CUDA graph, to see if the host limits the step."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.traced < 1:

@@ -1,4 +1,4 @@
-"""Two experiments that show whether the host limits a step: more work, and fewer launches."""
+"""Two experiments that show whether the host limits a step: a larger batch and fewer launches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from stepscope.measure.timer import Timing
 
 LARGER = (4, 2)
-"""How many times the batch is tried that has the same launches: the next where memory ends."""
+"""Batch multipliers with the same launches; the next one is tried if memory runs out."""
 _ENOUGH_SAMPLES = 2
 
 
 class Tried(NamedTuple):
     timing: Timing
     times: int = 1
-    """How many times the batch."""
+    """Batch multiplier."""
 
 
 Experiment: TypeAlias = "Callable[[TransformerStep, Device, float], Tried]"
 
 
 def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
-    """Those that this step allows; a compiled one would be compiled anew for a larger batch."""
+    """The experiments that apply; a compiled step would be recompiled for a larger batch."""
     if workload.graph:
         return ()
     replay = ("graph_replay", graph_replay)
@@ -38,18 +38,18 @@ def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
 
 
 def larger_batch(step: TransformerStep, device: Device, enough_seconds: float) -> Tried:
-    """The same model and optimizer, so that only the activations need more memory."""
+    """Time a larger batch with the same model and optimizer: only the activations grow."""
     import torch
 
-    said = ""
+    message = ""
     for times in LARGER:
         try:
             return Tried(_with_batch(step, device, times, enough_seconds), times)
         except torch.OutOfMemoryError as error:
-            said = str(error)
-        # Not before here are the tensors of the attempt let go of: its frames held them.
+            message = str(error)
+        # The tensors of the attempt are freed only here: its frames referenced them.
         device.release()
-    raise torch.OutOfMemoryError(said)
+    raise torch.OutOfMemoryError(message)
 
 
 def _with_batch(step: TransformerStep, device: Device, times: int, enough_seconds: float) -> Timing:
@@ -59,17 +59,22 @@ def _with_batch(step: TransformerStep, device: Device, times: int, enough_second
     larger.tokens, larger.targets = (t.repeat(times, 1) for t in (step.tokens, step.targets))
     try:
         forget_steps(step)
-        whole = Phase("step", larger.run_phases)
+        step_phase = Phase("step", larger.run_phases)
         return time_step(
-            (whole,), device, warmup=2, steps=3, before=larger.reset,
-            enough_seconds=enough_seconds, enough_samples=_ENOUGH_SAMPLES,
-        )  # fmt: skip
+            (step_phase,),
+            device,
+            warmup=2,
+            steps=3,
+            before=larger.reset,
+            enough_seconds=enough_seconds,
+            enough_samples=_ENOUGH_SAMPLES,
+        )
     finally:
         forget_steps(larger)
 
 
 def graph_replay(step: TransformerStep, device: Device, enough_seconds: float = math.inf) -> Tried:
-    """All but the optimizer, whose step reads its counters back, as one launch."""
+    """Time all but the optimizer, whose step reads its counters back, as one launch."""
     from stepscope.measure.timer import Phase, time_step
 
     phases = step.passes()
@@ -77,10 +82,14 @@ def graph_replay(step: TransformerStep, device: Device, enough_seconds: float = 
         warm_up(step, phases)
         graph = captured(phases, device)
         timing = time_step(
-            (Phase("step", graph.replay),), device, warmup=2, steps=7,
-            enough_seconds=enough_seconds, enough_samples=_ENOUGH_SAMPLES,
-        )  # fmt: skip
+            (Phase("step", graph.replay),),
+            device,
+            warmup=2,
+            steps=7,
+            enough_seconds=enough_seconds,
+            enough_samples=_ENOUGH_SAMPLES,
+        )
         return Tried(timing)
     finally:
-        # The tensors of a graph live in its own pool and end with it.
+        # The tensors of a graph live in its private pool and are freed with it.
         forget_steps(step)

@@ -25,15 +25,15 @@ _MOST_NAMES = 5
 _CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
-def profile_findings(found: Sequence[Group]) -> Iterator[Finding]:
-    """Of the longest step that was traced, and of the steps that the host limits."""
-    if not found:
+def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
+    """Findings on the longest traced step, and on the steps that the host limits."""
+    if not groups:
         return
-    lead = leading(found)
-    traced = [one for group in found for one in group.modes.values()]
+    lead = leading(groups)
+    traced = [one for group in groups for one in group.modes.values()]
     yield _closing(traced)
     yield _attributed(traced)
-    yield from _host_limits([group.fullest() for group in found])
+    yield from _host_limits([group.fullest() for group in groups])
     yield from _agreement(lead)
     yield from _top(lead)
     yield from _others(lead)
@@ -56,14 +56,14 @@ def _closing(traced: Sequence[Traced]) -> Finding:
             code="profile.accounted",
             values={"steps": len(traced), "residual": worst},
             records=_ids(traced),
-            text=f"The time of all {len(traced)} traced steps is accounted for: what is not"
-            f" explained is at most {percent(worst)} of a step.",
+            text=f"The time of all {len(traced)} traced steps is attributed: at most"
+            f" {percent(worst)} of a step is unexplained.",
             tone="good",
         )
     worst_open = max(still_open, key=unexplained)
     named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
-    more = f" Of {len(traced)} it is open for {_listed(others)} too." if others else ""
+    more = f" Of {len(traced)} steps, it is open for {_listed(others)} too." if others else ""
     return Finding(
         code="profile.ledger-open",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
@@ -74,7 +74,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
 
 
 def _attributed(traced: Sequence[Traced]) -> Finding:
-    """The least share of the work, over all steps, that is known by class and by part."""
+    """Smallest share of the work, over all steps, whose class and part are known."""
     kind = min(one.summary.shares.kind for one in traced)
     backward = min(
         (
@@ -84,9 +84,9 @@ def _attributed(traced: Sequence[Traced]) -> Finding:
         ),
         default=None,
     )
-    text = f"Of the work of every step at least {percent(kind)} has a class"
+    text = f"At least {percent(kind)} of the work of every step has a class"
     if backward is not None:
-        text += f", and of every backward at least {percent(backward)} a part of the model"
+        text += f", and at least {percent(backward)} of every backward a part of the model"
     good = kind >= _CLASSED_FROM and (backward is None or backward >= _PLACED_FROM)
     return Finding(
         code="profile.attributed",
@@ -103,7 +103,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
-    """The step for which it is clearest in full, the others by name."""
+    """The clearest step in full, the others by name."""
     limited = [one for one in steps if one.host_limits(HOST_LIMITS_FROM)]
     if limited:
         lead = min(limited, key=_clearness)
@@ -125,7 +125,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             f" time for {percent(late)}{_issued(lead)}.",
             conclusion="A lower precision cannot help until there are fewer launches"
             f"{_proof(lead)}."
-            + (f" So it is for {_listed(others)}, of {len(steps)}." if others else ""),
+            + (f" The same holds for {_listed(others)}, of {len(steps)}." if others else ""),
             tone="warn",
         )
     free = [one for one in steps if one not in limited and one.experiments_say() is False]
@@ -152,24 +152,24 @@ def _experiments(traced: Traced) -> dict[str, Value]:
 
 
 def _issued(traced: Traced) -> str:
-    """How long the host takes beside how long the device does, where both are known."""
+    """Issue time of the host and busy time of the device, where both are known."""
     issue = traced.issue_ms()
     if issue is None:
         return ""
     return (
-        f"; it takes the host {duration(issue)} to issue what the device runs in"
+        f"; the host takes {duration(issue)} to issue what the device runs in"
         f" {duration(traced.summary.busy_ms)}"
     )
 
 
 def _clearness(traced: Traced) -> tuple[bool, float, float]:
-    """Those that an experiment confirms first, and of them where a replay gains most."""
+    """Sort key: steps that an experiment confirms, then those where a replay gains most."""
     untried = traced.experiments_say() is not True
     return untried, traced.graph_ratio() or 1.0, -traced.host_share()
 
 
 def _proof(traced: Traced) -> str:
-    """What the experiments gave, after a colon."""
+    """Results of the experiments, after a colon."""
     proof = []
     larger, times = traced.larger_batch_ratio(), traced.larger_batch()
     if larger is not None and times is not None:
@@ -195,8 +195,8 @@ def _agreement(group: Group) -> Iterator[Finding]:
         f" {'they agree' if agree else 'they do not agree'}.",
         conclusion=""
         if agree
-        else "The profiler lengthens what the host does for each operator, so the timer's is the"
-        " time to quote, and the profile's shares are.",
+        else "The profiler slows the host down for each operator, so quote the timer's time and"
+        " the profile's shares.",
         tone="good" if agree else "info",
     )
 
@@ -208,8 +208,8 @@ def _top(group: Group) -> Iterator[Finding]:
     unit = f" ({top.unit})" if top.unit else ""
     again = ""
     if top.also_first_in_backward is not None:
-        same = "is the same" if top.also_first_in_backward else "is another one"
-        again = f"With the backward, the first {same}."
+        same = "is the same" if top.also_first_in_backward else "is a different one"
+        again = f"With the backward, the longest {same}."
     yield Finding(
         code="profile.top-kernel",
         values={
@@ -235,7 +235,7 @@ def _others(group: Group) -> Iterator[Finding]:
             code="profile.other-kernels",
             values={"step": group.name, **others},
             records=_ids([full]),
-            text=f"Besides matrix products in {full.workload.mode} of {group.name}: {listed}.",
+            text=f"Besides matmuls in {full.workload.mode} of {group.name}: {listed}.",
         )
 
 
@@ -250,7 +250,7 @@ def _shares(group: Group) -> Iterator[Finding]:
         code="profile.matmul-share",
         values={"step": group.name, "inference": less, "full": more, "grew": kind, "by": by},
         records=_ids([forward, full]),
-        text=f"Matrix products are {percent(less)} of the work in inference and {percent(more)} in"
+        text=f"Matmuls are {percent(less)} of the work in inference and {percent(more)} in"
         f" {full.workload.mode} of {group.name}; {kind} grew most instead,"
         f" by {by * 100:.1f} points.",
     )
@@ -270,19 +270,19 @@ def _softmax(group: Group) -> Iterator[Finding]:
         share = least_ms / core.softmax_ms
         values["of_copy_rate"] = share
         limit = (
-            f"To read and write every score takes {duration(least_ms)} at the"
+            f"Reading and writing every score takes {duration(least_ms)} at the"
             f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
         if share > 1:
-            limit += ", longer than it takes: part of the scores stays in the cache of the device."
+            limit += ", longer than it takes: part of the scores stays in the device's cache."
         else:
-            by_bytes = ", so bytes set it and not FLOPs" * (share >= _BYTES_SET_THE_TIME)
+            by_bytes = ", so it is limited by bytes, not FLOPs" * (share >= _BYTES_SET_THE_TIME)
             limit += f": {percent(share)} of its time{by_bytes}."
     yield Finding(
         code="profile.softmax",
         values={"step": group.name, **values},
         records=_ids([group.forward]),
         text=f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as"
-        f" long as the two matrix products with {percent(in_flops)} of their FLOPs.",
+        f" long as the two matmuls with {percent(in_flops)} of their FLOPs.",
         conclusion=limit,
     )

@@ -1,4 +1,4 @@
-"""Measures one case: timed without the profiler, tried in two experiments, then traced."""
+"""Measure one case: timed without the profiler, run in two experiments, then traced."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
     device = bench.device
     step = make_step(case, device)
     timing = time_steps(step, bench, case, enough_seconds=case.enough_seconds)
-    series, found = list(timing.series), list(step.quantities())
+    series, quantities = list(timing.series), list(step.quantities())
     notes: dict[str, str] = {}
-    # The batch of a user's model cannot be repeated, nor does it stay where it is.
+    # The batch of a user's model cannot be repeated, and its inputs have no fixed address.
     if case.experiments and device.kind == "cuda" and isinstance(step, TransformerStep):
         for name, experiment in experiments(case):
             bench.progress(0, 1, name.replace("_", " "))
@@ -34,7 +34,7 @@ def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
             try:
                 tried = experiment(step, device, case.enough_seconds)
             except Exception as error:
-                # An experiment that cannot be made takes nothing from what was measured.
+                # A failed experiment leaves the measurement valid.
                 notes[name] = first_cause(error)
             if tried is None:
                 device.release()
@@ -42,13 +42,13 @@ def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
             series += _renamed(tried.timing, name)
             if tried.times > 1:
                 sequences = tried.times * case.batch
-                found.append(Quantity(name=name, value=sequences, unit="sequences"))
+                quantities.append(Quantity(name=name, value=sequences, unit="sequences"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
         traced = trace_step(step, device, case.key, steps=case.traced)
     return Measurement(
         series=(*series, traced.series),
-        quantities=tuple(found),
+        quantities=tuple(quantities),
         readings=timing.readings,
         notes=notes | traced.notes,
         attachments=traced.attachments,

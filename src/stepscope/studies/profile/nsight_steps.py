@@ -1,4 +1,4 @@
-"""The program that Nsight Systems watches: warm up, then steps between cudaProfilerStart and Stop.
+"""Program that Nsight Systems profiles: warm up, then steps between cudaProfilerStart and Stop.
 
     python -m stepscope.studies.profile.nsight_steps CONFIG
 
@@ -53,7 +53,7 @@ def read_config(words: list[str]) -> Watched:
     try:
         return from_json(words[0], Watched)
     except (IndexError, msgspec.DecodeError) as error:
-        raise StepscopeError(f"one case as JSON is needed: {error}") from error
+        raise StepscopeError(f"expected one case as JSON: {error}") from error
 
 
 if __name__ == "__main__":

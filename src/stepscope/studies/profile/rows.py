@@ -1,4 +1,4 @@
-"""Traced training steps, grouped by step, and the numbers that tables and findings show."""
+"""Traced training steps, grouped by step, and the numbers for tables and findings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stepscope.studies.trace.findings import top_kernels
 from stepscope.studies.training.workload import MODES, Mode, Workload
 
 AGREES_WITHIN = 0.1
-"""The profiler's and the timer's forward agree if they differ by less than this."""
+"""Largest relative difference at which the profiler's and the timer's forward agree."""
 
 SOFTMAX_FLOPS = 5
-"""For each score: find the largest, subtract it, exponentiate, add up, divide."""
+"""FLOPs per score: find the maximum, subtract it, exponentiate, add up, divide."""
 _GRAPH_HELPS = 0.9
-"""A replay below this share of the step shows that launches held it up."""
+"""Ratio of replay to step below which launches limited the step."""
 _BATCH_IS_FREE = 0.75
-"""So does a larger batch that takes less than this share of so many times as long."""
+"""Same for a larger batch, relative to its multiplier."""
 
 
 class Traced(NamedTuple):
@@ -37,7 +37,7 @@ class Traced(NamedTuple):
     summary: Summary
 
     def timer_ms(self, phase: str) -> float | None:
-        """By the timer, without the profiler; the step from start to idle by the host's clock."""
+        """Time without the profiler; the step from start to idle by the host's clock."""
         if phase == "step":
             return median_ms(self.record, "step", "host")
         if phase == "forward" and self.workload.mode == "forward":
@@ -49,12 +49,12 @@ class Traced(NamedTuple):
 
     @property
     def overhead(self) -> float | None:
-        """What the profiler adds to the step, as a share of it."""
+        """Overhead of the profiler, as a share of the step."""
         bare = self.timer_ms("step")
         return None if not bare else self.summary.wall_ms / bare - 1
 
     def issue_ms(self) -> float | None:
-        """What the host takes to issue the step without the profiler; on a CPU there is none."""
+        """Time that the host takes to issue the step without the profiler; None on a CPU."""
         return median_ms(self.record, "issue", "host")
 
     def host_share(self) -> float:
@@ -62,17 +62,17 @@ class Traced(NamedTuple):
 
     @property
     def idle_without_profiler(self) -> float | None:
-        """The share of the timed step that the traced kernels do not fill.
+        """Share of the timed step that the traced kernels do not fill.
 
-        The profiler makes the host slower and leaves kernels as they are, so idle time in a trace
-        is more than there is without it.
+        The profiler slows the host down and leaves kernels unchanged, so a trace has more idle time
+        than the step without the profiler.
         """
         bare = self.timer_ms("step")
         return None if not bare else max(0.0, 1 - self.summary.busy_ms / bare)
 
     def host_limits(self, least: float) -> bool:
-        """In the trace by its launches, without the profiler by what kernels leave empty, and by
-        the experiments where there are any."""
+        """Verdict of the trace by its launches, of the timed step by its idle share, and of the
+        experiments where there are any."""
         bare = self.idle_without_profiler
         return (
             self.summary.on_device
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
         )
 
     def experiments_say(self) -> bool | None:
-        """Whether fewer launches or more work for each show that the host limits; None: untried."""
+        """Verdict of fewer launches and of more work per launch; None if neither was run."""
         graph, larger, times = self.graph_ratio(), self.larger_batch_ratio(), self.larger_batch()
         votes = [
             *([] if graph is None else [graph < _GRAPH_HELPS]),
@@ -91,7 +91,7 @@ class Traced(NamedTuple):
         return any(votes) if votes else None
 
     def graph_ratio(self) -> float | None:
-        """The replay of all but the optimizer, over the same part launched kernel by kernel."""
+        """Time of a graph replay without the optimizer, over the same phases launched eagerly."""
         replay = median_ms(self.record, "graph_replay")
         phases = ("step",) if self.workload.mode == "forward" else ("forward", "loss", "backward")
         parts = [median_ms(self.record, phase) for phase in phases]
@@ -101,12 +101,12 @@ class Traced(NamedTuple):
         return _ratio(median_ms(self.record, "larger_batch"), median_ms(self.record, "step"))
 
     def larger_batch(self) -> float | None:
-        held = self.record.quantity("larger_batch")
-        return None if held is None else held / self.workload.batch
+        batch = self.record.quantity("larger_batch")
+        return None if batch is None else batch / self.workload.batch
 
 
 class Group(NamedTuple):
-    """The modes of one training step that were traced."""
+    """The traced modes of one training step."""
 
     workload: ProfileCase
     modes: dict[Mode, Traced]
@@ -123,7 +123,7 @@ class Group(NamedTuple):
 
     @property
     def forward(self) -> Traced:
-        """The forward alone, else as a phase of a longer step."""
+        """The forward alone, or else the forward phase of a longer step."""
         return self.modes.get("forward") or self.fullest()
 
     @property
@@ -131,12 +131,12 @@ class Group(NamedTuple):
         return self.workload.name
 
     def element_bytes(self) -> int:
-        """Of what the softmax reads: autocast lets it compute in float32."""
+        """Bytes per element that the softmax reads: autocast computes it in float32."""
         return 2 if precision(self.workload.dtype).weights == "bfloat16" else 4
 
 
 def variant(w: Workload) -> str:
-    """What size, context, batch and dtype do not say."""
+    """Description of everything but size, context, batch and dtype."""
     extras = [
         *([] if w.table == "2025" else [w.table]),
         *([] if w.attention == "reference" else [w.attention]),
@@ -144,10 +144,10 @@ def variant(w: Workload) -> str:
         *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
         *([] if w.compile_mode == "default" else [w.compile_mode]),
         *(["fused loss"] if w.loss == "fused" else []),
-        *(["fused pieces"] if w.fused else []),
-        *(["joined"] if w.joined else []),
-        *(["searched"] if w.searched else []),
-        *([] if w.keep == ALL else [f"keeps {w.keep}"]),
+        *(["fused kernels"] if w.fused else []),
+        *(["fused projections"] if w.joined else []),
+        *(["autotuned GEMMs"] if w.searched else []),
+        *([] if w.keep == ALL else [f"saves {w.keep}"]),
         *(["graph"] if w.graph else []),
         *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
     ]
@@ -155,34 +155,34 @@ def variant(w: Workload) -> str:
 
 
 def groups(results: Sequence[Result[ProfileCase]]) -> list[Group]:
-    found: dict[tuple[str, int, int, str, str], Group] = {}
+    by_key: dict[tuple[str, int, int, str, str], Group] = {}
     for record, case in results:
         if record.status == "ok" and "profile" in record.attachments:
             group = Group(case, {})
             traced = Traced(record, case, record.required("profile", Summary))
-            found.setdefault(group.key(), group).modes[case.mode] = traced
-    ordered = sorted(found.values(), key=_order)
+            by_key.setdefault(group.key(), group).modes[case.mode] = traced
+    ordered = sorted(by_key.values(), key=_order)
     return [Group(g.workload, {m: g.modes[m] for m in MODES if m in g.modes}) for g in ordered]
 
 
-def leading(found: Sequence[Group]) -> Group:
-    """The one that is told in full: of those traced in the most modes the longest."""
-    return max(found, key=lambda group: (len(group.modes), _wall(group)))
+def leading(all_groups: Sequence[Group]) -> Group:
+    """The group that is shown in full: the longest of those traced in the most modes."""
+    return max(all_groups, key=lambda group: (len(group.modes), _wall(group)))
 
 
 def _order(group: Group) -> tuple[Any, ...]:
-    """Small models first, short contexts, the larger batch; formats and compiled ones after."""
+    """Sort key: small models, short contexts, large batches; then dtypes and compiled ones."""
     w = group.workload
     total = parameters(w.shape).total if w.shape else 0
     return total, w.size, w.context, -w.batch, group.key()[-1], w.dtype != "float32", w.dtype
 
 
-def telling_pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Groups that differ only in the dtype or in whether they are compiled: for each size, and for
-    each of the two, the pair with the longest step."""
+def comparison_pairs(all_groups: Sequence[Group]) -> list[tuple[Group, Group]]:
+    """Groups that differ only in the dtype or in compilation: for each size, and for each of the
+    two, the pair with the longest step."""
     chosen: dict[tuple[str, ...], tuple[Group, Group]] = {}
-    for place, first in enumerate(found):
-        for second in found[place + 1 :]:
+    for index, first in enumerate(all_groups):
+        for second in all_groups[index + 1 :]:
             apart = _differ_in(first.workload, second.workload)
             key = (first.workload.size, *apart)
             if (
@@ -216,18 +216,18 @@ class TopKernel(NamedTuple):
     share: float
     calls: float
     story: str
-    """Its calls, explained by the parts of the model."""
+    """Its calls, explained by parts of the model."""
     also_first_in_backward: bool | None
 
 
 class AttentionCore(NamedTuple):
-    """The scores, their softmax and the weighted values, of all layers in one forward."""
+    """Scores, softmax and weighted values of all layers in one forward."""
 
     matmul_ms: float
     softmax_ms: float
     mask_ms: float
     rest_ms: float
-    """The scale, and casts between formats."""
+    """The scale, and casts between dtypes."""
     matmul_flops: float
     softmax_flops: float
     softmax_bytes: float
@@ -239,7 +239,7 @@ class AttentionCore(NamedTuple):
 
 
 def top_kernel(group: Group) -> TopKernel | None:
-    """Which kernel takes most of the forward, how often it runs and why so often."""
+    """The longest kernel of the forward, its number of calls and their explanation."""
     traced = group.forward
     ranked = top_kernels(traced.summary, "forward")
     total = sum(one[1] for one in ranked)
@@ -254,30 +254,30 @@ def top_kernel(group: Group) -> TopKernel | None:
 
 
 def count_story(summary: Summary, kernel: str, layers: int) -> str:
-    """`12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)`; where blocks differ,
-    what all of them have."""
+    """Explain a count: `12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)`; if
+    blocks differ, the total of all of them."""
     blocks: dict[str, float] = {}
     rest: dict[str, float] = {}
     for use in summary.uses:
         if use.kernel == kernel and use.phase == "forward":
             first, _, part = use.module.partition("/")
             within = first == "block *"
-            held, name = (blocks, part) if within else (rest, use.module or "no range")
-            held[name or "block"] = held.get(name or "block", 0.0) + use.count
-    told = []
+            counts, name = (blocks, part) if within else (rest, use.module or "no range")
+            counts[name or "block"] = counts.get(name or "block", 0.0) + use.count
+    terms = []
     if blocks:
         alike = all(calls % layers == 0 for calls in blocks.values())
         each = {part: calls / layers if alike else calls for part, calls in blocks.items()}
         parts = ", ".join(f"{part} {calls:g}" for part, calls in each.items())
         total = f"{sum(each.values()):g}"
         times = f"{layers} blocks × {total}" if alike else f"{total} in {layers} blocks"
-        told.append(f"{times} ({parts})")
-    told += [f"{calls:g} ({name})" for name, calls in rest.items()]
-    return " + ".join(told)
+        terms.append(f"{times} ({parts})")
+    terms += [f"{calls:g} ({name})" for name, calls in rest.items()]
+    return " + ".join(terms)
 
 
 def other_kernels(traced: Traced) -> Iterator[tuple[str, float, float]]:
-    """Kernels other than matmuls, the longest first: name, share of all kernel time, calls."""
+    """Kernels other than matmuls, longest first: name, share of all kernel time, calls."""
     classes = {row.kernel: row.kind for row in traced.summary.kernels}
     total = sum(row.ms for row in traced.summary.kernels)
     for name, ms, calls in top_kernels(traced.summary):
@@ -286,7 +286,7 @@ def other_kernels(traced: Traced) -> Iterator[tuple[str, float, float]]:
 
 
 def matmul_share(traced: Traced | None) -> float | None:
-    """Of the time in which something runs."""
+    """Share of matmuls in the busy time."""
     if traced is None or traced.summary.busy_ms <= 0:
         return None
     return traced.summary.class_ms("matmul") / traced.summary.busy_ms
@@ -309,7 +309,7 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
 
 
 def attention_core(group: Group) -> AttentionCore | None:
-    """None where the attention is one kernel, or where no range says what belongs to it."""
+    """Times within attention; None if it is one kernel, or if no range marks it."""
     model, w = group.workload.shape, group.workload
     if model is None:
         return None
@@ -332,10 +332,10 @@ def attention_core(group: Group) -> AttentionCore | None:
 
 
 def _core_part(use: Use) -> str:
-    """Of the forward's attention: its matmul, softmax, mask or rest; empty for anything else.
+    """Role of a use in the forward's attention: matmul, softmax, mask or rest; else empty.
 
-    The cast that autocast puts before a softmax is no part of it, so that its bytes stay what they
-    are without one.
+    The cast that autocast puts before a softmax is not part of it, so that the softmax's bytes are
+    the same as without autocast.
     """
     _, inside, part = use.module.rpartition("attention/core")
     if not inside or use.phase != "forward":

@@ -20,12 +20,12 @@ from stepscope.studies.profile.rows import (
     Group,
     Traced,
     attention_core,
+    comparison_pairs,
     grew_instead,
     groups,
     leading,
     matmul_share,
     other_kernels,
-    telling_pairs,
     top_kernel,
     variant,
 )
@@ -49,53 +49,53 @@ _SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
-    found = groups(results)
-    blocks: list[Block] = [*profile_findings(found)]
-    if found:
+    all_groups = groups(results)
+    blocks: list[Block] = [*profile_findings(all_groups)]
+    if all_groups:
         blocks += [
-            _ledger_table(found),
-            _class_figure(found),
-            *waterfall_blocks(_falls(found), "profile"),
-            _timer_table(found),
-            *_sizes_table(found),
-            _top_table(found),
-            _others_table(found),
-            _share_table(found),
-            *_softmax_table(found),
-            *_comparison_tables(found),
-            *_in_full(leading(found).fullest()),
+            _ledger_table(all_groups),
+            _class_figure(all_groups),
+            *waterfall_blocks(_falls(all_groups), "profile"),
+            _timer_table(all_groups),
+            *_sizes_table(all_groups),
+            _top_table(all_groups),
+            _others_table(all_groups),
+            _share_table(all_groups),
+            *_softmax_table(all_groups),
+            *_comparison_tables(all_groups),
+            *_in_full(leading(all_groups).fullest()),
         ]
     return (*blocks, *failed_table("profile", [result.record for result in results]))
 
 
 def _in_full(lead: Traced) -> Iterator[Block]:
     summary, name = lead.summary, "profile"
-    told: list[Table | Timeline | Flame] = [
+    blocks: list[Table | Timeline | Flame] = [
         *flame_blocks(summary, (), name),
         *([timeline_block(summary, name)] if summary.timeline else []),
         kernel_table(summary, name),
         module_table(summary, name),
         *([outlier_table(summary.outliers, name)] if summary.outliers else []),
     ]
-    for block in told:
+    for block in blocks:
         title = f"{block.title}: {lead.workload.name}, {lead.workload.mode}"
         yield msgspec.structs.replace(block, title=title)
 
 
-def _falls(found: Sequence[Group]) -> list[Fall]:
-    """Of the fullest mode of each step; a graph's kernels say no phase, so it has no causes."""
+def _falls(all_groups: Sequence[Group]) -> list[Fall]:
+    """Waterfalls of each step's fullest mode; a graph has none, as its kernels have no phase."""
     return [
         fall
-        for group in found
+        for group in all_groups
         if not group.workload.graph
         and (traced := group.fullest())
         and (fall := fall_of(traced.record, traced.workload, traced.summary)) is not None
     ]
 
 
-def _keys(found: Sequence[Group]) -> list[Declared]:
-    """Columns that tell the steps apart, of rows that have a workload."""
-    varies = any(variant(group.workload) for group in found)
+def _keys(all_groups: Sequence[Group]) -> list[Declared]:
+    """Columns that distinguish the steps, for rows with a workload."""
+    varies = any(variant(group.workload) for group in all_groups)
     return [
         col("size", lambda r: r.workload.size, key=True),
         col("context", lambda r: r.workload.context, "count", key=True),
@@ -105,39 +105,41 @@ def _keys(found: Sequence[Group]) -> list[Declared]:
     ]
 
 
-def _work(found: Sequence[Group]) -> str:
-    """What does the work: on a CPU there are no kernels."""
-    return "kernel" if any(g.fullest().summary.on_device for g in found) else "operator"
+def _work(all_groups: Sequence[Group]) -> str:
+    """Name of a unit of work: a CPU has no kernels."""
+    return "kernel" if any(g.fullest().summary.on_device for g in all_groups) else "operator"
 
 
-def _ledger_table(found: Sequence[Group]) -> Table:
+def _ledger_table(all_groups: Sequence[Group]) -> Table:
     def share(what: str, traced: Traced) -> float:
         return float(getattr(traced.summary, what)) / traced.summary.wall_ms
 
     def idle(cause: str, traced: Traced) -> float | None:
         return traced.summary.idle_of(cause) / traced.summary.wall_ms or None
 
-    made = table(
+    full_table = table(
         "profile-ledger",
         "Where the time of a step goes",
-        [traced for group in found for traced in group.modes.values()],
+        [traced for group in all_groups for traced in group.modes.values()],
         [
-            *_keys(found),
+            *_keys(all_groups),
             col("mode", lambda r: r.workload.mode),
             col("step", lambda r: r.summary.wall_ms, unit="ms", hint="under the profiler"),
             col("working", partial(share, "busy_ms"), "percent"),
             col(
-                "residual", partial(share, "residual_ms"), "percent",
+                "residual",
+                partial(share, "residual_ms"),
+                "percent",
                 hint="what the trace does not explain",
             ),
-            col(
-                "kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"
-            ),
+            col("kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"),
             col(
                 "host", partial(idle, "host"), "percent", hint="idle: nothing was launched in time"
             ),
             col(
-                "waits", partial(idle, "synchronisation"), "percent",
+                "waits",
+                partial(idle, "synchronisation"),
+                "percent",
                 hint="idle while the host waits",
             ),
             col(
@@ -145,18 +147,22 @@ def _ledger_table(found: Sequence[Group]) -> Table:
             ),
             col("between", partial(idle, "between"), "percent", hint="on a CPU: no operator runs"),
             col(
-                "idle, timed", lambda r: r.idle_without_profiler, "percent",
-                hint="of the step without the profiler: what the same kernels do not fill",
+                "idle, timed",
+                lambda r: r.idle_without_profiler,
+                "percent",
+                hint="share of the step without the profiler that the same kernels do not fill",
             ),
             col(
-                "as a graph", lambda r: r.graph_ratio(), "number",
-                hint="time of a replay over the time now",
+                "as a graph",
+                lambda r: r.graph_ratio(),
+                "number",
+                hint="time of a replay over the current time",
             ),
             col("larger batch", _larger_batch, hint="time with that many times the batch over now"),
         ],
-        caption="What works, what is idle and the residual add up to the step.",
-    )  # fmt: skip
-    return keep_columns(made, lambda _, cells: any(cell is not None for cell in cells))
+        caption="Busy time, idle time and the residual add up to the step.",
+    )
+    return keep_columns(full_table, lambda _, cells: any(cell is not None for cell in cells))
 
 
 def _larger_batch(traced: Traced) -> str | None:
@@ -165,26 +171,26 @@ def _larger_batch(traced: Traced) -> str | None:
     return f"{number(ratio, 2)} at ×{count(times)}" if ratio and times else None
 
 
-def _timer_table(found: Sequence[Group]) -> Table:
+def _timer_table(all_groups: Sequence[Group]) -> Table:
     return table(
         "profile-timer",
         "The same phases by the timer and by the profiler",
-        found,
+        all_groups,
         [
-            *_keys(found),
+            *_keys(all_groups),
             *_timer_and_profiler(),
             col("step, timer", lambda r: r.fullest().timer_ms("step"), unit="ms"),
             col(
-                "profiler adds", lambda r: r.fullest().overhead, "percent", hint="to the whole step"
+                "profiler adds", lambda r: r.fullest().overhead, "percent", hint="to the full step"
             ),
         ],
-        caption="The timer's are medians of steps without the profiler; they agree where they are"
-        f" less than {100 * AGREES_WITHIN:.0f} % apart.",
+        caption="The timer's times are medians of steps without the profiler; they agree if they"
+        f" differ by less than {100 * AGREES_WITHIN:.0f} %.",
     )
 
 
 def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
-    """Both phases by both; the forward by itself, or as a phase of forward-backward."""
+    """Columns of both phases by timer and profiler; the forward alone or within a longer step."""
 
     def of(phase: str, group: Group) -> tuple[float | None, float | None]:
         both = group.modes.get("forward-backward") or group.fullest()
@@ -204,9 +210,9 @@ def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
         yield col(f"{phase}, apart", partial(apart, phase), "percent")
 
 
-def _sizes_table(found: Sequence[Group]) -> Iterator[Table]:
-    """The forward and backward of every size at the shortest context that most were traced at."""
-    traced = [group for group in found if "forward-backward" in group.modes]
+def _sizes_table(all_groups: Sequence[Group]) -> Iterator[Table]:
+    """Forward and backward of every size at the shortest of the most frequent contexts."""
+    traced = [group for group in all_groups if "forward-backward" in group.modes]
     sizes: dict[int, set[str]] = {}
     for group in traced:
         sizes.setdefault(group.workload.context, set()).add(group.workload.size)
@@ -222,15 +228,17 @@ def _sizes_table(found: Sequence[Group]) -> Iterator[Table]:
             *_keys(shown),
             *_timer_and_profiler(forward_alone=False),
             col(
-                "idle", lambda r: r.modes["forward-backward"].idle_without_profiler, "percent",
+                "idle",
+                lambda r: r.modes["forward-backward"].idle_without_profiler,
+                "percent",
                 hint="of the step without the profiler",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
-def _top_table(found: Sequence[Group]) -> Table:
-    tops = {group.key(): top for group in found if (top := top_kernel(group)) is not None}
+def _top_table(all_groups: Sequence[Group]) -> Table:
+    tops = {group.key(): top for group in all_groups if (top := top_kernel(group)) is not None}
 
     def cell(name: str, group: Group) -> Cell:
         value: Cell = getattr(tops[group.key()], name)
@@ -238,51 +246,56 @@ def _top_table(found: Sequence[Group]) -> Table:
 
     return table(
         "profile-top",
-        f"The {_work(found)} with the most time in the forward",
-        [group for group in found if group.key() in tops],
+        f"The longest {_work(all_groups)} of the forward",
+        [group for group in all_groups if group.key() in tops],
         [
-            *_keys(found),
-            col(_work(found), partial(cell, "kernel")),
+            *_keys(all_groups),
+            col(_work(all_groups), partial(cell, "kernel")),
             col("unit", lambda r: cell("unit", r) or None),
-            col("share", partial(cell, "share"), "percent",
-                hint=f"of the forward's {_work(found)} time"),
+            col(
+                "share",
+                partial(cell, "share"),
+                "percent",
+                hint=f"of the forward's {_work(all_groups)} time",
+            ),
             col("calls", partial(cell, "calls"), "count"),
             col("calls explained", partial(cell, "story")),
             col(
-                "first with backward too",
+                "also first with backward",
                 lambda r: {None: None, True: "yes", False: "no"}[
                     tops[r.key()].also_first_in_backward
                 ],
             ),
         ],
-    )  # fmt: skip
+    )
 
 
-def _others_table(found: Sequence[Group]) -> Table:
-    """Besides matmuls, of the mode with the most phases."""
+def _others_table(all_groups: Sequence[Group]) -> Table:
+    """Kernels besides matmuls, of the mode with the most phases."""
     listed = {
         group.key(): ", ".join(
             f"{name} {percent(share)} ({count(calls)}×)"
             for name, share, calls in list(other_kernels(group.fullest()))[:3]
         )
-        for group in found
+        for group in all_groups
     }
     return table(
         "profile-others",
-        f"The other {_work(found)}s that matter",
-        [group for group in found if listed[group.key()]],
+        f"Other {_work(all_groups)}s that matter",
+        [group for group in all_groups if listed[group.key()]],
         [
-            *_keys(found),
+            *_keys(all_groups),
             col("mode", lambda r: r.fullest().workload.mode),
             col(
-                "besides matrix products", lambda r: listed[r.key()],
-                hint="share of all work, and calls a step",
+                "besides matmuls",
+                lambda r: listed[r.key()],
+                hint="share of all work, and calls per step",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
-def _share_table(found: Sequence[Group]) -> Table:
+def _share_table(all_groups: Sequence[Group]) -> Table:
     def grew(group: Group) -> str | None:
         most = grew_instead(group.modes.get("forward"), group.fullest())
         return f"{most[0]} by {most[1] * 100:.1f} points" if most else None
@@ -290,13 +303,13 @@ def _share_table(found: Sequence[Group]) -> Table:
     def share(mode: Mode, group: Group) -> float | None:
         return matmul_share(group.modes.get(mode))
 
-    titles = ("inference", "forward and backward", "whole step")
+    titles = ("inference", "forward and backward", "full step")
     return table(
         "profile-matmul",
-        "Matrix products as a share of the work",
-        found,
+        "Matmuls as a share of the work",
+        all_groups,
         [
-            *_keys(found),
+            *_keys(all_groups),
             *(
                 col(title, partial(share, mode), "percent")
                 for title, mode in zip(titles, MODES, strict=True)
@@ -306,8 +319,10 @@ def _share_table(found: Sequence[Group]) -> Table:
     )
 
 
-def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
-    cores = {group.key(): core for group in found if (core := attention_core(group)) is not None}
+def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
+    cores = {
+        group.key(): core for group in all_groups if (core := attention_core(group)) is not None
+    }
     if not cores:
         return
 
@@ -320,15 +335,17 @@ def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
         return moved / copy.value if copy and moved else None
 
     times = {
-        "two matmuls": "matmul_ms", "softmax": "softmax_ms", "mask": "mask_ms",
+        "two matmuls": "matmul_ms",
+        "softmax": "softmax_ms",
+        "mask": "mask_ms",
         "scale and casts": "rest_ms",
-    }  # fmt: skip
+    }
     yield table(
         "profile-softmax",
-        "Inside attention: the softmax against the two matrix products",
-        [group for group in found if group.key() in cores],
+        "Inside attention: the softmax against the two matmuls",
+        [group for group in all_groups if group.key() in cores],
         [
-            *_keys(found),
+            *_keys(all_groups),
             *(col(title, partial(time, name), unit="ms") for title, name in times.items()),
             col(
                 "softmax / matmuls, time",
@@ -344,44 +361,45 @@ def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
             col("at", lambda r: cores[r.key()].softmax_rate, "rate", unit="B/s"),
             col("of a copy's rate", of_copy, "percent"),
         ],
-        caption="Of all layers in one forward; five FLOPs for each score of the softmax, which"
-        " reads and writes every score once. Scores that stay in the device's cache move faster"
-        " than a copy.",
+        caption="All layers in one forward; five FLOPs per score of the softmax, which reads and"
+        " writes every score once. Scores that stay in the device's cache move faster than a copy.",
     )
 
 
-def _comparison_tables(found: Sequence[Group]) -> list[Table]:
-    """Which classes shrank or grew with the format or the compiler."""
+def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
+    """Classes that shrank or grew with the dtype or the compiler."""
     tables: list[Table] = []
-    for first, second in telling_pairs(found)[:_MOST_COMPARISONS]:
+    for first, second in comparison_pairs(all_groups)[:_MOST_COMPARISONS]:
         mode = next(m for m in reversed(MODES) if m in first.modes and m in second.modes)
         before, after = first.modes[mode], second.modes[mode]
         wanted = ("dtype", "compile")
         labels = tuple(
             ", ".join(str(getattr(one.workload, name)) for name in wanted)
-            .replace(", no", ", eager").replace(", block", ", compiled by block")
+            .replace(", no", ", eager")
+            .replace(", block", ", compiled by block")
             for one in (before, after)
-        )  # fmt: skip
-        made = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
+        )
+        comparison = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
         w = before.workload
         tables.append(
             msgspec.structs.replace(
-                made,
+                comparison,
                 name=f"profile-comparison-{len(tables) + 1}",
-                title=f"{w.size} at context {w.context}, batch {w.batch}, {mode}: {made.title}",
+                title=f"{w.size} at context {w.context}, batch {w.batch}, {mode}:"
+                f" {comparison.title}",
             )
         )
     return tables
 
 
-def _class_figure(found: Sequence[Group]) -> Figure:
-    shown = [group.fullest() for group in found]
+def _class_figure(all_groups: Sequence[Group]) -> Figure:
+    shown = [group.fullest() for group in all_groups]
     caption = ""
     if len(shown) > _MOST_STACKS:
-        whole = [one.workload.context for one in shown if one.workload.mode == "train-step"]
-        context = statistics.mode(whole or [one.workload.context for one in shown])
+        contexts = [one.workload.context for one in shown if one.workload.mode == "train-step"]
+        context = statistics.mode(contexts or [one.workload.context for one in shown])
         shown = [one for one in shown if one.workload.context == context][:_MOST_STACKS]
-        caption = f"The steps at context {context}; the table above has all."
+        caption = f"Steps at context {context}; the table above has all."
     names = [_short_name(traced, shown) for traced in shown]
     curves = []
     for kind in (*CLASSES, "idle"):
@@ -410,7 +428,7 @@ def _class_figure(found: Sequence[Group]) -> Figure:
 
 
 def _short_name(traced: Traced, shown: Sequence[Traced]) -> str:
-    """Short enough to stand below a bar: what all have in common is left out."""
+    """Label short enough for a bar: what all steps share is left out."""
     w = traced.workload
     batches = len({one.workload.batch for one in shown}) > 1
     name = f"{w.size} {w.context} {_SHORT_FORMATS.get(w.dtype, w.dtype)}"

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m stepscope run ddp
 
-Under torchrun every rank runs the same command. Rank 0 alone has the store, the worker and the
+Under torchrun every rank runs the same command. Only rank 0 has the store, the worker and the
 page; the others follow it from case to case. Loads without torch.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_SECONDS = 540.0
 STEP_SECONDS = 180.0
 BEAT_SECONDS = 30.0
-"""A rank that loads a GPU's libraries, or shares a busy machine, may be silent for seconds."""
+"""Longest silence of a rank: loading GPU libraries, or a busy machine, can take seconds."""
 
 
 class RankedCase(Case, frozen=True, kw_only=True):
@@ -30,11 +30,11 @@ class RankedCase(Case, frozen=True, kw_only=True):
 
     ranks: int
     backend: str
-    """gloo, nccl, or auto: nccl where every rank has a GPU of its own."""
+    """Backend: gloo, nccl, or auto (nccl if every rank has a separate GPU)."""
 
 
 def torchrun_size(variables: Mapping[str, str] = os.environ) -> int:
-    """How many ranks torchrun started; 0 without it."""
+    """Number of ranks that torchrun started; 0 without torchrun."""
     return int(variables["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in variables else 0
 
 
@@ -47,7 +47,7 @@ def default_ranks() -> tuple[int, ...]:
 
 
 def follow() -> NoReturn:
-    """Become a process that takes part in what rank 0 measures."""
+    """Turn this process into a follower of rank 0."""
     os.execv(sys.executable, [sys.executable, "-m", "stepscope.studies.runner.follower"])
 
 
@@ -59,7 +59,7 @@ def crew() -> Crew:
 
 
 def patience() -> Limits:
-    """How long the ranks of a case may be silent."""
+    """Time limits for silent ranks of a case."""
     from stepscope.parallel import Limits
 
     return Limits(start=STEP_SECONDS, step=STEP_SECONDS, beat=BEAT_SECONDS, total=MOST_SECONDS)
@@ -68,7 +68,7 @@ def patience() -> Limits:
 def on_ranks(
     study: str, case: RankedCase, bench: Bench, function: Callable[..., Any], *more: Any
 ) -> list[Any]:
-    """The results of `function(world, case, *more)` on each rank of this case."""
+    """Run `function(world, case, *more)` on each rank of this case and return the results."""
     from stepscope.parallel import launch
 
     device = bench.device.kind

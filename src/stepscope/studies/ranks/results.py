@@ -1,4 +1,4 @@
-"""Records of several ranks: the slowest rank's samples, findings, rows by way. Pure."""
+"""Records of several ranks: the slowest rank's samples, findings, rows by variant. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ R = TypeVar("R", bound=RankedCase)
 
 
 class RankedResult(Result[R]):
-    """A record of several ranks with its case; series and quantities are by way (`variant`)."""
+    """A record of several ranks with its case; series and quantities are by `variant`."""
 
     @property
     def backend(self) -> str:
-        """The one that was used; a case may leave the choice open."""
+        """The backend that was used; a case may leave the choice open."""
         return self.record.notes.get("backend", self.case.backend)
 
     @property
@@ -32,28 +32,33 @@ class RankedResult(Result[R]):
     def title(self) -> str:
         return self.place
 
-    def samples(self, name: str, way: str = "", size: int = 0) -> list[float]:
-        """The slowest rank's sample of each round; empty where the series was not measured."""
+    def samples(self, name: str, variant: str = "", size: int = 0) -> list[float]:
+        """The slowest rank's sample of each round; empty if the series was not measured."""
         ranks = [
             series.values
             for series in self.record.series
-            if (series.name, series.variant, series.size) == (name, way, size)
+            if (series.name, series.variant, series.size) == (name, variant, size)
         ]
         return [max(samples) for samples in zip(*ranks, strict=True)]
 
-    def summary(self, name: str, way: str = "", size: int = 0) -> Summary | None:
-        samples = self.samples(name, way, size)
+    def summary(self, name: str, variant: str = "", size: int = 0) -> Summary | None:
+        samples = self.samples(name, variant, size)
         return summarize(samples) if samples else None
 
-    def median(self, name: str, way: str) -> float | None:
-        summary = self.summary(name, way)
+    def median(self, name: str, variant: str) -> float | None:
+        summary = self.summary(name, variant)
         return summary.median if summary else None
 
     def finding(
-        self, what: str, text: str, values: Mapping[str, Value], *, conclusion: str = "",
+        self,
+        what: str,
+        text: str,
+        values: Mapping[str, Value],
+        *,
+        conclusion: str = "",
         tone: Tone = "info",
-    ) -> Finding:  # fmt: skip
-        """That rests on this record alone."""
+    ) -> Finding:
+        """A finding that rests on this record alone."""
         return Finding(
             code=f"{self.record.study}.{what}",
             values={"ranks": self.case.ranks, "backend": self.backend, **values},
@@ -65,7 +70,7 @@ class RankedResult(Result[R]):
 
 
 class WayRow(NamedTuple):
-    """A way of a record; a failed record has one row without any."""
+    """One variant of a record; a failed record has a single row without a variant."""
 
     of: Any
     way: str | None
@@ -77,17 +82,17 @@ class WayRow(NamedTuple):
 
 
 def strategy_rows(
-    results: Sequence[RankedResult[Any]], ways: Callable[[Any], Iterable[str]]
+    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[str]]
 ) -> list[WayRow]:
     return [
         WayRow(result, way)
         for result in results
-        for way in (ways(result) if result.record.status == "ok" else [None])
+        for way in (variants(result) if result.record.status == "ok" else [None])
     ]
 
 
 def step_column() -> Declared:
-    """Of rows by way."""
+    """Column of the step time, for rows by variant."""
     return col(
         "step",
         lambda r: interval(r.of.summary("step", r.way)),

@@ -1,5 +1,5 @@
-"""The training step of every rank of a study: of a Transformer by its size, or of a user's model;
-and how steps of several ways are interleaved.
+"""The training step of each rank, of a Transformer size or a user's model, and the interleaved
+timing of several variants.
 
 Loads without torch.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 WARMUP = 2
-"""Rounds before the first sample."""
+"""Warm-up rounds before the first sample."""
 Samples = dict[tuple[str, str], list[float]]
-"""Times in ms by way and phase."""
+"""Times in ms by variant and phase."""
 
 
 class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,7 +44,7 @@ class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
     batch: int
     rounds: int
     own: str = ""
-    """package.module:function that builds a user's model; `size` then is its name, `context` 0."""
+    """`package.module:function` of a user's model; then `size` is its name and `context` is 0."""
 
     @property
     def key(self) -> str:
@@ -54,27 +54,27 @@ class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def shape(self) -> ModelConfig | None:
-        """None for a user's model."""
+        """The model's configuration; None for a user's model."""
         if self.own:
             return None
         return with_overrides(find_size(self.size, self.table), context=self.context)
 
 
 class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What every sweep over `RankedStep` has."""
+    """Flags of every sweep over `RankedStep`."""
 
     size: tuple[str, ...] = ("small",)
     """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
     table: str = "2025"
-    """Which year's size table: xl differs between them."""
+    """Year of the size table; xl differs between them."""
     batch: int = 4
-    """Sequences per step, shared out among the ranks."""
+    """Sequences per step (batch size), divided among the ranks."""
     ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
     """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
     rounds: int = 10
-    """Samples of each way."""
+    """Samples per variant."""
     model: str = ""
-    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
+    """A user's model instead of a size: package.module:function (see `run own --help`)."""
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks, self.batch)
@@ -82,7 +82,7 @@ class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 
     def subjects(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
-        """Fields of a `RankedStep` for each model and context, which are checked."""
+        """Checked fields of a `RankedStep` for each model and context."""
         shared = {"table": self.table, "batch": self.batch, "rounds": self.rounds}
         if self.model:
             return [shared | {"size": check_name(self.model), "context": 0, "own": self.model}]
@@ -108,15 +108,18 @@ class RankSubject(NamedTuple):
 
 
 def tokens_fed(tokens: Tensor) -> Fed:
-    """Sequences with one token more than the model sees: the next ones are the targets."""
+    """A batch from sequences with one extra token: the targets are the next tokens."""
     return Fed(tokens, _next_token_loss)
 
 
 def make_subject(
-    world: World, case: RankedStep | Workload, share: int, device: torch.device | str = "cpu",
+    world: World,
+    case: RankedStep | Workload,
+    share: int,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-) -> RankSubject:  # fmt: skip
-    """The same weights on every rank, and `share` sequences of its own."""
+) -> RankSubject:
+    """Build the subject: the same weights on every rank, and `share` different sequences each."""
     import torch
 
     torch.manual_seed(0)
@@ -136,7 +139,7 @@ def make_subject(
 
     model = TransformerLM(shape, device=device, dtype=dtype or torch.float32)
     generator = torch.Generator().manual_seed(world.rank)
-    # Token numbers below the smallest vocabulary: the values do not matter for the time.
+    # Token ids below the smallest vocabulary: the values do not affect the time.
     tokens = torch.randint(100, (share, shape.context + 1), generator=generator)
     return RankSubject(model, tokens_fed(tokens.to(world.device)))
 
@@ -150,31 +153,38 @@ def settle(world: World) -> None:
 
 
 def interleaved(
-    world: World, ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, number: int
+    world: World,
+    variants: Mapping[str, Callable[[], Mapping[str, float]]],
+    rounds: int,
+    number: int,
 ) -> Samples:
-    """Samples of all ways, one step of each in a round, in an order that changes.
+    """Samples of all variants, interleaved: one step of each per round, in an order that changes.
 
-    A call makes one step and returns the times of its phases. `number` is the supervisor's of the
-    first step.
+    A call runs one step and returns the times of its phases. `number` is the supervisor's number
+    of the first step.
     """
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    order, shuffle = list(ways), random.Random(0).shuffle
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
+    order, shuffle = list(variants), random.Random(0).shuffle
     for taken in range(-WARMUP, rounds):
         shuffle(order)
         for name in order:
             world.step(number)
             number += 1
-            phases = ways[name]()
+            phases = variants[name]()
             for phase, ms in phases.items() if taken >= 0 else ():
                 samples[name].setdefault(phase, []).append(ms)
-    return {(name, phase): ms for name, held in samples.items() for phase, ms in held.items()}
+    return {
+        (name, phase): ms for name, phases_of in samples.items() for phase, ms in phases_of.items()
+    }
 
 
 def series_of(ranks: Sequence[Samples]) -> tuple[Series, ...]:
-    """From the samples of each rank."""
+    """Series from the samples of each rank."""
     return tuple(
-        Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(samples[way, phase]))
-        for way, phase in ranks[0]
+        Series(
+            name=phase, variant=variant, unit="ms", rank=rank, values=tuple(samples[variant, phase])
+        )
+        for variant, phase in ranks[0]
         for rank, samples in enumerate(ranks)
     )
 

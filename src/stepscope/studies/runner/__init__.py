@@ -1,1 +1,1 @@
-"""Runs cases in isolated worker processes and stores each record when it is complete."""
+"""Run cases in isolated worker processes and store each record when it is complete."""

@@ -1,7 +1,7 @@
-"""Processes that a worker or a script started, wherever they went: found by a mark.
+"""End all processes that a worker or a script started, identified by a mark in their environment.
 
-A process group ends with one signal, but a child that starts a session or a group of its own is
-not in it, and one whose parent has ended is nobody's child. What all of them keep is the
+A process group ends with one signal, but a child that starts its own session or group is not part
+of it, and a child whose parent has ended is no longer in its process tree. All of them keep the
 environment that they were started with.
 """
 
@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 WORKER = "STEPSCOPE_WORKER"
-"""The variable with the mark of a worker's processes."""
+"""The environment variable with the mark of a worker's processes."""
 _PREFIX = "STEPSCOPE_STARTED_"
 _PROCESSES = Path("/proc")
 _MOST_ROUNDS = 20
-"""A process may start another one while it is being ended."""
+"""Rounds of killing: a process may start another one while it is being killed."""
 
 
 def new_tag() -> str:
@@ -27,26 +27,26 @@ def new_tag() -> str:
 
 
 def tagged(mark: str) -> dict[str, str]:
-    """This process's environment with a mark added to those that it may have."""
+    """This process's environment with the mark added to existing ones."""
     return os.environ | {f"{_PREFIX}{mark}": "1"}
 
 
 def end_tagged(mark: str, spare: Collection[int] = ()) -> None:
-    """Kill every process that was started with this mark. Needs /proc: elsewhere nothing is found,
-    and ending the process group has to do."""
+    """Kill every process that was started with this mark. Needs /proc: without it no process is
+    matched, and ending the process group has to suffice."""
     for _ in range(_MOST_ROUNDS):
-        found = [process for process in _started_with(mark) if process not in spare]
-        for process in found:
+        processes = [process for process in _started_with(mark) if process not in spare]
+        for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        if not found:
+        if not processes:
             return
 
 
 def _started_with(mark: str) -> Iterator[int]:
     wanted = f"{_PREFIX}{mark}=1".encode()
     for folder in _PROCESSES.glob("[0-9]*"):
-        # Of a process that has ended and was not waited for, the environment is empty.
+        # A process that has ended and was not waited for has an empty environment.
         with suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)

@@ -1,6 +1,6 @@
-"""A rank above 0 under torchrun: it takes part in every case that rank 0 announces, until the end.
+"""A rank above 0 under torchrun: it takes part in every case that rank 0 announces.
 
-What it measures goes to rank 0 with the case; it keeps nothing itself.
+It sends its results to rank 0 and stores nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stepscope.studies.registry import find_measurable
 
 
 class Seat:
-    """A `Bench` without anyone to tell."""
+    """A `Bench` that reports no progress."""
 
     def __init__(self, device: str) -> None:
         from stepscope.measure.device import pick_device
@@ -23,7 +23,7 @@ class Seat:
         self.device = pick_device(device)
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Rank 0 shows it."""
+        """Do nothing: rank 0 shows the progress."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
             study = find_measurable(task["study"])
             study.measure(study.decode(task["config"]), seat)
         except StepscopeError:
-            # Rank 0 has the same error in the case's record.
+            # The case's record on rank 0 has the same error.
             continue
         except Exception:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The load that other processes put on this machine, and waiting for it to end."""
+"""Measure the load of other processes on this machine, and wait for it to end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 import psutil
 
 SHORT_BY = 0.10
-"""Share of the cores that a case needs and other work has, from which on times are too long: as
-much as the lint `busy-machine` allows."""
+"""Share of a case's cores used by other work from which times are too long; the same as in the
+lint `busy-machine`."""
 _FIRST_LOOK_S, _LOOK_S = 0.25, 1.0
 _NOT_WORK = ("idle", "iowait", "guest", "guest_nice")
-"""Time of guests is part of `user` already."""
+"""Guest time is already part of `user`."""
 
 
 def other_work(seconds: float) -> float:
-    """Cores that processes other than this one and its children use, over so many seconds."""
+    """Cores used by processes other than this one and its children, averaged over `seconds`."""
     before, begun = _used_s(), time.monotonic()
     time.sleep(seconds)
     after, elapsed = _used_s(), time.monotonic() - begun
@@ -42,20 +42,20 @@ def _own_s() -> float:
 
 
 class Wait:
-    """A number of seconds that one command may spend on waiting for other work to end."""
+    """Waits for other work to end, up to a total number of seconds per command."""
 
     def __init__(
         self, seconds: float, needed: int, look: Callable[[float], float] = other_work
     ) -> None:
-        """`needed` cores are to be free; `look` says how many are in use over some seconds."""
+        """`needed` cores must be free; `look` measures the cores in use over some seconds."""
         self.left_s = seconds
         self._cores = psutil.cpu_count() or 1
         self._needed = min(max(1, needed), self._cores)
         self._look = look
 
     def until_quiet(self, announce: Callable[[float, float, int], None]) -> bool:
-        """Whether the needed cores are free, now or after waiting. `announce` gets the seconds
-        that are left, the cores that other work uses, and the cores there are."""
+        """True if the needed cores are free, now or after waiting. `announce` gets the seconds
+        left, the cores that other work uses, and the number of cores."""
         if self.left_s <= 0:
             return False
         used = self._look(_FIRST_LOOK_S)

@@ -1,8 +1,8 @@
-"""A process that has torch loaded and forks workers: a fresh one starts in a tenth of a second.
+"""A process that has torch loaded and forks workers, so that a worker starts in 0.1 s.
 
-To import torch and what an optimizer's constructor imports takes seconds, which a study with a
-process for every case would pay every time. The nursery imports them once, runs nothing and never
-touches a device, so that a forked worker has done nothing before either.
+Importing torch and what an optimizer's constructor imports takes seconds, which a study with a
+process per case would pay every time. The nursery imports them once, runs nothing and never
+touches a device, so a forked worker is as fresh as a new process.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from stepscope.studies.registry import viewables
 from stepscope.studies.runner.descendants import WORKER, new_tag, tagged
 
 _MESSAGE = struct.Struct("qq")
-"""A request: its number, and a worker to wait for, or 0 for a new one. The answer: the number of
+"""A request: its number, and a worker to wait for, or 0 for a new one. The reply: the number of
 the request, and the new worker's process id or the exit code."""
 _NEW = 0
 _PATIENCE_S = 180.0
 _LOADED = (
-    "torch._dynamo", "torch.profiler", "stepscope.measure.environment", "stepscope.measure.timer",
-    "stepscope.model.transformer", "stepscope.studies.training.parts",
+    "torch._dynamo",
+    "torch.profiler",
+    "stepscope.measure.environment",
+    "stepscope.measure.timer",
+    "stepscope.model.transformer",
+    "stepscope.studies.training.parts",
     "stepscope.studies.runner.worker",
-)  # fmt: skip
-"""What every worker imports before it measures; none of it opens a device or starts a thread."""
+)
+"""Imports of every worker; none of them opens a device or starts a thread."""
 
 
 def can_fork() -> bool:
-    """On Linux, and not where STEPSCOPE_FORK=no: elsewhere system libraries do not survive it."""
+    """True on Linux unless STEPSCOPE_FORK=no; elsewhere system libraries do not survive a fork."""
     return sys.platform == "linux" and os.environ.get("STEPSCOPE_FORK") != "no"
 
 
 class Nursery:
-    """The nursery seen from the runner."""
+    """The runner's handle of the nursery process."""
 
     def __init__(self, device: str) -> None:
         self.mark = new_tag()
@@ -70,10 +74,10 @@ class Nursery:
         return self._process.pid
 
     def start(self, files: Sequence[int]) -> Forked:
-        """A worker with these as its standard input, output and error; OSError where none comes."""
+        """Start a worker with these as standard input, output and error; OSError on failure."""
         child = self.ask(_NEW, files)
         if child <= 1:
-            # Signals to 0, 1 or a negative number would reach other processes than the worker.
+            # A signal to 0, 1 or a negative number would reach processes other than the worker.
             raise ConnectionError(f"the nursery answered with process {child}")
         return Forked(self, child)
 
@@ -83,8 +87,8 @@ class Nursery:
         while True:
             answer = self._line.recv(_MESSAGE.size, socket.MSG_WAITALL)
             if len(answer) < _MESSAGE.size:
-                raise ConnectionError("the nursery of the workers is gone")
-            # An interrupt may have left the answer to an earlier request unread.
+                raise ConnectionError("the nursery process of the workers has ended")
+            # An interrupt may have left the reply to an earlier request unread.
             number, value = _MESSAGE.unpack(answer)
             if number == self._asked:
                 return int(value)
@@ -96,7 +100,7 @@ class Nursery:
 
 
 class Forked:
-    """A worker that the nursery forked; what `subprocess.Popen` is for a process of its own."""
+    """A worker forked by the nursery; the counterpart of `subprocess.Popen`."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery = nursery
@@ -130,7 +134,7 @@ def _load() -> None:
     for name in _LOADED:
         importlib.import_module(name)
     viewables()
-    # Collections in a worker need not look at any of this, and do not copy its pages.
+    # Collections in a worker skip these objects and do not copy their pages.
     gc.collect()
     gc.freeze()
 
@@ -144,8 +148,8 @@ def _fork(device: str, line: socket.socket, files: Sequence[int]) -> int:
     try:
         os.setsid()
         line.close()
-        for place, file in enumerate(files):
-            os.dup2(file, place)
+        for descriptor, file in enumerate(files):
+            os.dup2(file, descriptor)
             os.close(file)
         from stepscope.studies.runner.worker import main as work
 
@@ -159,6 +163,6 @@ def _fork(device: str, line: socket.socket, files: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    # Libraries have threads of their own that a fork does not need.
+    # Libraries have threads that a fork does not need.
     warnings.simplefilter("ignore", DeprecationWarning)
     main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""A worker seen from the runner: start it, ask it, notice how it ended."""
+"""The runner's handle of a worker: start it, send requests, detect how it ended."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ START_TIMEOUT_S = 180.0
 CEILINGS_TIMEOUT_S = 600.0
 FAREWELL_TIMEOUT_S = 90.0
 LONGEST_LINE = 1 << 28
-"""Bytes of a reply; the largest one so far, a profile of 48 layers, has 3 MB."""
+"""Longest reply in bytes; the largest so far, a profile of 48 layers, has 3 MB."""
 _LOOK_UP_EVERY_S = 0.5
-"""A signal that arrives just before a wait does not end it, and is seen only after it."""
+"""Longest wait at once: a signal just before a wait does not end it, and is handled after it."""
 
 
 class Lines:
-    """Lines from a pipe, read by whoever waits for them.
+    """Lines from a pipe, read by the caller that waits for them.
 
-    Neither a thread nor a lock: an interrupt that arrives inside of `queue.Queue.get` may leave its
-    lock taken, or let go of twice.
+    Uses neither a thread nor a lock: an interrupt inside `queue.Queue.get` may leave its lock
+    acquired, or release it twice.
     """
 
     def __init__(self, pipe: int, longest: int = LONGEST_LINE) -> None:
@@ -55,8 +55,8 @@ class Lines:
         self._begun = bytearray()
 
     def next(self, deadline: float) -> bytes:
-        """The next line; TimeoutError after the deadline, EOFError where there is none any more,
-        OverflowError where one does not end."""
+        """The next line; TimeoutError after the deadline, EOFError at the end of the pipe,
+        OverflowError if a line does not end."""
         while not self._whole:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._pipe], [], [], min(max(0.0, left), _LOOK_UP_EVERY_S))
@@ -71,15 +71,15 @@ class Lines:
     def _take(self, chunk: bytes) -> None:
         if not chunk:
             raise EOFError
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
+        *complete, rest = chunk.split(b"\n")
+        for line in complete:
             self._whole.append(bytes(self._begun) + line)
             self._begun.clear()
         self._begun += rest
 
 
 class WorkerProcess:
-    """One worker process and the conversation with it."""
+    """One worker process and the communication with it."""
 
     def __init__(self, device: str, nursery: Nursery | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -106,7 +106,7 @@ class WorkerProcess:
             if isinstance(ready, Failed) and ready.usage:
                 raise UsageError(ready.reason)
             if not isinstance(ready, Ready):
-                reason = ready.reason if isinstance(ready, Failed) else "it did not greet"
+                reason = ready.reason if isinstance(ready, Failed) else "it sent no greeting"
                 raise StepscopeError(f"the worker did not start: {reason}")
         except BaseException:
             self.stop()
@@ -115,19 +115,19 @@ class WorkerProcess:
         self.lacks = ready.lacks
 
     def _greeting(self, deadline: float) -> Reply:
-        """The first reply. What a library prints while the interpreter starts comes before it."""
+        """The first reply. Output of libraries at interpreter start is skipped."""
         while isinstance(reply := self._next(deadline), Failed) and reply.noise:
             pass
         return reply
 
     def _next(self, deadline: float) -> Reply:
-        """The next reply; a death or a missed deadline reads as a failure."""
+        """The next reply; a death or a missed deadline becomes a failure."""
         try:
             line = self._replies.next(deadline)
         except TimeoutError:
-            return Failed("timeout", "no answer in time")
+            return Failed("timeout", "no reply in time")
         except EOFError:
-            return Failed("error", self._epitaph())
+            return Failed("error", self._exit_reason())
         except OverflowError:
             return Failed("error", f"the worker sent a line of more than {LONGEST_LINE:,} bytes")
         try:
@@ -136,21 +136,21 @@ class WorkerProcess:
             why = in_one_line(error)
             if isinstance(error, msgspec.ValidationError) and b"null" in line:
                 # JSON has no NaN and no infinity: they arrive as null.
-                return Failed("error", f"the measurement is not made of finite numbers: {why}")
+                return Failed("error", f"the measurement has numbers that are not finite: {why}")
             return Failed("error", f"the worker sent {_beginning(line)}: {why}", noise=True)
 
-    def _epitaph(self) -> str:
+    def _exit_reason(self) -> str:
         code = self._process.wait()
         if code == -signal.SIGKILL:
             return "the worker was killed by SIGKILL; the host may have run out of memory"
         if code < 0:
             return f"the worker died of {signal.Signals(-code).name}"
-        return f"the worker ended with exit code {code}: {self._last_words()}"
+        return f"the worker ended with exit code {code}: {self._last_error_line()}"
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
     def _ask(
         self, request: Request, timeout_s: float, progress: Callable[[Progress], None]
@@ -160,7 +160,7 @@ class WorkerProcess:
             self._requests.write(protocol.encode(request) + b"\n")
             self._requests.flush()
         except BrokenPipeError:
-            return Failed("error", self._epitaph())
+            return Failed("error", self._exit_reason())
         while True:
             reply = self._next(deadline)
             if isinstance(reply, Progress):
@@ -169,25 +169,28 @@ class WorkerProcess:
                 return reply
 
     def measure(
-        self, study: str, config: dict[str, object], timeout_s: float,
+        self,
+        study: str,
+        config: dict[str, object],
+        timeout_s: float,
         progress: Callable[[Progress], None],
-    ) -> Measured | Failed:  # fmt: skip
+    ) -> Measured | Failed:
         reply = self._ask(protocol.MeasureCase(study, config), timeout_s, progress)
         if isinstance(reply, Failed) and reply.status == "timeout":
             return Failed("timeout", f"not done after {timeout_s:g} s (--timeout)")
         if isinstance(reply, Measured | Failed):
             return reply
-        return Failed("error", f"the worker answered with {type(reply).__name__}, not a result")
+        return Failed("error", f"the worker replied with {type(reply).__name__}, not a result")
 
     def ceilings(self, progress: Callable[[Progress], None], *, again: bool) -> tuple[Ceiling, ...]:
         reply = self._ask(protocol.MeasureCeilings(again), CEILINGS_TIMEOUT_S, progress)
         if isinstance(reply, Ceilings):
             return reply.ceilings
-        why = reply.reason if isinstance(reply, Failed) else f"the answer is {type(reply).__name__}"
+        why = reply.reason if isinstance(reply, Failed) else f"the reply is {type(reply).__name__}"
         raise StepscopeError(f"this machine's ceilings could not be measured: {why}")
 
     def check_model(self, name: str, timeout_s: float) -> None:
-        """Raise UsageError where the model of that name cannot be built."""
+        """Raise UsageError if the model of that name cannot be built."""
         reply = self._ask(protocol.CheckModel(name), timeout_s, lambda _: None)
         if isinstance(reply, Failed):
             raise (UsageError if reply.usage else StepscopeError)(reply.reason)
@@ -196,11 +199,11 @@ class WorkerProcess:
         self._ask(protocol.DismissFollowers(), FAREWELL_TIMEOUT_S, lambda _: None)
 
     def stop(self) -> None:
-        """End the worker and whatever it started, at once."""
+        """End the worker and all processes that it started, immediately."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        # Those that left its group, and those of a worker that died by itself.
+        # Those that left its group, and those of a worker that died on its own.
         end_tagged(self._mark, self._spared)
         self._close()
 
@@ -214,15 +217,18 @@ class WorkerProcess:
 
 
 def _beginning(line: bytes) -> str:
-    """As much of a line as shows where it comes from."""
+    """The beginning of a line, enough to see where it comes from."""
     return ascii(line[:60].decode(errors="replace")) + ("…" if len(line) > 60 else "")
 
 
 def _own_process(device: str, files: Sequence[int], mark: str) -> subprocess.Popen[bytes]:
     stdin, stdout, stderr = files
-    # A session of its own: Ctrl-C reaches the runner alone, which then decides.
+    # A separate session: Ctrl-C reaches only the runner, which then decides.
     return subprocess.Popen(
         [sys.executable, "-m", "stepscope.studies.runner.worker", device],
-        stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
         env=tagged(mark) | {WORKER: mark},
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""What a runner and its worker say to each other: one JSON object a line."""
+"""Messages between a runner and its worker: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stepscope.studies.base import Measurement
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages; the class name travels as the tag."""
+    """Base of all messages; the class name is the tag."""
 
 
 class MeasureCeilings(Message, frozen=True):
     again: bool
-    """Do not take them from the cache."""
+    """Ignore the cache."""
 
 
 class MeasureCase(Message, frozen=True):
@@ -26,20 +26,20 @@ class MeasureCase(Message, frozen=True):
 
 
 class CheckModel(Message, frozen=True):
-    """Build the model of this name, to see whether it can be built."""
+    """Build the model of this name, to check that it can be built."""
 
     model: str
 
 
 class DismissFollowers(Message, frozen=True):
-    """Under torchrun: no case will come any more."""
+    """Under torchrun: no further case follows."""
 
 
 Request = MeasureCeilings | MeasureCase | CheckModel | DismissFollowers
 
 
 class Ready(Message, frozen=True):
-    """Sent once, when the worker has its device."""
+    """Sent once, when the worker has opened its device."""
 
     environment: Environment
     lacks: dict[str, str]
@@ -60,18 +60,18 @@ class Measured(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The work did not succeed; a usage error carries its exit code on."""
+    """The work failed; `usage` marks an error of the user's input, with its own exit code."""
 
     status: Status
     reason: str
     usage: bool = False
     noise: bool = False
-    """A line came that is not a message."""
+    """The line received is not a message."""
     attachments: dict[str, Any] = {}
 
 
 class Dismissed(Message, frozen=True):
-    """The other ranks know that this is the end."""
+    """The other ranks have been told to end."""
 
 
 class Checked(Message, frozen=True):

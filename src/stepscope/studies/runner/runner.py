@@ -1,7 +1,7 @@
-"""Runs cases one after the other, each isolated in a worker, each kept the moment it is done.
+"""Run cases one after the other, each isolated in a worker and stored as soon as it is done.
 
-Whatever ends a case becomes its record: out of memory, a crash, a timeout, a refusal. The worker
-is replaced after any failure, so that no case sees what another one broke.
+Every outcome of a case becomes its record: out of memory, a crash, a timeout, a skip. The worker
+is replaced after any failure, so that no case is affected by another.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from stepscope.studies.runner.process import WorkerProcess
 from stepscope.studies.runner.protocol import Failed, Measured, Progress
 
 REPEATABLE = ("error", "timeout")
-"""Statuses that a second attempt may change."""
+"""Statuses that a retry may change."""
 
 
 class Calibrated(Protocol):
-    """Who wants to know that ceilings are measured."""
+    """Callback for the progress of measuring ceilings."""
 
     def calibrating(self, progress: Progress) -> None: ...
 
 
 class Observer(Calibrated, Protocol):
-    """Who wants to know how the run goes on."""
+    """Callbacks for the progress of a run."""
 
     def case_started(self, case: PlannedCase) -> None: ...
 
@@ -50,10 +50,10 @@ class Observer(Calibrated, Protocol):
     def case_finished(self, record: Record) -> None: ...
 
     def waiting(self, up_to_s: float, used: float, cores: int) -> None:
-        """Other work uses that many of the cores; its end is awaited for at most so long."""
+        """Other work uses `used` of the cores; the runner waits for it up to this many seconds."""
 
     def measuring_again(self, record: Record) -> None:
-        """This record came out noisy, and its case is measured once more."""
+        """The record is noisy, and its case is measured again."""
 
 
 def now() -> str:
@@ -72,17 +72,17 @@ def new_run(cases: Sequence[PlannedCase], command: str) -> Run:
 
 
 def plan_digest(cases: Sequence[PlannedCase]) -> str:
-    """The same request has the same digest, so that a run can be found again."""
+    """Digest of the requested cases: the same request finds its run again."""
     named = [(case.study, case.key, case.config) for case in cases]
     return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
 
 
 OUT_OF_TIME = "--within"
-"""In the reason of a case that was ended because the time for all of them was over."""
+"""Part of the reason of a case that was ended because the total time was over."""
 
 
 class Runner:
-    """Holds the worker for the length of a command."""
+    """Owns the worker for the duration of a command."""
 
     def __init__(self, device: str, timeout_s: float) -> None:
         self._device = device
@@ -102,7 +102,7 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # An interrupted worker is in the middle of something; torchrun then ends all ranks.
+        # An interrupted worker is in an unknown state; torchrun then ends all ranks.
         if torchrun_size() > 1 and (kind is None or issubclass(kind, Exception)):
             if self._lost:
                 self._replace_worker()
@@ -120,7 +120,7 @@ class Runner:
         return self._worker.lacks
 
     def refuse_impossible(self, cases: Sequence[PlannedCase]) -> None:
-        """For cases that someone asked for by name: what cannot be meant here is an error."""
+        """Raise an error for explicitly requested cases that this machine cannot run."""
         missing = {
             case.key: f"{case.study} {case.key}: {self.lacks[need]}"
             for case in cases
@@ -134,15 +134,15 @@ class Runner:
         self._check_models(cases)
 
     def _check_models(self, cases: Sequence[PlannedCase]) -> None:
-        """Before the ceilings are measured, which takes up to a minute."""
+        """Build users' models before the ceilings are measured, which takes up to a minute."""
         names = {str(c.config.get("model") or c.config.get("own") or "") for c in cases} - {""}
         for name in sorted(names):
-            # Its module may have set threads or a seed: nothing is measured in this worker.
+            # The model's module may have set threads or a seed: nothing is measured in this worker.
             self._lost = True
             self._worker.check_model(name, self._timeout_s)
 
     def ceilings(self, observer: Calibrated) -> tuple[Ceiling, ...]:
-        """This machine's, for whoever needs them beside those in the records."""
+        """This machine's ceilings, for callers that need them outside of records."""
         return self._worker.ceilings(observer.calibrating, again=False)
 
     def run(
@@ -157,11 +157,11 @@ class Runner:
         within_s: float | None = None,
         wait_s: float = 0.0,
     ) -> None:
-        """Measure every case that has no record yet. `within_s` bounds each of them beside the
-        timeout, where less time than that is left.
+        """Measure every case that has no record yet. `within_s` limits each of them in addition to
+        the timeout, if less time than that is left.
 
-        Up to `wait_s` seconds in all are spent on waiting for other work on the machine to end,
-        and a case that comes out noisy is measured once more; with 0 neither is done.
+        Up to `wait_s` seconds in total are spent waiting for other work on the machine to end, and
+        a case that comes out noisy is measured again; with 0 neither is done.
         """
         with store.hold_run(run.id):
             done = store.finished(run.id)
@@ -171,7 +171,7 @@ class Runner:
                 if self._lost:
                     self._replace_worker()
                 wait = self._wait(wait_s)
-                # Before the ceilings as well: they are kept for later runs.
+                # Before the ceilings as well: they are stored for later runs.
                 if wait is not None:
                     wait.until_quiet(observer.waiting)
                 ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
@@ -191,17 +191,21 @@ class Runner:
                 observer.case_finished(record)
 
     def _wait(self, seconds: float) -> Wait | None:
-        """None where nobody waits. The other ranks of a torchrun would be taken for other work."""
+        """None without waiting time, or under torchrun, whose other ranks would count as load."""
         if seconds <= 0 or torchrun_size() > 1:
             return None
         on_cpu = self.environment.device_kind == "cpu"
         return Wait(seconds, self.environment.threads if on_cpu else 1)
 
     def _better(
-        self, first: Record, measure: Callable[[], Record], store: Store, observer: Observer,
+        self,
+        first: Record,
+        measure: Callable[[], Record],
+        store: Store,
+        observer: Observer,
         wait: Wait,
-    ) -> Record:  # fmt: skip
-        """The better one of a noisy record and a second measurement. Both are kept, this one as the
+    ) -> Record:
+        """The better of a noisy record and a second measurement. Both are stored, this one as the
         newer attempt."""
         observer.measuring_again(first)
         try:
@@ -213,8 +217,8 @@ class Runner:
         attempt = first.attempt
         pair = (second, first) if _rank(second) > _rank(first) else (first, second)
         worse, better = (
-            msgspec.structs.replace(record, attempt=attempt + place)
-            for place, record in enumerate(pair)
+            msgspec.structs.replace(record, attempt=attempt + offset)
+            for offset, record in enumerate(pair)
         )
         with store.transaction():
             store.add(worse)
@@ -248,7 +252,7 @@ class Runner:
                 outcome = Failed("timeout", f"not done after {limit_s:.4g} s ({limit})")
         elapsed_s = time.monotonic() - clock
         if isinstance(outcome, Failed) and outcome.status != "skipped":
-            # Another one is started when a case needs it: this record is kept first.
+            # The next worker starts when a case needs it: this record is stored first.
             self._worker.stop()
             self._lost = True
         measurement = outcome.measurement if isinstance(outcome, Measured) else Measurement()
@@ -282,7 +286,7 @@ class Runner:
         self._lost = False
 
     def _forked_worker(self) -> WorkerProcess | None:
-        """None where forking does not work: what a library did at its import may forbid it."""
+        """A forked worker; None if forking fails: an imported library may prevent it."""
         if not self._forks:
             return None
         try:
@@ -302,14 +306,14 @@ class Runner:
         for record in store.records(run.id)[:1]:
             if record.environment.device_name != self.environment.device_name:
                 raise StepscopeError(
-                    f"run {run.id} was made on {record.environment.device_name},"
+                    f"run {run.id} was recorded on {record.environment.device_name},"
                     f" this is {self.environment.device_name}",
                     "start a new run without --resume",
                 )
 
 
 def _rank(record: Record) -> tuple[bool, int, float]:
-    """Smaller is better."""
+    """Sort key; smaller is better."""
     return (record.status != "ok", *trust_of(record).rank)
 
 

@@ -1,6 +1,6 @@
-"""The process that measures. It holds the device and ends with its parent.
+"""The process that measures. It owns the device and ends with its parent.
 
-Whatever a case does to it (out of memory, a crash in a kernel, a hang), the runner only loses
+Whatever a case does to it (out of memory, a crash in a kernel, a hang), the runner loses only
 this process: it records what happened and starts another.
 """
 
@@ -45,7 +45,7 @@ _ALLOCATION_MESSAGES = (
 
 
 class Worker:
-    """A `Bench` for studies: the device, and a line to the parent."""
+    """A `Bench` for studies: the device, and a channel to the parent."""
 
     def __init__(self, channel: BinaryIO, device_choice: str) -> None:
         from stepscope.measure.device import pick_device
@@ -61,7 +61,7 @@ class Worker:
         send(self._channel, reply)
 
     def progress(self, done: int, total: int, what: str) -> None:
-        # Drawing it takes the parent time on a core that the next sample may need.
+        # Drawing progress takes the parent time on a core that the next sample may need.
         now = time.monotonic()
         if done == total or now - self._progress_said >= _PROGRESS_EVERY_S:
             self._progress_said = now
@@ -78,8 +78,8 @@ class Worker:
                 return _check_model(request.model)
             from stepscope.measure.ceilings import ceilings
 
-            found = ceilings(self.device, self.environment, self.progress, again=request.again)
-            return protocol.Ceilings(found)
+            measured = ceilings(self.device, self.environment, self.progress, again=request.again)
+            return protocol.Ceilings(measured)
         except CaseSkipped as skipped:
             return Failed("skipped", str(skipped))
         except Exception as error:
@@ -89,12 +89,12 @@ class Worker:
                 return self._with_post_mortem(failed, request, str(error))
             return failed
 
-    def _with_post_mortem(self, failed: Failed, request: MeasureCase, said: str) -> Failed:
+    def _with_post_mortem(self, failed: Failed, request: MeasureCase, message: str) -> Failed:
         try:
             study = find_measurable(request.study)
-            attachments = study.post_mortem(study.decode(request.config), self, said)
+            attachments = study.post_mortem(study.decode(request.config), self, message)
         except Exception:
-            # What is known of the failure is worth more than why it happened.
+            # The failure itself is worth more than its explanation.
             traceback.print_exc()
             return failed
         return msgspec.structs.replace(failed, attachments=attachments)
@@ -115,7 +115,7 @@ def _check_model(name: str) -> Reply:
         return Failed("error", str(error), usage=True)
     except Exception as error:
         failed = failure(error)
-        # The step may fit where a second model would not: that is for the case to find out.
+        # The step may fit where a second model does not: the case will show it.
         if failed.status == "oom":
             return protocol.Checked()
         return Failed("error", f"{name} failed: {failed.reason}", usage=True)
@@ -123,15 +123,15 @@ def _check_model(name: str) -> Reply:
 
 
 def _forget_compiled() -> None:
-    """torch.compile gives up on code that it has compiled several times: the count of one case
-    must not reach the next, which would then run eagerly without a word."""
+    """Reset torch.compile, which gives up on code that it has compiled several times: with the
+    count of one case the next one would silently run eagerly."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
 
 
 def failure(error: Exception) -> Failed:
-    """What an exception means for the record."""
+    """The failure that an exception means for the record."""
     import torch
 
     text = (str(error).strip().splitlines() or [""])[0]
@@ -150,7 +150,7 @@ def send(channel: BinaryIO, reply: Reply) -> None:
 
 
 def _requests() -> queue.Queue[bytes]:
-    """Lines from the parent. When the parent is gone there is nobody left to measure for."""
+    """Lines from the parent. The process ends when the parent is gone."""
     lines: queue.Queue[bytes] = queue.Queue()
 
     def listen() -> None:
@@ -163,14 +163,14 @@ def _requests() -> queue.Queue[bytes]:
 
 
 def _end_with_parent() -> NoReturn:
-    """End, and what this process started too, which may be in sessions of its own."""
+    """End this process and the processes that it started, also those in other sessions."""
     with suppress(Exception):
         end_tagged(os.environ[WORKER], spare={os.getpid()})
     os._exit(1)
 
 
-def _volunteer_for_the_oom_killer() -> None:
-    """When the host runs out of memory, lose this process and not the runner."""
+def _prefer_as_oom_victim() -> None:
+    """Make the kernel's OOM killer end this process and not the runner."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
@@ -178,11 +178,11 @@ def _volunteer_for_the_oom_killer() -> None:
 
 
 def main(device_choice: str) -> None:
-    # Replies have the original standard output for themselves: what libraries print goes aside.
+    # Replies use the original standard output; output of libraries is redirected.
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = _requests()
-    _volunteer_for_the_oom_killer()
+    _prefer_as_oom_victim()
     warnings.simplefilter("ignore")
     try:
         worker = Worker(channel, device_choice)
@@ -194,7 +194,7 @@ def main(device_choice: str) -> None:
         try:
             worker.say(reply)
         except BrokenPipeError:
-            # The parent is gone, and the thread that listens may not have noticed yet.
+            # The parent is gone, and the listening thread may not have noticed yet.
             _end_with_parent()
 
 

@@ -1,1 +1,1 @@
-"""A step under the profiler: recording its trace, its tables, its findings."""
+"""A step under the profiler: recording and reading its trace, its tables, its findings."""

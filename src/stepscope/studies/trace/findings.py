@@ -1,4 +1,4 @@
-"""What the summary of a trace says, in sentences with numbers."""
+"""Findings of a trace's summary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import counted, duration, percent
 
 HOST_LIMITS_FROM = 0.25
-"""From this share of idle time without a launch on, the host is what to look at first."""
+"""Share of idle time without a launch from which the host is the first thing to look at."""
 
 TRACED_APART = 0.02
-"""Traced steps that differ by more than this from the timed ones are told apart from them."""
+"""Difference above which traced steps are distinguished from the timed ones."""
 
 _WORTH = 0.05
 
@@ -27,11 +27,11 @@ def trace_findings(
     loading_ms: float | None = None,
     records: tuple[str, ...] = (),
 ) -> tuple[Finding, ...]:
-    """`step_ms` is the step without the profiler, where it was timed, and `loading_ms` what of it
-    is spent in a DataLoader. `records` are the ids of the records that they come from."""
-    found = (
+    """`step_ms` is the step without the profiler, if it was timed, and `loading_ms` its time in a
+    DataLoader. `records` are the ids of the records that they come from."""
+    findings = (
         *_break(summary),
-        _account(summary, step_ms),
+        _ledger(summary, step_ms),
         *_idle(summary, step_ms),
         *_gaps(summary),
         *_data(summary, step_ms, loading_ms),
@@ -41,7 +41,7 @@ def trace_findings(
         _attribution(summary),
         *_uneven(summary),
     )
-    return tuple(msgspec.structs.replace(one, records=records) for one in found)
+    return tuple(msgspec.structs.replace(one, records=records) for one in findings)
 
 
 def _break(summary: Summary) -> Iterator[Finding]:
@@ -49,14 +49,14 @@ def _break(summary: Summary) -> Iterator[Finding]:
         yield Finding(
             code="trace.truncated",
             timed=False,
-            text="The file breaks off: it is read up to there, and what was to follow is missing."
+            text="The file is truncated: it was read up to its end, and the rest is missing."
             " The profiler writes kernels after operators, so times and shares of the device may be"
             " too low. Export the trace again.",
             tone="warn",
         )
 
 
-def _account(summary: Summary, step_ms: float | None) -> Finding:
+def _ledger(summary: Summary, step_ms: float | None) -> Finding:
     wall = summary.wall_ms
     whose, aside = "A step", ""
     if step_ms and abs(wall / step_ms - 1) > TRACED_APART:
@@ -69,14 +69,14 @@ def _account(summary: Summary, step_ms: float | None) -> Finding:
     )
     if summary.cut == "nothing":
         text = (
-            "No step is marked in this trace, and fewer than three steps of an optimizer are in it:"
-            f" the whole of it is taken, as if it were one step. It takes {duration(wall)}: {what}"
+            "No step is marked in this trace, and it contains fewer than three optimizer steps:"
+            f" the full trace is treated as one step. It takes {duration(wall)}: {what}"
             f" for {percent(summary.busy_ms / wall)} of it."
         )
     elif summary.cut == "optimizer":
         text = (
-            f"No step is marked in this trace: {len(summary.steps)} steps are cut where the"
-            f" optimizer has stepped, and what lies before and after them is left out. {text}"
+            f"No step is marked in this trace: {len(summary.steps)} steps are cut at optimizer"
+            f" steps, and what lies before and after them is left out. {text}"
         )
     residual = summary.residual_ms / wall
     closes = f"The ledger closes with a residual of {percent(residual)}."
@@ -99,8 +99,8 @@ def _account(summary: Summary, step_ms: float | None) -> Finding:
 def host_idle(summary: Summary, step_ms: float | None) -> float:
     """Share of the step in which the device has nothing to run because the host is late.
 
-    The profiler makes the host slower and leaves kernels as they are, so it is at most what the
-    traced kernels do not fill of the step as it is without it.
+    The profiler slows the host down and leaves kernels unchanged, so it is at most what the traced
+    kernels do not fill of the step without the profiler.
     """
     traced = summary.idle_of("host") / summary.wall_ms
     return traced if not step_ms else min(traced, max(0.0, 1 - summary.busy_ms / step_ms))
@@ -117,7 +117,7 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
             code="trace.host-limits",
             values={"idle": host, "in_long_gaps": summary.long_host_ms / wall},
             text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
-            " run, because the next kernel was not launched before the one before it had ended.",
+            " run, because the next kernel was not launched before the previous one ended.",
             conclusion=_host_remedy(summary, host),
             tone="warn",
         )
@@ -133,7 +133,7 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
             code="trace.synchronization",
             values={"idle": waits, "waited_ms": summary.waited_ms, "meanwhile_busy": meanwhile},
             text=f"The device is idle while the host waits for it, for {percent(waits)} of the"
-            f" step. In all the host waits {duration(summary.waited_ms)} in a step, and during"
+            f" step. In total the host waits {duration(summary.waited_ms)} per step, and during"
             f" {percent(meanwhile)} of that the device works.",
             tone="warn" if waits >= _WORTH else "info",
         )
@@ -148,19 +148,19 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         yield Finding(
             code="trace.no-operator",
             values={"idle": between},
-            text=f"No operator runs for {percent(between)} of the step: there the program is in"
-            " Python or in the dispatcher, or it waits for something that is no operator (a file, a"
-            " lock, another process).",
+            text=f"No operator runs for {percent(between)} of the step: the program is in"
+            " Python or in the dispatcher, or it waits for something other than an operator (a"
+            " file, a lock, another process).",
         )
 
 
 def _host_remedy(summary: Summary, host: float) -> str:
-    """What would remove the gaps: only short ones come from the number of launches."""
+    """Change that would remove the gaps: only short gaps come from the number of launches."""
     in_long = summary.long_host_ms / summary.wall_ms
     if host - in_long < HOST_LIMITS_FROM:
         return (
-            f"Of that, {percent(min(1.0, in_long / host))} lies in gaps of 1 ms and more, which"
-            " neither fewer launches nor faster kernels would remove: see what the host does in"
+            f"Of that, {percent(min(1.0, in_long / host))} is in gaps of 1 ms and more, which"
+            " neither fewer launches nor faster kernels would remove: look at what the host does in"
             " them."
         )
     if summary.replayed >= 0.5:
@@ -175,10 +175,10 @@ def _host_remedy(summary: Summary, host: float) -> str:
 
 
 def _gaps(summary: Summary) -> Iterator[Finding]:
-    """The longest gaps, where they are much of the idle time."""
+    """The longest gaps, if they are a large part of the idle time."""
     idle = summary.idle_ms * len(summary.steps)
-    whole = summary.wall_ms * len(summary.steps)
-    if idle < _WORTH * whole or not summary.gaps:
+    total_ms = summary.wall_ms * len(summary.steps)
+    if idle < _WORTH * total_ms or not summary.gaps:
         return
     shown = [gap for gap in summary.gaps if gap.ms >= 0.1 * idle]
     if not shown:
@@ -186,20 +186,20 @@ def _gaps(summary: Summary) -> Iterator[Finding]:
     by_host: dict[str, list[Gap]] = {}
     for gap in shown:
         by_host.setdefault(gap.host, []).append(gap)
-    told = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
+    listed = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
     which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
     share = min(1.0, sum(gap.ms for gap in shown) / idle)
     makes = "makes" if len(shown) == 1 else "make"
     yield Finding(
         code="trace.long-gaps",
         values={"gaps": len(shown), "of_idle": share},
-        text=f"{which} {makes} up {percent(share)} of the device's idle time: {told}.",
+        text=f"{which} {makes} up {percent(share)} of the device's idle time: {listed}.",
         tone="warn",
     )
 
 
 def _same_host(host: str, gaps: list[Gap]) -> str:
-    what = f"the host was in {host}" if host else "the trace does not say what the host did"
+    what = f"the host was in {host}" if host else "the trace does not show what the host did"
     if len(gaps) == 1:
         return f"{duration(gaps[0].ms)} {_where(gaps[0])} ({what})"
     total = duration(sum(gap.ms for gap in gaps))
@@ -213,25 +213,25 @@ def _where(gap: Gap) -> str:
 
 
 def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> Iterator[Finding]:
-    spent, whole = summary.data_ms, summary.wall_ms
+    spent, total_ms = summary.data_ms, summary.wall_ms
     if step_ms and loading_ms is not None:
-        spent, whole = loading_ms, step_ms
-    # Medians of two series: what is a part of every step can be longer than the median step.
-    spent = min(spent, whole)
-    if spent / whole >= _WORTH:
+        spent, total_ms = loading_ms, step_ms
+    # Medians of two series: a part of every step can be longer than the median step.
+    spent = min(spent, total_ms)
+    if spent / total_ms >= _WORTH:
         yield Finding(
             code="trace.data-loading",
-            values={"loading_ms": spent, "share": spent / whole},
-            text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
-            " DataLoader.",
-            conclusion="Workers can hide that where cores are free to load ahead; where they"
-            " compete with the step for cores, it may get slower.",
+            values={"loading_ms": spent, "share": spent / total_ms},
+            text=f"The loop spends {duration(spent)} of each step, {percent(spent / total_ms)}, in"
+            " its DataLoader.",
+            conclusion="Workers can hide it if cores are free to load ahead; if they compete with"
+            " the step for cores, it may get slower.",
             tone="warn",
         )
 
 
 def _matmul(summary: Summary) -> Iterator[Finding]:
-    """Classes by time, also of kernels whose phase is not known."""
+    """Classes by time, including kernels whose phase is unknown."""
     by_class: dict[str, float] = {}
     for row in summary.kernels:
         by_class[row.kind] = by_class.get(row.kind, 0.0) + row.ms
@@ -245,18 +245,18 @@ def _matmul(summary: Summary) -> Iterator[Finding]:
     yield Finding(
         code="trace.classes",
         values={**shares},
-        text=f"Of the time of all {things}: {largest}.",
+        text=f"Share of the time of all {things}: {largest}.",
     )
 
 
 def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
-    """Name, milliseconds and count in a step, of all phases together or of one; longest first."""
-    found: dict[str, tuple[float, float]] = {}
+    """Name, milliseconds and count per step, of all phases together or of one; longest first."""
+    by_name: dict[str, tuple[float, float]] = {}
     for row in summary.kernels:
         if phase in (None, row.phase):
-            ms, times = found.get(row.kernel, (0.0, 0.0))
-            found[row.kernel] = (ms + row.ms, times + row.count)
-    return sorted(((k, ms, n) for k, (ms, n) in found.items()), key=lambda one: -one[1])
+            ms, times = by_name.get(row.kernel, (0.0, 0.0))
+            by_name[row.kernel] = (ms + row.ms, times + row.count)
+    return sorted(((k, ms, n) for k, (ms, n) in by_name.items()), key=lambda one: -one[1])
 
 
 def _top_kernel(summary: Summary) -> Iterator[Finding]:
@@ -276,14 +276,14 @@ def _top_kernel(summary: Summary) -> Iterator[Finding]:
 
 
 def _calls(times: float) -> str:
-    """Of a step: a mean over steps that differ is not a whole number."""
+    """Calls per step: a mean over steps that differ is not an integer."""
     if abs(times - round(times)) < 1e-3:
         return counted(round(times), "call")
     return f"{times:.1f} calls on average"
 
 
 def _units(summary: Summary) -> Iterator[Finding]:
-    """Whether matmuls use tensor cores, as far as their names tell."""
+    """Use of tensor cores by matmuls, as far as kernel names show it."""
     products: list[KernelRow] = [
         row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
     ]
@@ -300,7 +300,7 @@ def _units(summary: Summary) -> Iterator[Finding]:
                 "share": without / total,
                 "device_has": None if dtypes is None else bool(dtypes),
             },
-            text=f"{percent(without / total)} of the time of matmuls is spent on FP32 or FP64"
+            text=f"{percent(without / total)} of the matmul time is spent on FP32 or FP64"
             f" cores, not on {cores}{_dtype_remedy(dtypes, cores)}.",
             tone="warn" if dtypes != () else "info",
         )
@@ -308,25 +308,25 @@ def _units(summary: Summary) -> Iterator[Finding]:
         yield Finding(
             code="trace.tensor-cores",
             values={"share": 1 - without / total},
-            text=f"{percent(1 - without / total)} of the time of matmuls is spent on {cores}.",
+            text=f"{percent(1 - without / total)} of the matmul time is spent on {cores}.",
         )
 
 
 def _dtype_remedy(dtypes: tuple[str, ...] | None, cores: str) -> str:
     if dtypes is None:
-        return f": a lower precision would use those, if the device has {cores} for it"
+        return f": a lower precision would use them, if the device has {cores} for it"
     if not dtypes:
         return ", which this device does not have"
     *others, last = dtypes
     either = f"{', '.join(others)} or {last}" if others else last
-    return f": {either} would use those"
+    return f": {either} would use them"
 
 
 def _attribution(summary: Summary) -> Finding:
     shares = summary.shares
     text = (
-        f"Known of the time of all {'kernels' if summary.on_device else 'operators'}: the class"
-        f" for {percent(shares.kind)}, the phase for {percent(shares.phase)}"
+        f"Attribution of the time of all {'kernels' if summary.on_device else 'operators'}: the"
+        f" class is known for {percent(shares.kind)}, the phase for {percent(shares.phase)}"
     )
     if shares.module > 0:
         text += f", the part of the model for {percent(shares.module)}"

@@ -1,4 +1,4 @@
-"""A step under the profiler: its trace read and added up, and kept where a run keeps traces."""
+"""Trace a step with the profiler, summarize the trace, and store it in the run's trace folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from stepscope.studies.training.subject import Subject
 
 TRACES = "STEPSCOPE_TRACES"
-"""The environment variable that names the folder in which traces are kept."""
+"""The environment variable with the folder for traces."""
 
 
 class Traced(NamedTuple):
-    """What a record keeps of traced steps."""
+    """Summary, notes and quantities of traced steps for a record."""
 
     series: Series
     notes: dict[str, str]
@@ -29,25 +29,25 @@ class Traced(NamedTuple):
 
 
 def trace_step(step: Subject, device: Device, name: str, *, steps: int) -> Traced:
-    """One step traced several times, its trace read; the note `trace` names the file where it was
-    kept."""
+    """Trace a step several times and read the trace; the note `trace` names the file if it was
+    stored."""
     from stepscope.measure.capture import capture
     from stepscope.measure.packing import pack
 
     notes = {}
     with tempfile.TemporaryDirectory() as scratch:
-        # Read as it is: to unpack what was just packed takes longer than to write it twice.
+        # Read uncompressed: unpacking what was just packed takes longer than writing it twice.
         plain = Path(scratch) / "trace.json"
         capture(step.run_phases, device, plain, steps=steps, before=step.reset)
         summary = summarize_file(plain)
         if device.kind == "cuda" and not summary.on_device:
             raise StepscopeError(
                 "the profiler recorded no kernels of this device",
-                "another profiler may hold it; with STEPSCOPE_FORK=no every case has a process"
+                "another profiler may be using it; with STEPSCOPE_FORK=no every case has a process"
                 " that is not forked",
             )
-        if kept := os.environ.get(TRACES):
+        if folder := os.environ.get(TRACES):
             notes["trace"] = f"{name}.json.gz"
-            pack(plain, Path(kept) / notes["trace"])
+            pack(plain, Path(folder) / notes["trace"])
     series = Series(name="traced", unit="ms", values=summary.steps)
     return Traced(series, notes, {"profile": summary})

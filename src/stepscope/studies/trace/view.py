@@ -1,4 +1,4 @@
-"""The summary of a trace as tables, a stack of classes by phase, and a picture of one step."""
+"""The summary of a trace as tables, a stack of classes by phase, and a timeline of one step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stepscope.studies.trace.findings import trace_findings
 MOST_KERNELS = 40
 MOST_MODULES = 40
 _IDLE = "device idle"
-CLASS_STYLES: dict[str, int] = {kind: place for place, kind in enumerate(CLASSES)}
-"""A class of work has one colour in every picture: that of its place among all classes."""
+CLASS_STYLES: dict[str, int] = {kind: index for index, kind in enumerate(CLASSES)}
+"""Style of each class of work, the same in every figure: its index among all classes."""
 IDLE_STYLE = 16
-"""A hatched one, of a colour that few steps have."""
+"""A hatched style, of a colour that few steps have."""
 _LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
 
 
 def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
-    """Everything that a trace says; `name` begins the names of its parts."""
+    """All blocks of a trace; `name` is the prefix of their names."""
     return (
         *trace_findings(summary),
         ledger_table(summary, name),
@@ -39,8 +39,8 @@ def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
 
 
 def _taken(summary: Summary) -> str:
-    """What stands for a step."""
-    return "whole trace" if summary.cut == "nothing" else "step"
+    """The unit that the tables describe."""
+    return "full trace" if summary.cut == "nothing" else "step"
 
 
 def thing(summary: Summary) -> str:
@@ -48,7 +48,7 @@ def thing(summary: Summary) -> str:
 
 
 def glance_table(summary: Summary) -> Table:
-    """The step in one row."""
+    """One-row summary of the step."""
     kinds = {line.kind for line in summary.lines if line.phase not in ("", "idle")}
     work = {kind: summary.line_ms(lambda line, k=kind: _counts(line, k)) for kind in kinds}  # type: ignore[misc]
     most = max(work, key=work.__getitem__, default=None)
@@ -66,11 +66,13 @@ def glance_table(summary: Summary) -> Table:
             col("most of the work", lambda _: most),
             col("its share of the work", lambda _: share, "percent"),
             col(
-                "residual", lambda s: s.residual_ms / s.wall_ms, "percent",
+                "residual",
+                lambda s: s.residual_ms / s.wall_ms,
+                "percent",
                 hint="what the ledger does not explain",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 def ledger_table(summary: Summary, name: str) -> Table:
@@ -79,41 +81,41 @@ def ledger_table(summary: Summary, name: str) -> Table:
         if summary.doubt
         else "It closes: the residual is below 2 %."
     )
-    whole = Line(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
+    total = Line(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
     return table(
         f"{name}-ledger",
         "Where the time of a step goes",
-        [*summary.lines, whole],
+        [*summary.lines, total],
         [
             col("phase", lambda line: line.phase or "–"),
             col("class or cause", lambda line: line.kind),
             col("time", lambda line: line.ms, unit="ms"),
             col("share of the step", lambda line: line.ms / summary.wall_ms, "percent"),
         ],
-        caption=f"{_of_steps(summary)}; each moment is counted once, also where"
-        " streams overlap: the optimizer's only where nothing of the model runs, and communication"
-        f" only where nothing else does. {closes}",
+        caption=f"{_of_steps(summary)}; each moment is counted once, also where streams overlap: as"
+        " optimizer only if nothing of the model runs, and as communication only if nothing else"
+        f" runs. {closes}",
     )
 
 
 def _of_steps(summary: Summary) -> str:
     if summary.cut == "nothing":
-        return "The whole trace, in which no step is marked"
+        return "The full trace, in which no step is marked"
     return "One step" if len(summary.steps) == 1 else f"Mean of {len(summary.steps)} steps"
 
 
 def class_figure(summary: Summary, name: str) -> Figure:
-    """Phases and idle time along the axis, classes and causes on top of one another."""
-    places = [p for p in (*PHASES, "idle") if p and summary.phase_ms(p) > 0]
+    """Stacked bars: phases and idle time on the x axis, classes and causes stacked."""
+    phases = [p for p in (*PHASES, "idle") if p and summary.phase_ms(p) > 0]
     causes = [line.kind for line in summary.lines if line.phase == "idle"]
     curves = []
     for kind in (*CLASSES, *causes):
         of_kind = {line.phase: line.ms for line in summary.lines if _counts(line, kind)}
         if of_kind:
             label = kind.partition(":")[0] if kind in causes else kind
-            heights = tuple(of_kind.get(place, 0.0) for place in places)
+            heights = tuple(of_kind.get(phase, 0.0) for phase in phases)
             style = IDLE_STYLE - causes.index(kind) if kind in causes else CLASS_STYLES[kind]
-            curves.append(Curve(label=label, x=tuple(places), y=heights, style=style))
+            curves.append(Curve(label=label, x=tuple(phases), y=heights, style=style))
     return Figure(
         name=f"{name}-classes",
         title="Classes of work in each phase",
@@ -132,17 +134,17 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
     what = "the device" if summary.on_device else "the processor"
     return Timeline(
         name=f"{name}-timeline",
-        title="The whole trace" if summary.cut == "nothing" else "One step of median length",
+        title="The full trace" if summary.cut == "nothing" else "One step of median length",
         lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
-        caption=f"What the host was in, what {what} ran, and where it was idle. Neighbours of one"
-        " class that are too short to be seen apart are drawn as one where they fill half of that"
-        " time, and not at all where they do not.",
+        caption=f"What the host did, what {what} ran, and where it was idle. Neighbours of one"
+        " class that are too short to be visible are drawn as one if they fill half of that time,"
+        " and left out if they do not.",
     )
 
 
 def _overstated(row: Row, summary: Summary) -> bool:
-    """A record may hold gaps that were joined across what ran between them: far more than the
+    """True for a record whose gaps were merged across what ran between them: far more than the
     ledger has."""
     shown = sum(bar.end - bar.start for bar in row.bars)
     return row.label == _IDLE and shown > 2 * max(summary.idle_ms, summary.wall_ms / 100)
@@ -151,11 +153,14 @@ def _overstated(row: Row, summary: Summary) -> bool:
 def _lane(row: Row) -> Lane:
     stretches = tuple(
         LaneSpan(
-            start=bar.start, end=bar.end, label=bar.label, group=bar.group,
+            start=bar.start,
+            end=bar.end,
+            label=bar.label,
+            group=bar.group,
             style=CLASS_STYLES.get(bar.group),
         )
         for bar in row.bars
-    )  # fmt: skip
+    )
     look = _LOOKS.get(row.label, "grouped")
     return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
 
@@ -165,9 +170,12 @@ def kernel_table(summary: Summary, name: str) -> Table:
     shown = summary.kernels[:MOST_KERNELS]
     more = len(summary.kernels) - len(shown)
     spread = {
-        "average": "average_us", "median": "median_us", "min": "least_us", "max": "most_us",
+        "average": "average_us",
+        "median": "median_us",
+        "min": "least_us",
+        "max": "most_us",
         "std": "deviation_us",
-    }  # fmt: skip
+    }
     return table(
         f"{name}-kernels",
         f"{thing(summary).capitalize()}s by time",
@@ -177,12 +185,15 @@ def kernel_table(summary: Summary, name: str) -> Table:
             col("phase", lambda row: row.phase or "–"),
             col("class", lambda row: row.kind),
             col(
-                "unit", lambda row: row.unit or None,
-                hint="which part of the processor computes, as the name says",
+                "unit",
+                lambda row: row.unit or None,
+                hint="the unit of the processor, by the kernel's name",
             ),
             col("time", lambda row: row.ms, unit="ms", hint="in one step"),
             col(
-                "share", lambda row: row.ms / busy if busy else None, "percent",
+                "share",
+                lambda row: row.ms / busy if busy else None,
+                "percent",
                 hint=f"of the time of all {thing(summary)}s",
             ),
             col("count", lambda row: row.count, "count", hint="in one step"),
@@ -191,7 +202,7 @@ def kernel_table(summary: Summary, name: str) -> Table:
         caption=f"{more} more take {sum(r.ms for r in summary.kernels[MOST_KERNELS:]):.3g} ms."
         if more
         else "",
-    )  # fmt: skip
+    )
 
 
 class Part(NamedTuple):
@@ -227,40 +238,41 @@ def module_table(summary: Summary, name: str) -> Table:
             col("share", lambda part: part.ms / total if total else None, "percent"),
             col(f"{thing(summary)}s", lambda part: part.calls, "count"),
             col(
-                "matmul in it", lambda part: part.matmul_ms / part.ms if part.ms else None,
+                "matmul in it",
+                lambda part: part.matmul_ms / part.ms if part.ms else None,
                 "percent",
             ),
         ],
-        caption="A backward is counted for the part whose forward made it.",
-    )  # fmt: skip
+        caption="A backward is attributed to the part that ran the forward.",
+    )
 
 
 def role_tables(summary: Summary, name: str) -> list[Table]:
-    """The products of linear layers: forward, towards the input (dX), towards the weight (dW)."""
+    """GEMMs of linear layers: forward, input gradient (dX), weight gradient (dW)."""
     roles = ("forward", "dX", "dW")
-    held = {
+    by_role = {
         role: [use for use in summary.uses if use.kind == "matmul" and use.role == role]
         for role in roles
     }
-    if not (held["dX"] and held["dW"]):
+    if not (by_role["dX"] and by_role["dW"]):
         return []
-    total = sum(use.ms for uses in held.values() for use in uses)
+    total = sum(use.ms for uses in by_role.values() for use in uses)
 
     def ms(role: str) -> float:
-        return sum(use.ms for use in held[role])
+        return sum(use.ms for use in by_role[role])
 
     return [
         table(
             f"{name}-roles",
-            "Products of linear layers",
+            "GEMMs of linear layers",
             roles,
             [
                 col("product", str),
                 col("time", ms, unit="ms"),
                 col("share", lambda role: ms(role) / total if total else None, "percent"),
-                col("count", lambda role: sum(use.count for use in held[role]), "count"),
+                col("count", lambda role: sum(use.count for use in by_role[role]), "count"),
             ],
-            caption="Told apart by the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
+            caption="By the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
         )
     ]
 
@@ -273,17 +285,18 @@ def gap_table(summary: Summary, name: str) -> Table:
         [
             col("step", lambda gap: gap.step),
             col(
-                "begins at", lambda gap: gap.start_ms, unit="ms", hint="from the step's beginning"
+                "begins at", lambda gap: gap.start_ms, unit="ms", hint="from the start of the step"
             ),
             col("lasts", lambda gap: gap.ms, unit="ms"),
             col(
-                "the host was in", lambda gap: gap.host or "nothing that the trace shows",
+                "the host was in",
+                lambda gap: gap.host or "nothing that the trace shows",
                 hint="for at least half of the gap",
             ),
             col("next kernel", lambda gap: gap.next or "none in this step"),
         ],
-        caption="Gaps of 1 ms and more. What lasts that long is not the time of a launch.",
-    )  # fmt: skip
+        caption="Gaps of 1 ms and more. A launch does not take that long.",
+    )
 
 
 def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:
@@ -307,7 +320,7 @@ def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:
 
 
 class Change(NamedTuple):
-    """The time of a class or cause in two profiles."""
+    """Time of a class or cause in two profiles."""
 
     kind: str
     before: float
@@ -315,7 +328,7 @@ class Change(NamedTuple):
 
 
 def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) -> Table:
-    """Which classes and which idle time shrank or grew between two profiles."""
+    """Classes and idle time that shrank or grew between two profiles."""
     keys = dict.fromkeys(
         (line.phase == "idle", line.kind) for s in (first, second) for line in s.lines
     )
@@ -324,9 +337,9 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
         for idle, kind in keys
     ]
     rows.sort(key=lambda row: -abs(row.after - row.before))
-    whole = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
-    told = f" Nothing tells a step in {' and in '.join(whole)}: there it is the whole trace."
-    rows.append(Change("all of it" if whole else "step", first.wall_ms, second.wall_ms))
+    unmarked = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
+    note = f" No step is marked in {' and in '.join(unmarked)}: the full trace is shown."
+    rows.append(Change("total" if unmarked else "step", first.wall_ms, second.wall_ms))
     return table(
         "comparison",
         f"{names[0]} against {names[1]}",
@@ -338,7 +351,7 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
             col("change", lambda row: row.after - row.before, unit="ms"),
             col("ratio", lambda row: row.after / row.before if row.before else None, "number"),
         ],
-        caption=f"Time in a step, the largest change first.{told if whole else ''}",
+        caption=f"Time per step, the largest change first.{note if unmarked else ''}",
     )
 
 

@@ -1,8 +1,8 @@
-"""A training step as CUDA graphs: what the host launches kernel by kernel, as one or two launches.
+"""A training step as CUDA graphs: one or two launches instead of one per kernel.
 
 Forward and backward are one graph, the optimizer is another. Between their captures the gradients
-exist at the addresses that every replay will write, so an optimizer can prepare itself for them.
-One that works within the backward is part of the first graph, and there is no other.
+exist at the addresses that every replay will write, so an optimizer can prepare for them.
+An optimizer-in-backward is part of the first graph, and there is no second graph.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _WARM_UP = 3
 _FIRST = -1
-"""Lower numbers go first; 0 is the usual."""
+"""Stream priority: lower numbers go first; 0 is the default."""
 
 
 class CapturedStep:
-    """`replay` is a whole step on what `step.tokens` and `step.targets` hold then."""
+    """A captured step; `replay` runs it on the current `step.tokens` and `step.targets`."""
 
     def __init__(self, step: TransformerStep, device: Device) -> None:
         _refuse(step, device)
@@ -39,7 +39,7 @@ class CapturedStep:
         try:
             self._capture(step, device)
         except RuntimeError as error:
-            # Shapes and branches that depend on values read them back, which a capture refuses.
+            # Data-dependent shapes and branches read values back, which a capture refuses.
             why = first_cause(error)
             if "captur" not in why:
                 raise
@@ -60,7 +60,7 @@ class CapturedStep:
             if prepare is not None:
                 prepare()
             self._graphs.append(captured([_update(step)], device))
-        # Every replay writes them where they are; a step that is not captured makes its own.
+        # Every replay writes the gradients in place; an eager step allocates its own.
         step.optimizer.zero_grad(set_to_none=True)
 
     def replay(self) -> None:
@@ -69,7 +69,7 @@ class CapturedStep:
 
 
 def warm_up(step: TransformerStep, phases: Sequence[Phase]) -> None:
-    """Steps on a stream of their own, after which nothing of them is left but what they tuned."""
+    """Run steps on a side stream; only what they tuned is left afterwards."""
     import torch
 
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -88,8 +88,8 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     done = False
     try:
-        # Work that is forked off within the capture, on a stream of the usual priority, then fills
-        # what this one leaves idle.
+        # Work that is forked within the capture, on a stream of default priority, then fills what
+        # this stream leaves idle.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=_FIRST)):  # type: ignore[no-untyped-call]
             run_in_order(phases)
         done = True
@@ -100,15 +100,15 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
 
 
 def forget_steps(step: TransformerStep) -> None:
-    """Let go of all that steps left behind: gradients, and the autograd graph of the last one.
+    """Free everything that earlier steps left: gradients, and the autograd graph of the last one.
 
-    A parameter's AccumulateGrad node lives as long as any graph that has it, and stays on the
-    stream on which it was made. One of the default stream makes a capture wait for that stream,
-    which a capture must not.
+    A parameter's AccumulateGrad node lives as long as any graph that contains it, and stays on the
+    stream on which it was created. A node of the default stream makes a capture wait for that
+    stream, which is not allowed.
     """
     step.reset()
     step.optimizer.zero_grad(set_to_none=True)
-    # What torch.compile runs may keep its graph in a cycle.
+    # Code of torch.compile may hold its graph in a reference cycle.
     gc.collect()
 
 
@@ -123,13 +123,13 @@ def _refuse(step: TransformerStep, device: Device) -> None:
     if device.kind != "cuda":
         raise CaseSkipped("CUDA graphs exist on NVIDIA GPUs, not on a CPU")
     if workload.dtype == "float16":
-        raise CaseSkipped("float16's loss scaling reads back whether a gradient overflowed")
+        raise CaseSkipped("float16 loss scaling reads back whether a gradient overflowed")
     if workload.compile != "no" and workload.compile_mode in GRAPHS_OF_TORCH:
-        raise CaseSkipped(f"{workload.compile_mode} makes CUDA graphs of its own")
+        raise CaseSkipped(f"{workload.compile_mode} already creates CUDA graphs")
 
 
 def _free_generator(device: Device) -> None:
-    """A capture that fails leaves the generator capturing: every later random number would fail."""
+    """End a failed capture of the generator; otherwise every later random number would fail."""
     import torch
 
     index = device.torch_device.index or 0

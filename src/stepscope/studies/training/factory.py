@@ -1,4 +1,4 @@
-"""Builds the training step of a workload, whichever model it names."""
+"""Build the training step of a workload, for a built-in or a user's model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 def make_step(
     workload: Workload, device: Device, *, seed: int = 0, shares: TrainingStep | None = None
 ) -> TrainingStep:
-    """With `shares` it works on the weights and moments of another step of the same model."""
+    """Build the step; with `shares`, on the weights and moments of another step of the model."""
     if not workload.own:
         return TransformerStep(workload, device, seed=seed, shares=shares)
     model = UserModel(
-        name=workload.own, batch=workload.batch, dtype=workload.dtype,
-        optimizer=workload.optimizer, compile=workload.compile,
-        compile_mode=workload.compile_mode, checkpoint=workload.checkpoint != NONE,
+        name=workload.own,
+        batch=workload.batch,
+        dtype=workload.dtype,
+        optimizer=workload.optimizer,
+        compile=workload.compile,
+        compile_mode=workload.compile_mode,
+        checkpoint=workload.checkpoint != NONE,
         mode=workload.mode,
-    )  # fmt: skip
+    )
     step = UserStep(model, device, seed=seed, shares=shares)
     step.compile()
     return step

@@ -1,4 +1,4 @@
-"""A sweep over training steps as the command line takes it."""
+"""Command-line flags of a sweep over training steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 COMPILE = ("no", "block", "model")
 COMPILE_MODES = (
-    "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
-)  # fmt: skip
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
 IN_BACKWARD = "stepscope-in-backward"
 AS_MADE = "stepscope-as-made"
@@ -30,42 +33,43 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
     """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi for a CPU."""
     table: Literal["2025", "2026"] = "2025"
-    """Which year's size table: xl differs between them."""
+    """Year of the size table; xl differs between them."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
-    """Sequences per step."""
+    """Sequences per step (batch size)."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast,
-    and the residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32
-    master weights)."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, with the
+    residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32 master
+    weights)."""
     attention: tuple[str, ...] = ("reference",)
-    """Attention implementations: reference (naive), sdpa (torch's own), … (`list attentions`)."""
+    """Attention implementations: reference (naive), sdpa (torch's), … (see `list attentions`)."""
     compile: tuple[str, ...] = ("no",)
-    """torch.compile: no (eager), block (each block alone), model (whole)."""
+    """torch.compile: no (eager), block (each block separately), model (the full model)."""
     optimizer: tuple[str, ...] = ("torch",)
-    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
-    stepscope-fused (the same in one launch), stepscope-in-backward (each as soon as its gradient is
-    there), stepscope-as-made (there gradients have the format of the joined products)."""
+    """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
+    launch), stepscope-in-backward (optimizer-in-backward: each parameter as soon as its gradient is
+    ready), stepscope-as-made (the same; gradients keep the dtype of the fused projections)."""
     compile_mode: tuple[str, ...] = ("default",)
-    """Of torch.compile: default, reduce-overhead (CUDA graphs of its own), max-autotune (these and
-    tuned products), max-autotune-no-cudagraphs."""
+    """Mode of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune (CUDA graphs and
+    autotuned GEMMs), max-autotune-no-cudagraphs."""
     loss: tuple[str, ...] = ("plain",)
-    """plain (from all logits), fused (head and loss by chunks of rows)."""
+    """Loss: plain (from all logits), fused (LM head and cross-entropy in chunks of rows)."""
     fused: bool = False
-    """Norms, SwiGLU and rotation by our kernels; a compiled model fuses them itself."""
+    """Fused kernels for norms, SwiGLU and rotary embeddings; a compiled model fuses them itself."""
     joined: bool = False
-    """With --fused: one product where several read the same input, from kept copies of weights."""
+    """With --fused: fused QKV and fused gate/up projections, from stored copies of the weights."""
     keep: str = ALL
-    """With --joined, for the backward: all, norms (what is gated is made again), gates (norms too),
-    inputs (gates too), or inputs of the first blocks, such as inputs-12."""
+    """With --joined, what is saved for backward: all, norms (recompute the gated product), gates
+    (recompute the norms too), inputs (recompute the gates too), or inputs of the first blocks only,
+    such as inputs-12."""
     searched: bool = False
-    """With --joined, on a GPU: of the kernels that cuBLAS has for a product the one that is fastest
-    here, tried out in the first step, which takes up to half a minute."""
+    """With --joined, on a GPU: autotune the GEMMs, i.e. choose the fastest cuBLAS kernel for each
+    shape in the first step, which takes up to half a minute."""
     graph: bool = False
-    """Replay the step as a CUDA graph; only on a GPU."""
+    """Replay the step as a CUDA graph (GPU only)."""
     checkpoint: tuple[str, ...] = (NONE,)
-    """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
+    """Activation checkpointing: no, segments of 1, 2, 4, … blocks, levels (8-1), nested."""
     d_model: int | None = None
     """Override this field of the size."""
     d_ff: int | None = None
@@ -77,18 +81,31 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int | None = None
     """Override this field of the size."""
     model: str = ""
-    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
+    """A user's model instead of a size: package.module:function (see `run own --help`)."""
 
     def refuse_sizes(self) -> None:
-        """A model of one's own has its shape, attention and loss from its author."""
+        """Reject flags of shape, attention and loss, which a user's model defines itself."""
         fixed = {
-            "size", "table", "context", "attention", "loss", "fused", "joined", "keep", "graph",
-            "searched", "d_model", "d_ff", "layers", "heads", "vocab",
-        }  # fmt: skip
+            "size",
+            "table",
+            "context",
+            "attention",
+            "loss",
+            "fused",
+            "joined",
+            "keep",
+            "graph",
+            "searched",
+            "d_model",
+            "d_ff",
+            "layers",
+            "heads",
+            "vocab",
+        }
         for field in msgspec.structs.fields(WorkloadFlags):
             if field.name in fixed and getattr(self, field.name) != field.default:
                 raise UsageError(
-                    f"--{field.name.replace('_', '-')} is of the models here, {self.model} is"
-                    " yours",
+                    f"--{field.name.replace('_', '-')} applies to the built-in models only, not to"
+                    f" {self.model}",
                     "leave it out, or build another model",
                 )

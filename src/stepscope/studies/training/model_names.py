@@ -1,4 +1,4 @@
-"""A user's model, by the name of the function that builds it."""
+"""Checks of a user's model, given by the name of the function that builds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepscope.model.config import precision
 
 
 def check_name(name: str) -> str:
-    """The name as part of a case's key; refused where it is none."""
+    """The name as part of a case's key; an error if it is malformed."""
     if not re.fullmatch(r"[\w.]+:[\w.]+", name, re.ASCII):
         raise UsageError(
             f"the model {name!r} is not of the form package.module:function",
@@ -19,11 +19,11 @@ def check_name(name: str) -> str:
 
 
 def check_dtype(name: str, dtype: str) -> None:
-    """Refuse dtypes that need a model of ours."""
-    form = precision(dtype)
-    if form.master or form.narrow_stream:
+    """Reject dtypes that only the built-in models support."""
+    policy = precision(dtype)
+    if policy.master or policy.narrow_stream:
         raise UsageError(
             f"{name} does not run in {dtype}",
-            "a model of your own has no master weights, and the residual stream that its author"
-            " gave it: take bfloat16 or bfloat16-pure",
+            "a user's model has no master weights and defines its own residual stream:"
+            " use bfloat16 or bfloat16-pure",
         )

@@ -1,4 +1,4 @@
-"""Parts of a training step by the names that the command line gives them."""
+"""Optimizers of a training step, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_USERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3, "momentum": 0.9},
     "sgd-fused": {"lr": 1e-3, "momentum": 0.9, "fused": True},
 }
-"""Optimizers of the study of users' models: torch's, without ranges of ours."""
+"""Optimizers for users' models: torch's, without ranges of Stepscope."""
 
 
 def make_optimizer(
     name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """`master`: it works on float32 copies of the weights. `capturable`: its step may be part of a
-    CUDA graph."""
+    """Build an optimizer. `master`: it works on float32 copies of the weights. `capturable`: its
+    step may be part of a CUDA graph."""
     import torch
 
     from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
@@ -37,11 +37,14 @@ def make_optimizer(
         of_torch = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
         return of_torch(trained, **_OF_USERS[name])
     if name == "stepscope" and capturable:
-        raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
+        raise CaseSkipped(
+            "the plain AdamW reads its step count on the host, so it cannot be captured"
+        )
     kind: Callable[..., torch.optim.Optimizer] = {
-        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+        "stepscope": AdamW,
+        "stepscope-fused": FusedAdamW,
         **dict.fromkeys(WITHIN_BACKWARD, InBackwardAdamW),
-    }.get(name, torch.optim.AdamW)  # fmt: skip
+    }.get(name, torch.optim.AdamW)
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name in WITHIN_BACKWARD:
         settings = {"attach": False, "as_made": name == AS_MADE}
@@ -50,10 +53,10 @@ def make_optimizer(
         settings |= {"copies": getattr(model, "copies", None), "master": master}
     if name == "torch-fused":
         settings["fused"] = True
-    made = (
+    optimizer = (
         MasterWeights(trained, kind, **settings)
         if master and not has_kernel
         else kind(trained, **settings)
     )
-    name_groups(made)
-    return made
+    name_groups(optimizer)
+    return optimizer

@@ -1,4 +1,4 @@
-"""Peaks of a training step's phases: the allocator's on CUDA, a count of all tensors elsewhere."""
+"""Peak memory of a step's phases: from the allocator on CUDA, by counting tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class PlainSteps(NamedTuple):
-    """Milliseconds of each step, and what the allocator says of the last one."""
+    """Milliseconds of each step, and the allocator's numbers of the last one."""
 
     took: list[float]
     phases: dict[str, list[float]]
-    """The same for each phase; the device is idle when one begins."""
+    """Milliseconds of each phase; the device is idle when a phase begins."""
     peaks: dict[str, int]
-    """Most that was allocated in each phase; empty without an allocator to ask."""
+    """Peak allocated bytes of each phase; empty without an allocator."""
     ends: dict[str, Standing]
-    """When each phase had ended."""
+    """Bytes of the allocator and the driver at the end of each phase."""
 
     def series(self) -> tuple[Series, ...]:
-        """Of the step and of its phases; the first step warms up."""
+        """Series of the step and of its phases; the first step warms up."""
         named = {"step": self.took} | self.phases
         return tuple(
             Series(name=name, unit="ms", values=tuple(ms[1:]), warmup=(ms[0],))
@@ -69,7 +69,7 @@ def plain_steps(
 
 
 def one_step(step: TrainingStep, device: Device) -> float:
-    """Milliseconds of a step as a caller sees it, from an idle device to an idle device."""
+    """Milliseconds of a step as a caller sees it, from idle device to idle device."""
     step.reset()
     device.synchronize()
     start = time.perf_counter()
@@ -81,23 +81,23 @@ def one_step(step: TrainingStep, device: Device) -> float:
 def interleaved_steps(
     step: TrainingStep,
     device: Device,
-    ways: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]],
     rounds: int,
 ) -> dict[str, list[float]]:
-    """The step inside of each context; every round has one of each, in an order that changes.
-    Entering and leaving a context is not timed."""
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
+    """Time the step inside each context, interleaved: every round has one sample of each, in an
+    order that changes. Entering and leaving a context is not timed."""
+    took: dict[str, list[float]] = {name: [] for name in contexts}
+    order = list(contexts)
     for _ in range(rounds):
         for name in order:
-            with ways[name]():
+            with contexts[name]():
                 took[name].append(one_step(step, device))
         order = [*order[1:], order[0]]
     return took
 
 
 def account(ledger: StorageLedger, step: TrainingStep) -> None:
-    """One step in which every storage is put on its line."""
+    """Run one step in which every storage is assigned to a line of the ledger."""
     step.reset()
     step.device.synchronize()
     with ledger.watching(step.model, step.optimizer):
@@ -110,7 +110,7 @@ def account(ledger: StorageLedger, step: TrainingStep) -> None:
 def peak_quantities(
     peaks: Mapping[str, int], workload: Workload, device_kind: str
 ) -> tuple[Quantity, ...]:
-    """Measured and predicted peaks, of each phase and of the step."""
+    """Measured and predicted peaks of each phase and of the step."""
     sizes: list[tuple[str, str, int]] = [("peak_bytes", phase, at) for phase, at in peaks.items()]
     sizes.append(("peak_bytes", "", max(peaks.values())))
     predicted = prediction_for(workload, device_kind)
@@ -123,7 +123,7 @@ def peak_quantities(
 
 
 def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:
-    """The same for one step by counting every storage at the dispatcher."""
+    """Peaks of the phases of one step, by counting every storage at the dispatcher."""
     import torch
 
     from stepscope.measure.tensors import TensorBytes
@@ -133,7 +133,7 @@ def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:
     counter.count([*step.model.parameters(), *step.model.buffers()])
     counter.count(step.inputs, INPUTS)
     for state in step.optimizer.state.values():
-        counter.count(held for held in state.values() if isinstance(held, torch.Tensor))
+        counter.count(value for value in state.values() if isinstance(value, torch.Tensor))
     peaks = {}
     with counter:
         for phase in step.phases():

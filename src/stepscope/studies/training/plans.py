@@ -1,4 +1,4 @@
-"""From a workload to the plan that a prediction is made of."""
+"""The plan of a workload, from which its memory is predicted."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         keep=workload.keep,
         graph=workload.graph,
         device=device,
-        # The small step before it had a backward where this one has.
+        # The small step before this one had a backward if this one has one.
         used_before=workload.mode != "forward",
     )
 
 
 def can_be_predicted(workload: Workload, device_kind: str) -> bool:
-    """Not a compiled step, whose operators are the compiler's choice, nor the replay of a graph,
-    which asks the allocator for nothing, nor what no plan knows on that device: a user's model
-    has no known shape."""
+    """True if a plan exists. There is none for a compiled step, whose operators are the compiler's
+    choice, for a graph replay, which requests nothing from the allocator, for combinations that
+    no plan covers on that device, and for a user's model, whose shape is unknown."""
     if workload.compile != "no" or workload.graph:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Why a training step ran out of memory, and the smallest change with which it would fit."""
+"""Explain why a training step ran out of memory, and find the smallest change that fits."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _SIZE = r"([0-9.]+) (bytes|B|KiB|MiB|GiB)"
 
 
 class Refusal(NamedTuple):
-    """What an allocator says when it gives up, in bytes; 0 for what it does not say."""
+    """Numbers in an allocator's out-of-memory message, in bytes; 0 for a missing number."""
 
     asked: int
     held: int
     allowed: int
 
 
-def read_refusal(said: str) -> Refusal:
+def read_refusal(message: str) -> Refusal:
     def size(pattern: str) -> int:
-        found = re.search(pattern, said, re.IGNORECASE)
-        return int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+        match = re.search(pattern, message, re.IGNORECASE)
+        return int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
 
     return Refusal(
         asked=size(rf"tried to allocate {_SIZE}"),
@@ -46,19 +46,23 @@ def read_refusal(said: str) -> Refusal:
     )
 
 
-def step_post_mortem(case: Workload | Mapping[str, Any], bench: Bench, said: str) -> dict[str, Any]:
-    """The attachment of a case, or of the config of one, that ran out of memory."""
+def step_post_mortem(
+    case: Workload | Mapping[str, Any], bench: Bench, message: str
+) -> dict[str, Any]:
+    """The attachment of a case, or of its config, that ran out of memory."""
     workload = case if isinstance(case, Workload) else msgspec.convert(case, Workload)
     if not can_be_predicted(workload, bench.device.kind):
         return {}
-    refusal = read_refusal(said)
-    limit = _room(bench.device)
-    found = examined(workload, bench.device.kind, min(limit, refusal.allowed or limit), refusal)
-    return {NOTE: found}
+    refusal = read_refusal(message)
+    limit = _usable_bytes(bench.device)
+    post_mortem = examined(
+        workload, bench.device.kind, min(limit, refusal.allowed or limit), refusal
+    )
+    return {NOTE: post_mortem}
 
 
 def examined(workload: Workload, device_kind: str, limit: int, refusal: Refusal) -> PostMortem:
-    """Pure: the same for a record that was made before there were such notes."""
+    """The post-mortem of a workload. Pure: it also serves records from before such attachments."""
     plan = plan_of(workload, device_kind)
     peak = predict(plan).peak
     moment = overrun(plan, limit) or peak
@@ -84,8 +88,8 @@ def _differences(before: StepPlan, after: StepPlan) -> dict[str, str | int]:
     }
 
 
-def _room(device: Device) -> int:
-    """What the allocator could hold: without context, libraries and other processes."""
+def _usable_bytes(device: Device) -> int:
+    """Bytes that the allocator can use: without context, libraries and other processes."""
     if device.kind != "cuda":
         return device.memory_bytes
     from stepscope.measure.allocator import CudaAllocator

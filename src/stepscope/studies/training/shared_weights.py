@@ -1,4 +1,4 @@
-"""Several forms of one training step on the same weights and moments, so that all fit at once."""
+"""Share weights and moments among variants of one training step, so that all fit at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def adopt_weights(model: torch.nn.Module, source: torch.nn.Module) -> None:
         same = source.get_submodule(name)
         module._parameters.update(same._parameters)
         module._buffers.update(same._buffers)
-    # One set of copies for all: whoever updates a weight writes them too.
+    # One set of copies for all: whichever step updates a weight updates its copies too.
     if hasattr(model, "copies"):
         model.copies = source.copies
 
 
 def begin_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Moments of zero for every parameter, for others to adopt."""
+    """Initialize moments of zero for every parameter, for other optimizers to adopt."""
     import torch
 
     for group in optimizer.param_groups:
@@ -31,20 +31,20 @@ def begin_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adopt_moments(optimizer: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
-    """Work on the moments of another AdamW over the same parameters, with a count of its own."""
+    """Use the moments of another AdamW over the same parameters, with a separate step count."""
     import torch
 
     for group in optimizer.param_groups:
-        # Where torch's own keeps its count depends on how it runs; ours begins on the host.
+        # The device of torch's step count depends on how it runs; ours starts on the host.
         counts_there = isinstance(optimizer, torch.optim.AdamW) and (
             group.get("fused") or group.get("capturable")
         )
         for parameter in group["params"]:
-            held = source.state.get(parameter)
-            if held:
+            moments = source.state.get(parameter)
+            if moments:
                 where = parameter.device if counts_there else "cpu"
                 optimizer.state[parameter] = {
                     "step": torch.ones((), dtype=torch.float32, device=where),
-                    "exp_avg": held["exp_avg"],
-                    "exp_avg_sq": held["exp_avg_sq"],
+                    "exp_avg": moments["exp_avg"],
+                    "exp_avg_sq": moments["exp_avg_sq"],
                 }

@@ -1,7 +1,8 @@
 """The subject of a measurement: a step that is built and ready for the instruments.
 
-`Subject` is any step made of phases. `TrainingStep` is that of a model with an optimizer; what its
-two kinds have in common is here, and `training_step.make_step` builds one. Loads without torch.
+`Subject` is any step that consists of phases. `TrainingStep` is the step of a model with an
+optimizer and has what its two subclasses share; `factory.make_step` builds one. Loads without
+torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Subject(ABC):
-    """A step that can be repeated: its phases, and what to drop between two steps."""
+    """A repeatable step: its phases, and what to free between two steps."""
 
     @abstractmethod
     def phases(self) -> tuple[Phase, ...]:
@@ -34,15 +35,15 @@ class Subject(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop what the last step left; outside of any sample."""
+        """Free what the last step left; never part of a sample."""
 
     def run(self) -> None:
-        """A full step, from a reset."""
+        """Run a full step, starting with a reset."""
         self.reset()
         self.run_phases()
 
     def run_phases(self) -> None:
-        """A full step, for a caller that resets outside of what it measures."""
+        """Run a full step, for a caller that resets outside the measurement."""
         run_in_order(self.phases())
 
 
@@ -65,8 +66,8 @@ class TrainingStep(Subject):
         self._precision = precision(dtype)
         torch.manual_seed(seed)
         self.set_matmul_precision()
-        # Scaling keeps float16 gradients from vanishing; the other dtypes do not need it. Its step
-        # reads back whether a gradient overflowed, so there the host waits, as in real training.
+        # Loss scaling keeps float16 gradients from underflowing; other dtypes do not need it. Its
+        # step reads back whether a gradient overflowed, so the host waits, as in real training.
         scaled = self._precision.compute == "float16"
         self.scaler = torch.amp.GradScaler(device.kind, enabled=scaled)
         self.loss: torch.Tensor | None = None
@@ -79,18 +80,18 @@ class TrainingStep(Subject):
 
     @abstractmethod
     def quantities(self) -> tuple[Quantity, ...]:
-        """Size and FLOPs of the step. It may run a step: read peaks before."""
+        """Size and FLOPs of the step. May run a step: read peaks first."""
 
     @abstractmethod
     def token_count(self) -> int | None:
-        """Tokens of a batch; None where its data are not tokens."""
+        """Tokens of a batch; None if its data are not tokens."""
 
     @abstractmethod
     def _forward(self) -> None:
-        """Set `loss`, or what the loss phase makes it from."""
+        """Set `loss`, or the logits from which the loss phase computes it."""
 
     def set_matmul_precision(self) -> None:
-        """Of float32 matmuls, a setting of the process that another step may have changed."""
+        """Set the precision of float32 matmuls: a global that another step may have changed."""
         import torch
 
         fast = self._precision.compute == "tf32"
@@ -104,14 +105,14 @@ class TrainingStep(Subject):
         self._replayed_by_torch = mode in GRAPHS_OF_TORCH
 
     def named_parts(self) -> AbstractContextManager[Any]:
-        """For a trace: ranges around the parts of a model that has none of its own."""
+        """For a trace: ranges around the parts of a model that has no ranges."""
         return nullcontext()
 
     def phases(self) -> tuple[Phase, ...]:
         return self.eager_phases()
 
     def eager_phases(self) -> tuple[Phase, ...]:
-        """The phases of the step's mode, each launched by the host."""
+        """The phases of the step's mode, each launched from the host."""
         from stepscope.measure.timer import Phase
 
         backward = (*self._loss_phases(), Phase("backward", self._backward))
@@ -119,7 +120,7 @@ class TrainingStep(Subject):
         return sum(parts[: 1 + MODES.index(self.mode)], ())
 
     def passes(self) -> tuple[Phase, ...]:
-        """All phases before the optimizer's."""
+        """All phases before the optimizer."""
         return tuple(phase for phase in self.eager_phases() if phase.name != "optimizer")
 
     def reset(self) -> None:
@@ -128,7 +129,7 @@ class TrainingStep(Subject):
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients_missing(self) -> int:
-        """Trainable parameters that a backward does not reach."""
+        """Number of trainable parameters that a backward does not reach."""
         self.reset()
         run_in_order(self.passes())
         missing = self.without_gradient()
@@ -137,18 +138,18 @@ class TrainingStep(Subject):
         return missing
 
     def without_gradient(self) -> int:
-        """Trainable parameters that the last backward did not reach."""
+        """Number of trainable parameters that the last backward did not reach."""
         return sum(p.requires_grad and p.grad is None for p in self.model.parameters())
 
     def _loss_phases(self) -> tuple[Phase, ...]:
-        """Empty where the forward computes the loss."""
+        """The loss phase; empty where the forward computes the loss."""
         return ()
 
     def _mark_graph_step(self) -> None:
         if self._replayed_by_torch:
             import torch
 
-            # CUDA graphs of torch.compile may now overwrite the outputs of the last step.
+            # CUDA graphs of torch.compile may overwrite the outputs of the last step from here on.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def _autocast(self) -> AbstractContextManager[Any]:

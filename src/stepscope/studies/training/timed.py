@@ -1,4 +1,4 @@
-"""Measures one training step: its samples, its peak memory, the gradients that it makes."""
+"""Measure one training step: its samples, its peak memory, its missing gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Effort(Protocol):
-    """How long to measure: fields of a study's case."""
+    """Number of steps to measure: fields of a study's case."""
 
     @property
     def warmup(self) -> int: ...
@@ -31,7 +31,7 @@ class TimedEffort(Effort, Protocol):
 
 
 def time_steps(step: Subject, bench: Bench, effort: Effort, **how: Any) -> Timing:
-    """`how` goes to `time_step` as it is."""
+    """Time a step; `how` is passed to `time_step`."""
     from stepscope.measure.timer import time_step
 
     return time_step(
@@ -52,7 +52,7 @@ def measure_step(
     device.reset_peak()
     step = make_step(workload, device)
     timing = time_steps(step, bench, effort, min_seconds=effort.min_seconds)
-    # Before the quantities, for which a step may run that keeps more.
+    # Before the quantities, which may run a step with a higher peak.
     peak = _peak(step, workload, device)
     quantities = list(step.quantities())
     if peak is not None:
@@ -77,8 +77,8 @@ def measure_step(
 
 
 def _peak(step: TrainingStep, workload: Workload, device: Device) -> int | None:
-    """The allocator's; on a CPU all tensors of a step are counted, for the resident set says more
-    of earlier cases than of this one. What compiled code holds is not seen there."""
+    """The allocator's peak; on a CPU the sum of all tensors of a step, because the resident set
+    depends more on earlier cases than on this one. Memory of compiled code is not counted there."""
     if device.kind != "cpu":
         return device.peak_bytes()
     if workload.compile != "no":

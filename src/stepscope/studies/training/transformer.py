@@ -1,4 +1,4 @@
-"""The training step of the Transformer here. Loads without torch; building imports it."""
+"""The training step of the built-in Transformer. Loads without torch; building imports it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 
 class TransformerStep(TrainingStep):
-    """With `shares` it works on the weights and moments of another step of the same model."""
+    """A step of `TransformerLM`; with `shares` it uses the weights and moments of another step."""
 
     def __init__(
-        self, workload: Workload, device: Device, *, seed: int = 0,
+        self,
+        workload: Workload,
+        device: Device,
+        *,
+        seed: int = 0,
         shares: TrainingStep | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import torch
 
         from stepscope.attention.api import attention_with
@@ -40,27 +44,27 @@ class TransformerStep(TrainingStep):
 
         self._refuse_what_cannot_fit(workload, device)
         self.workload = workload
-        form = precision(workload.dtype)
-        if form.compute == "float16" and workload.optimizer in WITHIN_BACKWARD:
-            raise CaseSkipped("float16's loss scaling sees all gradients before one may be used")
+        policy = precision(workload.dtype)
+        if policy.compute == "float16" and workload.optimizer in WITHIN_BACKWARD:
+            raise CaseSkipped("float16 loss scaling needs all gradients before any of them is used")
         super().__init__(device, workload.dtype, workload.mode, seed=seed)
         config = workload.model()
         self.model = TransformerLM(
             config,
             attention=attention_with(workload.attention),
             device=device.torch_device if shares is None else "meta",
-            dtype=getattr(torch, form.weights),
+            dtype=getattr(torch, policy.weights),
             fused=workload.fused,
             checkpoint=workload.stretches(),
             joined=workload.joined,
             keep=workload.kept(),
-            narrow_stream=form.narrow_stream,
+            narrow_stream=policy.narrow_stream,
         )
         if shares is not None:
             adopt_weights(self.model, shares.model)
         self.compile_model(workload.compile, workload.compile_mode)
         self.optimizer = make_optimizer(
-            workload.optimizer, self.model, master=form.master, capturable=workload.graph
+            workload.optimizer, self.model, master=policy.master, capturable=workload.graph
         )
         if shares is not None:
             adopt_moments(self.optimizer, shares.optimizer)
@@ -73,12 +77,17 @@ class TransformerStep(TrainingStep):
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
         needed = cost.minimum_bytes(
-            workload.model(), workload.batch, workload.context, precision(workload.dtype),
-            workload.mode, workload.attention, device.kind,
+            workload.model(),
+            workload.batch,
+            workload.context,
+            precision(workload.dtype),
+            workload.mode,
+            workload.attention,
+            device.kind,
             checkpointed=workload.checkpoint != NONE,
-        )  # fmt: skip
+        )
         if workload.fuses_loss:
-            # Counted above as if all logits were there.
+            # Counted above as if all logits were materialized.
             needed -= workload.batch * workload.context * workload.model().vocab * 4
         refuse_beyond_host_memory(needed, device)
 
@@ -93,7 +102,7 @@ class TransformerStep(TrainingStep):
         return self.workload.batch * self.workload.context
 
     def phases(self) -> tuple[Phase, ...]:
-        """A captured step has one."""
+        """The phases of the step; a captured step has a single one."""
         from stepscope.measure.timer import Phase
 
         if not self.workload.graph:
@@ -105,13 +114,13 @@ class TransformerStep(TrainingStep):
         return (Phase("replay", self._captured.replay),)
 
     def reset(self) -> None:
-        # The tensors that a graph reads and writes belong to it.
+        # A graph owns the tensors that it reads and writes.
         if self._captured is None:
             self.logits = None
             super().reset()
 
     def forget_graph(self) -> None:
-        """Keep the last step's values without what autograd knows of how they came about."""
+        """Detach the last step's outputs from their autograd graph, keeping their values."""
         self.logits = None if self.logits is None else self.logits.detach()
         self.loss = None if self.loss is None else self.loss.detach()
 
@@ -123,17 +132,17 @@ class TransformerStep(TrainingStep):
     def without_gradient(self) -> int:
         reached = getattr(self.optimizer, "updated", None)
         if reached is not None and self.mode == "train-step":
-            # It lets go of a gradient once it has used it.
+            # The optimizer frees a gradient once it has used it.
             self.optimizer.step()
             return sum(1 for _ in self.model.parameters()) - int(reached)
-        # Nothing here is frozen: a parameter that is, is missing.
+        # Nothing here is frozen, so every parameter without a gradient counts.
         return sum(p.grad is None for p in self.model.parameters())
 
     def _forward(self) -> None:
         from stepscope.torch_tools.ranges import named
 
         self._mark_graph_step()
-        with named("forward"), self._autocast(), self._products():
+        with named("forward"), self._autocast(), self._autotuned():
             if self.workload.fuses_loss:
                 self.loss = self.model(self.tokens, self.targets)
             else:
@@ -152,18 +161,18 @@ class TransformerStep(TrainingStep):
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
-        with self._listening(), self._products():
+        with self._optimizer_attached(), self._autotuned():
             yield
 
-    def _listening(self) -> AbstractContextManager[None]:
-        """An optimizer that updates within the backward listens to this step's alone."""
+    def _optimizer_attached(self) -> AbstractContextManager[None]:
+        """Attach an optimizer-in-backward for the duration of this step's backward."""
         attached = getattr(self.optimizer, "attached", None)
         if attached is None or self.mode != "train-step":
             return nullcontext()
-        made: AbstractContextManager[None] = attached()
-        return made
+        context: AbstractContextManager[None] = attached()
+        return context
 
-    def _products(self) -> AbstractContextManager[None]:
+    def _autotuned(self) -> AbstractContextManager[None]:
         if not self.workload.searched:
             return nullcontext()
         from stepscope.kernels.autotune import autotuned_matmuls
@@ -171,5 +180,5 @@ class TransformerStep(TrainingStep):
         return autotuned_matmuls()
 
     def follow_weights(self) -> None:
-        """Take over what another step did to shared weights; a step alone has nothing to follow."""
+        """Refresh copies of shared weights after another step; no effect on a step alone."""
         self.model.copies.refresh()  # type: ignore[union-attr,operator]

@@ -1,4 +1,4 @@
-"""The training step that several studies measure: its cases, its name. No torch."""
+"""The training step that several studies measure: its case struct and its name. No torch."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ from stepscope.studies.training.flags import (
 from stepscope.studies.training.model_names import check_dtype, check_name
 
 __all__ = [
-    "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode",
-    "Workload", "WorkloadFlags", "case_of", "workloads",
-]  # fmt: skip
+    "COMPILE",
+    "COMPILE_MODES",
+    "GRAPHS_OF_TORCH",
+    "MODES",
+    "OPTIMIZERS",
+    "Mode",
+    "Workload",
+    "WorkloadFlags",
+    "case_of",
+    "workloads",
+]
 
 
 class Workload(Case, frozen=True, kw_only=True):
-    """One training step, fully named. A study's case is a subclass with what else it sets."""
+    """One training step, fully specified. A study's case is a subclass with additional fields."""
 
     size: str
     table: str
@@ -56,8 +64,8 @@ class Workload(Case, frozen=True, kw_only=True):
     graph: bool = False
     checkpoint: str = NONE
     own: str = ""
-    """package.module:function that builds the model, where it is none of ours; `size` then is its
-    name and `context` 0."""
+    """`package.module:function` of a user's model, empty for a built-in model; then `size` is its
+    name and `context` is 0."""
     joined: bool = False
     keep: str = ALL
     searched: bool = False
@@ -80,41 +88,43 @@ class Workload(Case, frozen=True, kw_only=True):
             check_name(self.own)
             if self.checkpoint not in (NONE, "1"):
                 raise UsageError(
-                    f"{self.own} has no stretches of checkpoint={self.checkpoint}",
-                    "a model of your own has --checkpoint no or 1",
+                    f"{self.own} has no segments of checkpoint={self.checkpoint}",
+                    "a user's model supports --checkpoint no or 1",
                 )
             check_dtype(self.own, self.dtype)
         self.stretches()
-        self._check_joined()
+        self._check_layer_options()
 
-    def _check_joined(self) -> None:
+    def _check_layer_options(self) -> None:
         if self.own and self.optimizer in WITHIN_BACKWARD:
-            raise UsageError(f"{self.optimizer} is for the models here", "take stepscope-fused")
+            raise UsageError(f"{self.optimizer} is for the built-in models", "use stepscope-fused")
         self.kept()
         check_layer_options(self.fused, self.joined, self.keep)
         if self.searched and not self.joined:
-            raise UsageError("searched products belong to joined ones", "add --fused --joined")
+            raise UsageError("autotuned GEMMs need fused projections", "add --fused --joined")
         if self.joined and self.compile != "no":
-            raise UsageError("a compiled model has no joined products", "leave one of both out")
+            raise UsageError(
+                "a compiled model has no fused projections", "leave out one of the two"
+            )
 
     @property
     def shape(self) -> ModelConfig | None:
-        """None for a user's model: only the built one can be asked."""
+        """The model's configuration; None for a user's model, which must be built to know it."""
         if self.own:
             return None
         sized = find_size(self.size, self.table)
         return with_overrides(sized, context=self.context, **self.overrides)
 
     def model(self) -> ModelConfig:
-        """The shape, where nothing can be done without it."""
+        """The configuration, or an error for a user's model."""
         shape = self.shape
         if shape is None:
-            raise UsageError(f"the shape of {self.own} is not known", "count instead")
+            raise UsageError(f"the shape of {self.own} is unknown", "use measured counts")
         return shape
 
     @property
     def layers(self) -> int:
-        """A user's model counts as a single block."""
+        """Number of blocks; a user's model counts as one."""
         shape = self.shape
         return 1 if shape is None else shape.n_layers
 
@@ -123,25 +133,28 @@ class Workload(Case, frozen=True, kw_only=True):
         return stretches(self.checkpoint, self.layers)
 
     def kept(self) -> tuple[str, ...]:
-        """What each block saves for the backward."""
+        """The activation policy of each block: what it saves for backward."""
         return policy_per_layer(self.keep, self.layers)
 
     @property
     def key(self) -> str:
-        """Identity among workloads; the same in every run that measures the same thing."""
+        """Identity among workloads, the same in every run of the same workload."""
         changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
         parts = [
-            f"{self.size}{changed}", *([] if self.own else [f"c{self.context}"]), f"b{self.batch}",
-            self.dtype, *([] if self.own else [self.attention]),
+            f"{self.size}{changed}",
+            *([] if self.own else [f"c{self.context}"]),
+            f"b{self.batch}",
+            self.dtype,
+            *([] if self.own else [self.attention]),
             *([] if self.compile == "no" else [f"compile={self.compile}"]),
-        ]  # fmt: skip
+        ]
         if self.table != "2025":
             parts.insert(0, self.table)
         if self.compile != "no" and self.compile_mode != "default":
             parts.append(f"mode={self.compile_mode}")
         if self.mode == "train-step" and self.optimizer != "torch":
             parts.append(f"adamw={self.optimizer}")
-        # A forward alone makes the logits.
+        # A forward alone computes the logits.
         parts += ["loss=fused"] if self.fuses_loss else []
         parts += [name for name in ("fused", "joined", "searched", "graph") if getattr(self, name)]
         parts += [] if self.keep == ALL else [f"keep={self.keep}"]
@@ -151,17 +164,17 @@ class Workload(Case, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In words, for findings; what goes without saying is left out, so names stay apart."""
+        """Name for findings; default values are left out, other values keep names distinct."""
         extras = [
             *([] if self.batch == 4 else [f"batch {self.batch}"]),
             *([] if self.attention == "reference" else [self.attention]),
             *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
             *([] if self.compile_mode == "default" else [self.compile_mode]),
             *(["fused loss"] if self.fuses_loss else []),
-            *(["fused pieces"] if self.fused else []),
-            *(["joined products"] if self.joined else []),
-            *(["searched kernels"] if self.searched else []),
-            *([] if self.keep == ALL else [f"keeps {self.keep}"]),
+            *(["fused kernels"] if self.fused else []),
+            *(["fused projections"] if self.joined else []),
+            *(["autotuned GEMMs"] if self.searched else []),
+            *([] if self.keep == ALL else [f"saves {self.keep}"]),
             *(["as a graph"] if self.graph else []),
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
@@ -180,8 +193,7 @@ class Workload(Case, frozen=True, kw_only=True):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the device must have for this: a number format, a compiler, graphs,
-        cuBLAS."""
+        """Capabilities that the device must have: a dtype, a compiler, CUDA graphs, cuBLAS."""
         return (
             precision(self.dtype).compute,
             *([] if self.compile == "no" else ["compiler"]),
@@ -190,11 +202,11 @@ class Workload(Case, frozen=True, kw_only=True):
         )
 
     def run_again(self) -> float:
-        """How often each block's forward runs again in the backward, on average."""
+        """Average number of times that each block's forward is recomputed in the backward."""
         return blocks_again(self.stretches(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:
-        """What is known of the step before it runs."""
+        """FLOPs, tokens and parameters, known before the step runs."""
         config = self.model()
         flops = cost.flops(config, self.batch, self.context)
         counted = flops.forward if self.mode == "forward" else flops.step
@@ -209,26 +221,36 @@ W = TypeVar("W", bound=Workload)
 
 
 def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
-    """The case of a study that measures this step, with the fields that are the study's."""
+    """The case of a study that measures this step, with the study's own fields added."""
     step = {name: getattr(workload, name) for name in Workload.__struct_fields__}
     return kind(**step, **fields)
 
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
     """Every combination, small models and short contexts first."""
-    fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
-              "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
+    fields = {
+        "d_model": flags.d_model,
+        "d_ff": flags.d_ff,
+        "n_layers": flags.layers,
+        "n_heads": flags.heads,
+        "vocab": flags.vocab,
+    }
     overrides = {name: value for name, value in fields.items() if value is not None}
     if flags.model:
         flags.refuse_sizes()
     swept = {
         "size": (check_name(flags.model),) if flags.model else flags.size,
-        "context": (0,) if flags.model else flags.context, "batch": flags.batch,
+        "context": (0,) if flags.model else flags.context,
+        "batch": flags.batch,
         "dtype": tuple(precision(name).name for name in flags.dtype),
-        "attention": flags.attention, "compile": flags.compile, "optimizer": flags.optimizer,
-        "compile_mode": flags.compile_mode, "loss": flags.loss,
-        "checkpoint": flags.checkpoint, "mode": modes,
-    }  # fmt: skip
+        "attention": flags.attention,
+        "compile": flags.compile,
+        "optimizer": flags.optimizer,
+        "compile_mode": flags.compile_mode,
+        "loss": flags.loss,
+        "checkpoint": flags.checkpoint,
+        "mode": modes,
+    }
     for values in itertools.product(*swept.values()):
         yield Workload(
             **dict(zip(swept, values, strict=True)),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Energy and power of a step in words."""
+"""Findings on the energy and power of a step."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
                 code="energy.none",
                 values={"reason": reason},
                 records=(record.id,),
-                text=f"There is no energy of a step: {reason}.",
+                text=f"The energy of a step is not available: {reason}.",
             )
         return
     resolution = record.quantity("joules_resolution") or 0.0
     each = [
-        f"{number(1e3 * value, 3)} mJ for each {what}"
+        f"{number(1e3 * value, 3)} mJ per {what}"
         for what in ("token", "sample")
         if (value := record.quantity(f"joules_per_{what}")) is not None
     ]
-    beside = f", {' and '.join(each)}" if each else ""
-    found = draw(record)
-    capped = f" It runs {at_cap_words(found)}." if found and found.lasts_ms is not None else ""
+    per_unit = f", {' and '.join(each)}" if each else ""
+    drawn = draw(record)
+    capped = f" It runs {at_cap_words(drawn)}." if drawn and drawn.lasts_ms is not None else ""
     yield Finding(
         code="energy.step",
         values={"step": name, "joules": joules, "resolution": resolution},
         records=(record.id,),
-        text=f"A step of {name} takes {number(joules, 3)} J by the device's own counter{beside}."
-        f" One move of that counter is {number(resolution, 2)} J for each step,"
+        text=f"A step of {name} takes {number(joules, 3)} J by the device's counter{per_unit}."
+        f" The resolution of the counter is {number(resolution, 2)} J per step,"
         f" {percent(resolution / joules if joules else 0)} of it.{capped}",
     )
 
 
-def at_cap_words(found: Draw) -> str:
-    clock = _clock_words(found.clock_mhz, found.highest_mhz)
+def at_cap_words(drawn: Draw) -> str:
+    clock = _clock_words(drawn.clock_mhz, drawn.highest_mhz)
     return (
-        f"at {number(found.watts, 3)} of {number(found.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: step after step it takes as long as"
-        f" that energy lasts, at the limit {duration(found.lasts_ms or 0.0)}"
-        f" (± {percent(found.resolution / found.joules if found.joules else 0.0)})"
+        f"at {number(drawn.watts, 3)} of {number(drawn.limit_w or 0.0, 3)} W"
+        f"{f', with its clock at {clock}' if clock else ''}: consecutive steps take as long as that"
+        f" energy lasts at the limit, {duration(drawn.lasts_ms or 0.0)}"
+        f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)})"
     )
 
 
 def _clock_words(clock_mhz: float | None, highest_mhz: float | None) -> str:
     if clock_mhz is None:
         return ""
-    beside = f" of {number(highest_mhz / 1e3, 3)}" if highest_mhz else ""
-    return f"{number(clock_mhz / 1e3, 3)}{beside} GHz"
+    of_highest = f" of {number(highest_mhz / 1e3, 3)}" if highest_mhz else ""
+    return f"{number(clock_mhz / 1e3, 3)}{of_highest} GHz"
 
 
 def capped_finding(
     capped: Mapping[str, Capped], records: tuple[str, ...] = ()
 ) -> Iterator[Finding]:
-    """What the parts of a waterfall mean at the power cap: it does not know of clocks."""
+    """Meaning of a waterfall's parts at the power cap, where the clock is lower."""
     if not capped:
         return
     listed = "; ".join(
@@ -74,7 +74,7 @@ def capped_finding(
         values={name: one.clock_mhz for name, one in capped.items()},
         records=records,
         text=f"At the power cap: {listed}.",
-        conclusion="There a step takes as long as its energy lasts: products are below peak in part"
-        " because the clock is lower, and a part that is recovered shortens the step by its energy,"
-        " not by its time.",
+        conclusion="There a step takes as long as its energy lasts: matmuls are below peak in part"
+        " because the clock is lower, and recovering a part shortens the step by its energy, not by"
+        " its time.",
     )

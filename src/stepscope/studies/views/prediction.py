@@ -1,4 +1,4 @@
-"""A predicted memory peak as tables: by phase, and by line at the peak. Pure."""
+"""Tables and findings of a predicted memory peak: by phase, and by line at the peak. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col, cols, table
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
-_BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than what was asked for."
+_BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
 
 
 def lines_table(
     name: str, title: str, phases: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str
 ) -> Table:
-    """Bytes by line and phase: each row is a line and its size in every phase."""
-    sizes = (col(phase, itemgetter(place), "bytes") for place, phase in enumerate(phases, start=1))
+    """Table of bytes by line and phase."""
+    sizes = (col(phase, itemgetter(index), "bytes") for index, phase in enumerate(phases, start=1))
     return table(name, title, rows, [col("line", itemgetter(0)), *sizes], caption=caption)
 
 
 def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
-    """One row for each step: the peak of each of its phases."""
-    names = list(dict.fromkeys(moment.phase for _, told in predictions for moment in told.phases))
-    on_gpu = any(told.plan.device == "cuda" for _, told in predictions)
+    """One row per step: the peak of each of its phases."""
+    names = list(
+        dict.fromkeys(moment.phase for _, prediction in predictions for moment in prediction.phases)
+    )
+    on_gpu = any(prediction.plan.device == "cuda" for _, prediction in predictions)
     columns = [
         col("size", itemgetter(0)),
         col("context", lambda row: row[1].plan.context, "count"),
@@ -38,69 +40,77 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         *cols(("dtype", "attention", "mode"), lambda row, name: getattr(row[1].plan, name)),
         *cols(names, lambda row, phase: _at_peak(row[1], phase), "bytes"),
         col(
-            "peak", lambda row: row[1].peak.allocated, "bytes",
-            hint="`max_memory_allocated` of the whole step",
+            "peak",
+            lambda row: row[1].peak.allocated,
+            "bytes",
+            hint="`max_memory_allocated` of the full step",
         ),
         col(
-            "reserved", lambda row: row[1].peak.reserved, "bytes",
-            hint="what the allocator has taken by then",
+            "reserved",
+            lambda row: row[1].peak.reserved,
+            "bytes",
+            hint="what the allocator has reserved by then",
         ),
-    ]  # fmt: skip
+    ]
     return table(
         "predicted-phases",
         "Predicted peak of each phase",
         predictions,
         columns,
-        caption=f"Of the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
+        caption=f"For the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
     )
 
 
-def _at_peak(told: Prediction, phase: str) -> int | None:
-    return next((one.allocated for one in told.phases if one.phase == phase), None)
+def _at_peak(prediction: Prediction, phase: str) -> int | None:
+    return next((one.allocated for one in prediction.phases if one.phase == phase), None)
 
 
-def ledger_table(told: Prediction) -> Table:
-    """What is live at the peak of each phase, largest line first."""
+def ledger_table(prediction: Prediction) -> Table:
+    """Live memory at the peak of each phase, largest line first."""
     order = sorted(
-        {line for moment in told.phases for line in moment.lines},
-        key=lambda line: -max(moment.lines.get(line, 0) for moment in told.phases),
+        {line for moment in prediction.phases for line in moment.lines},
+        key=lambda line: -max(moment.lines.get(line, 0) for moment in prediction.phases),
     )
     return lines_table(
         "predicted-ledger",
-        "What is live at the peak of each phase",
-        [moment.phase for moment in told.phases],
+        "Live memory at the peak of each phase",
+        [moment.phase for moment in prediction.phases],
         [
-            *((line, *(moment.lines.get(line) for moment in told.phases)) for line in order),
-            ("sum", *(sum(moment.lines.values()) for moment in told.phases)),
+            *((line, *(moment.lines.get(line) for moment in prediction.phases)) for line in order),
+            ("sum", *(sum(moment.lines.values()) for moment in prediction.phases)),
         ],
-        caption=f"{_BLOCKS if told.plan.device == 'cuda' else 'Tensors.'}"
-        f" Lines that begin with “{SAVED.strip()}” are activations kept for backward, by the part"
-        " of the model and the operator that keeps them.",
+        caption=f"{_BLOCKS if prediction.plan.device == 'cuda' else 'Tensors.'}"
+        f" Lines that begin with “{SAVED.strip()}” are activations saved for backward, by the part"
+        " of the model and the operator that saves them.",
     )
 
 
-def peak_finding(name: str, told: Prediction) -> Finding:
-    peak = told.peak
+def peak_finding(name: str, prediction: Prediction) -> Finding:
+    peak = prediction.peak
     line, largest = peak.largest
     saved = saved_bytes(peak.lines)
     return Finding(
         code="prediction.peak",
         values={
-            "step": name, "peak": peak.allocated, "phase": peak.phase, "saved": saved,
-            "largest": largest, "largest_line": line,
+            "step": name,
+            "peak": peak.allocated,
+            "phase": peak.phase,
+            "saved": saved,
+            "largest": largest,
+            "largest_line": line,
         },
         text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
-        f" {bytes_(saved)} of it activations kept for backward; the largest single tensor has"
+        f" {bytes_(saved)} of it activations saved for backward; the largest single tensor has"
         f" {bytes_(largest)} ({line}).",
         timed=False,
-    )  # fmt: skip
+    )
 
 
-def budget_finding(name: str, told: Prediction, budget: int) -> Finding:
-    """Whether it fits, and if not the smallest changes that do."""
-    peak = told.peak.allocated
+def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
+    """Finding whether the step fits the budget, and the smallest changes that make it fit."""
+    peak = prediction.peak.allocated
     values: dict[str, Value] = {"step": name, "budget": budget, "peak": peak}
-    if fits(told.plan, peak, budget):
+    if fits(prediction.plan, peak, budget):
         return Finding(
             code="prediction.fits",
             values=values,
@@ -112,9 +122,9 @@ def budget_finding(name: str, told: Prediction, budget: int) -> Finding:
     why = (
         f"{bytes_(beyond)} too much, with a margin of {percent(MARGIN - 1)}."
         if beyond > 0
-        else f"{bytes_(peak)} predicted, and with the gaps between its blocks more is needed."
+        else f"{bytes_(peak)} predicted, and fragmentation needs more."
     )
-    changes = changes_that_fit(told.plan, budget)
+    changes = changes_that_fit(prediction.plan, budget)
     listed = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
     return Finding(
         code="prediction.does-not-fit",
@@ -122,8 +132,8 @@ def budget_finding(name: str, told: Prediction, budget: int) -> Finding:
         text=f"{name} does not fit into {bytes_(budget)}: {why}",
         conclusion=f"Smallest change first, with: {listed}."
         if changes
-        else "No change that is known here fits either; the model alone has"
-        f" {bytes_(told.phases[0].allocated)}.",
+        else "No known change fits either; the model alone has"
+        f" {bytes_(prediction.phases[0].allocated)}.",
         tone="warn",
         timed=False,
     )
@@ -133,10 +143,10 @@ def plan_name(size_name: str, plan: StepPlan) -> str:
     extras = [
         *([] if plan.attention == "reference" else [plan.attention]),
         *(["fused loss"] if plan.loss == "fused" else []),
-        *(["fused pieces"] if plan.fused else []),
-        *(["joined products"] if plan.joined else []),
-        *([] if plan.keep == ALL else [f"keeps {plan.keep}"]),
-        *(["updates in the backward"] if plan.updates_in_backward else []),
+        *(["fused kernels"] if plan.fused else []),
+        *(["fused projections"] if plan.joined else []),
+        *([] if plan.keep == ALL else [f"saves {plan.keep}"]),
+        *(["optimizer-in-backward"] if plan.updates_in_backward else []),
         *(["as a graph"] if plan.graph else []),
         *([] if plan.checkpoint == NONE else [f"checkpointed: {plan.checkpoint}"]),
         *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),

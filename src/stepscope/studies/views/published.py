@@ -1,8 +1,8 @@
-"""What others and we have published, next to what was measured here. Pure.
+"""Published figures next to those measured here. Pure.
 
-A time from another device is carried over by a ceiling: published time × rate there / rate here.
-The rate here is measured; the rate there is measured where the figure is ours, else the data
-sheet's. Bytes are bytes on any device.
+A time from another device is scaled by a ceiling: published time × rate there / rate here.
+The rate here is measured; the rate there is measured for figures of Stepscope, else from the data
+sheet. Bytes are the same on any device.
 """
 
 from __future__ import annotations
@@ -24,34 +24,45 @@ from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.training.workload import Workload
 
 _PLAIN = {"attention": "reference", "compile": "no", "optimizer": "torch"}
-# Conditions in the order in which they are said, with the word before each.
+# Conditions in the order of a description, with the word before each.
 _WORDS = {
-    "collective": "", "way": "", "size": "", "attention": "", "seq": "length", "head": "d",
-    "heads": "heads", "context": "context", "batch": "batch", "ranks": "ranks", "dtype": "",
-    "mode": "", "compile": "compiled by", "optimizer": "AdamW",
-}  # fmt: skip
+    "collective": "",
+    "way": "",
+    "size": "",
+    "attention": "",
+    "seq": "length",
+    "head": "d",
+    "heads": "heads",
+    "context": "context",
+    "batch": "batch",
+    "ranks": "ranks",
+    "dtype": "",
+    "mode": "",
+    "compile": "compiled by",
+    "optimizer": "AdamW",
+}
 
 
 class Mine(NamedTuple):
-    """A measured case in the words of published conditions."""
+    """A measured case in terms of published conditions."""
 
     record: Record
     conditions: Mapping[str, Any]
     values: Mapping[str, float | None]
     """Quantities in milliseconds or bytes."""
     ceiling: str | None = None
-    """What limits its times, and carries others' over."""
+    """The ceiling that limits its times, by which other times are scaled."""
 
 
 class PublishedComparison(NamedTuple):
-    """A published figure, and the case here that it stands next to, if all conditions are known."""
+    """A published figure and the matching case here, if all its conditions are known."""
 
     figure: Figure
     mine: Mine | None
 
     @property
     def carried(self) -> float | None:
-        """The published time at this device's rate."""
+        """The published time scaled to this device's rate."""
         if self.mine is None or self.mine.ceiling is None or self.figure.base_unit != "ms":
             return None
         if self.figure.device == self.mine.record.environment.device_name:
@@ -66,7 +77,7 @@ class PublishedComparison(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Measured here over the published, carried over where it is a time."""
+        """Measured value over the published one, which is scaled if it is a time."""
         against = self.carried if self.figure.base_unit == "ms" else self.figure.base
         if self.here is None or not against or self.figure.doubt:
             return None
@@ -77,11 +88,11 @@ def rate_there(figure: Figure, ceiling: str) -> float | None:
     if ceiling in figure.rates:
         return figure.rates[ceiling]
     sheet = datasheet_ceilings(figure.rates_of)
-    return next((held.value for held in sheet if held.name == ceiling), None)
+    return next((entry.value for entry in sheet if entry.name == ceiling), None)
 
 
 def size_name(model: ModelConfig) -> str | None:
-    """The 2025 name of a shape, whatever table it was taken from; None for any other shape."""
+    """The 2025 name of a shape from any size table; None for any other shape."""
     for name, known in SIZES["2025"].items():
         if msgspec.structs.replace(known, context=model.context) == model:
             return name
@@ -89,7 +100,7 @@ def size_name(model: ModelConfig) -> str | None:
 
 
 def step_conditions(work: Workload) -> dict[str, Any] | None:
-    """A training step in the words of published conditions; None where they have no word for it."""
+    """A training step in terms of published conditions; None if they cannot express it."""
     for field in msgspec.structs.fields(Workload):
         if field.default is not msgspec.NODEFAULT and getattr(work, field.name) != field.default:
             return None
@@ -98,18 +109,21 @@ def step_conditions(work: Workload) -> dict[str, Any] | None:
 
 
 def ranked_step(record: Record, case: RankedStep, way: str, step_ms: float | None) -> Mine:
-    """A step on several ranks; links differ too much for its time to be carried over."""
+    """A step on several ranks; its time is not scaled, because links differ too much."""
     shape = case.shape
     conditions = {
-        "context": case.context, "batch": case.batch, "ranks": case.ranks, "way": way,
+        "context": case.context,
+        "batch": case.batch,
+        "ranks": case.ranks,
+        "way": way,
         "size": case.size if shape is None else size_name(shape),
-    }  # fmt: skip
+    }
     return Mine(record, conditions, {"step": step_ms})
 
 
-def beside(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
-    """Each figure with the cases that it fits; if none fits, figures that leave conditions open."""
-    found, alone = [], []
+def matched_figures(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
+    """Each figure with its matching cases; without any match, figures with unstated conditions."""
+    matched, alone = [], []
     for figure in figures(study):
         fitting = [
             case
@@ -122,17 +136,17 @@ def beside(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
         if fitting and open_:
             alone.append(PublishedComparison(figure, None))
         else:
-            found += [PublishedComparison(figure, case) for case in fitting]
-    return found or alone
+            matched += [PublishedComparison(figure, case) for case in fitting]
+    return matched or alone
 
 
 def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
-    pairs = beside(study, mine)
+    pairs = matched_figures(study, mine)
     if not pairs:
         return
     yield table(
         f"{study}-published",
-        "Published figures beside these",
+        "Published figures next to these",
         pairs,
         [
             col("source", lambda pair: _source(pair.figure)),
@@ -140,31 +154,34 @@ def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
             col("what", lambda pair: f"{pair.figure.quantity}, {pair.figure.statistic}"),
             col("published", _published),
             col(
-                "carried over", lambda pair: _shown(pair.figure, pair.carried),
-                hint="published time × matrix rate (or bandwidth) there / the one measured here",
+                "scaled",
+                lambda pair: _shown(pair.figure, pair.carried),
+                hint="published time × matmul rate (or bandwidth) there / rate measured here",
             ),
             col("here", lambda pair: _shown(pair.figure, pair.here)),
             col(
-                "here / published", lambda pair: pair.ratio, "number",
-                hint="over the time carried over; bytes as they are",
+                "here / published",
+                lambda pair: pair.ratio,
+                "number",
+                hint="relative to the scaled time; bytes unscaled",
             ),
             col("note", lambda pair: _note(pair.figure)),
         ],
-        caption="A figure stands beside a case when every condition that it states is the same."
+        caption="A figure matches a case if every condition that it states is the same."
         f" {_how(mine)} A figure that leaves a condition open, or is known to be wrong, has no"
         " ratio.",
         details=lambda pair: f"{pair.figure.writeup}\n{pair.figure.table}",
-    )  # fmt: skip
+    )
 
 
 def _how(mine: Sequence[Mine]) -> str:
     names = sorted({case.ceiling for case in mine if case.ceiling})
     if not names:
-        return "Nothing is carried over from another device here."
+        return "No figure is scaled from another device here."
     return (
-        f"Times of another device are carried over by {', '.join(names)}: the rate of its data"
-        " sheet (of our own records: the measured one) over the rate measured here. That both"
-        " devices reach the same share of it is an assumption; a step that the host limits does"
+        f"Times of another device are scaled by {', '.join(names)}: the rate of its data"
+        " sheet (for Stepscope's own records: the measured rate) over the rate measured here. This"
+        " assumes that both devices reach the same share of it; a step that the host limits does"
         " not."
     )
 
@@ -183,21 +200,21 @@ def _published(pair: PublishedComparison) -> str:
 
 
 def _source(figure: Figure) -> str:
-    """The write-up, and the device where that is not in its name."""
+    """The write-up, and the device if that is not part of its name."""
     short = figure.device.removeprefix("NVIDIA ").removeprefix("GeForce ")
     return figure.writeup if short in figure.writeup else f"{figure.writeup}, {short}"
 
 
 def _case(figure: Figure) -> str:
-    """Its conditions in words; what goes without saying is left out."""
-    said = []
+    """The conditions as a phrase; default values are left out."""
+    words = []
     for name, word in _WORDS.items():
         value = figure.conditions.get(name)
         if value is None or _PLAIN.get(name) == value:
             continue
         shown = bytes_(value) if name == "size" and isinstance(value, int) else value
-        said.append(f"{word} {shown}".strip())
-    return ", ".join(said)
+        words.append(f"{word} {shown}".strip())
+    return ", ".join(words)
 
 
 def _note(figure: Figure) -> str:

@@ -1,5 +1,5 @@
-"""The waterfall of a step as a picture, a table and a sentence: what is lost, to what, and what
-recovers it."""
+"""The waterfall of a step as a figure, a table and a finding: lost time by cause, with the change
+that recovers it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak":
 _FASTER_FROM = 0.01
 _SCALED_FROM = 1.05
 _KINDS = {
-    "matmul": "matrix products",
+    "matmul": "matmuls",
     "attention": "attention",
-    "memory": "all the rest",
+    "memory": "other operations",
     "optimizer": "AdamW",
 }
 
@@ -44,29 +44,29 @@ class Fall(NamedTuple):
     on_device: bool
     capped: Capped | None = None
     record: str = ""
-    """The id of the record that it is of."""
+    """The id of its record."""
 
 
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
-    """None where the record lacks the ceilings that an ideal time needs, or the model is somebody
-    else's. Where the same kernels were replayed as a CUDA graph, the total is that time."""
+    """The waterfall of a record; None without the ceilings that an ideal time needs, or for a
+    user's model. If the same kernels were replayed as a CUDA graph, the total is that time."""
     model = workload.shape
     if model is None:
         return None
     rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None
-    form = precision(workload.dtype)
+    policy = precision(workload.dtype)
     step = Step(
-        model, workload.batch, workload.context, form, workload.mode, workload.run_again()
-    )  # fmt: skip
+        model, workload.batch, workload.context, policy, workload.mode, workload.run_again()
+    )
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
     return Fall(workload, water, summary.on_device, power_capped(record), record.id)
 
 
 def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
-    """All as a table; the slowest and the fastest that does the same as pictures and in words."""
+    """A table of all; figures and findings of the slowest and of the fastest with its task."""
     if not falls:
         return ()
     shown = _slowest_and_fastest(falls)
@@ -75,8 +75,8 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
         *(_finding(fall) for fall in shown),
         *capped_finding(capped, tuple(fall.record for fall in falls if fall.capped)),
         *(
-            picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
-            for place, fall in enumerate(shown, start=1)
+            waterfall_figure(fall, f"{name}-waterfall" + (f"-{index}" if index > 1 else ""))
+            for index, fall in enumerate(shown, start=1)
         ),
         _times_table(falls, name),
         _shares_table(falls, name),
@@ -84,7 +84,7 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
 
 
 def _slowest_and_fastest(falls: Sequence[Fall]) -> list[Fall]:
-    """The fastest of all where nothing else does what the slowest does."""
+    """The slowest, and the fastest with the same task, or the fastest of all if it is alone."""
     slowest = max(falls, key=_taken)
     others = [fall for fall in falls if fall is not slowest]
     same = [fall for fall in others if _task(fall.workload) == _task(slowest.workload)]
@@ -99,8 +99,8 @@ def _task(w: Workload) -> tuple[object, ...]:
     return w.table, w.size, w.overrides, w.context, w.batch, w.mode
 
 
-def picture(fall: Fall, name: str) -> Timeline:
-    """Each cause begins where the one before it ended."""
+def waterfall_figure(fall: Fall, name: str) -> Timeline:
+    """Bars in which each cause begins where the previous one ended."""
     water = fall.water
     lanes, at = [], 0.0
     for kind, ms in water.ideal.items():
@@ -119,9 +119,9 @@ def picture(fall: Fall, name: str) -> Timeline:
         title=f"From the ideal to the measured step: {fall.workload.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Ideal: for each operation the longer of its FLOPs at the measured matrix rate and"
-        " its least bytes at the measured bandwidth. What follows is what the step takes beyond,"
-        " by cause; the parts add up to the measured time.",
+        caption="Ideal: for each operation the longer of its FLOPs at the measured matmul rate and"
+        " its minimum bytes at the measured bandwidth. The rest is the time beyond, by cause; the"
+        " parts add up to the measured time.",
     )
 
 
@@ -140,7 +140,7 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
     def share(cause: Cause, fall: Fall) -> float:
         return fall.water.parts[cause] / fall.water.measured_ms
 
-    made = table(
+    full_table = table(
         f"{name}-waterfall-shares",
         "The same as shares of the measured time",
         falls,
@@ -150,7 +150,7 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
             *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
         ],
     )
-    return keep_columns(made, _tells)
+    return keep_columns(full_table, _is_informative)
 
 
 def _times_table(falls: Sequence[Fall], name: str) -> Table:
@@ -158,14 +158,14 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
         return fall.water.parts[cause]
 
     def largest(fall: Fall) -> Cause | None:
-        found = fall.water.largest()
-        return found[0] if found else None
+        largest_part = fall.water.largest()
+        return largest_part[0] if largest_part else None
 
     def recovers(fall: Fall) -> str | None:
         cause = largest(fall)
         return remedy(cause, fall) if cause else None
 
-    made = table(
+    full_table = table(
         f"{name}-waterfall-table",
         "Where the time beyond the ideal goes",
         falls,
@@ -178,10 +178,10 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
             col("largest", largest),
             col("what recovers it", recovers),
         ],
-        caption="Beyond its ideal time each part takes so many milliseconds; below zero, a part is"
-        " faster than its ideal, which happens where a measured ceiling is too low.",
+        caption="Milliseconds of each part beyond its ideal time; below zero, a part is faster than"
+        " its ideal, which happens if a measured ceiling is too low.",
     )
-    return keep_columns(made, _tells)
+    return keep_columns(full_table, _is_informative)
 
 
 def _of_the_limit(fall: Fall) -> float:
@@ -192,8 +192,8 @@ def _short(cause: Cause) -> str:
     return _SHORT_NAMES.get(cause, cause)
 
 
-def _tells(column: Column, cells: tuple[Cell, ...]) -> bool:
-    """A cause that takes no time in any step, and a mode that all have, need no column."""
+def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
+    """True unless a cause takes no time in any step, or all steps have the same mode."""
     if column.title == "mode":
         return len(set(cells)) > 1
     if column.title in map(_short, CAUSES):
@@ -203,7 +203,7 @@ def _tells(column: Column, cells: tuple[Cell, ...]) -> bool:
 
 def _finding(fall: Fall) -> Finding:
     water = fall.water
-    found = water.largest()
+    largest = water.largest()
     lost = water.parts["unattributed"]
     faster = water.faster_ms > _FASTER_FROM * water.measured_ms
     scaled = water.traced_over_timed > _SCALED_FROM
@@ -214,8 +214,8 @@ def _finding(fall: Fall) -> Finding:
             "step": fall.workload.name,
             "ideal_ms": water.ideal_ms,
             "measured_ms": water.measured_ms,
-            "largest": found[0] if found else None,
-            "largest_ms": found[1] if found else None,
+            "largest": largest[0] if largest else None,
+            "largest_ms": largest[1] if largest else None,
             "faster_ms": water.faster_ms,
             "traced_over_timed": water.traced_over_timed,
             "unattributed_ms": lost,
@@ -231,8 +231,8 @@ def _finding(fall: Fall) -> Finding:
 
 def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
     water = fall.water
-    if found := water.largest():
-        cause, ms = found
+    if largest := water.largest():
+        cause, ms = largest
         yield (
             f"The largest recoverable part is {cause}: {duration(ms)},"
             f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
@@ -240,8 +240,8 @@ def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iter
     if faster:
         yield (
             f"Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
-            " were measured too low, perhaps on a busy machine, so that the ideal and the parts"
-            " beyond it come to more than the step."
+            " were measured too low, perhaps on a busy machine, so the ideal and the parts beyond"
+            " it exceed the step."
         )
     if scaled:
         yield (
@@ -254,44 +254,44 @@ def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iter
 
 
 def remedy(cause: Cause, fall: Fall) -> str:
-    """What takes that part away, of what this step does not do yet."""
-    w, form = fall.workload, precision(fall.workload.dtype)
+    """The change that removes that part, among those that this step does not use yet."""
+    w, policy = fall.workload, precision(fall.workload.dtype)
     plain = w.compile == "no" and not w.fused
-    passes = f"{'fused pieces or ' * fall.on_device}torch.compile"
+    passes = f"{'fused kernels or ' * fall.on_device}torch.compile"
     if cause == "matmuls below peak":
-        if form.compute == "float32" and fall.on_device:
-            return "a lower number format: tf32, or bfloat16 autocast"
+        if policy.compute == "float32" and fall.on_device:
+            return "a lower-precision dtype: tf32, or bfloat16 autocast"
         lost = fall.water.attention_lost_ms
         if w.attention == "reference" and lost >= 0.5 * fall.water.parts[cause]:
             return "flash attention, which does half of the work under a causal mask"
         others = [
-            *(["joined projections"] if w.compile == "no" and not w.joined else []),
+            *(["fused QKV and gate/up projections"] if w.compile == "no" and not w.joined else []),
             *(
-                ["the fastest kernel for each shape"]
+                ["autotuned GEMMs"]
                 if w.compile == "no" and not w.searched and fall.on_device
                 else []
             ),
         ]
-        return ", ".join(["larger products: more tokens in a step", *others])
+        return ", ".join(["larger GEMMs: more tokens in a step", *others])
     if cause == "memory-bound operations":
         model = w.model()
         scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
         logits = model.vocab if w.loss == "plain" and w.mode != "forward" else 0
         if scores > logits:
-            return f"flash attention, which keeps no scores; then {passes}"
+            return f"flash attention, which stores no scores; then {passes}"
         if logits and (plain or scores):
-            return f"the fused loss, which keeps no logits; then {passes}"
+            return f"the fused loss, which stores no logits; then {passes}"
         if plain:
             return f"{passes}: fewer passes over the activations"
         if logits:
-            return "the fused loss, which keeps no logits"
-        if form.autocast and not form.narrow_stream:
-            return "a residual stream in bfloat16 too: half of the bytes of the norms"
-        return "fewer activations, or narrower ones"
+            return "the fused loss, which stores no logits"
+        if policy.autocast and not policy.narrow_stream:
+            return "a residual stream in bfloat16: half of the bytes of the norms"
+        return "fewer or narrower activations"
     if cause == "casts and copies":
-        if form.autocast:
+        if policy.autocast:
             return "bfloat16 weights with float32 master weights: nothing is cast in the step"
-        return "layouts that the next operation reads as they are"
+        return "layouts that the next operation reads without a copy"
     if cause == "launch gaps":
         if w.graph or not fall.on_device:
             return "a larger batch"
@@ -299,12 +299,12 @@ def remedy(cause: Cause, fall: Fall) -> str:
     if cause == "optimizer":
         in_one_pass = w.optimizer in ("torch-fused", "stepscope-fused")
         if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not fall.on_device):
-            return "a larger batch: an update does not grow with it"
+            return "a larger batch: the time of an update does not grow with it"
         if in_one_pass:
-            return "updates beside the backward: stepscope-in-backward"
+            return "optimizer-in-backward: stepscope-in-backward"
         return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
     return {
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
-        "communication": "sending while the backward goes on, in larger buckets",
+        "communication": "communication overlapped with the backward, in larger buckets",
         "unattributed": "",
     }[cause]

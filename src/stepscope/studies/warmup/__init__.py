@@ -1,10 +1,10 @@
-"""What do the first steps cost, and how many must be left out of a measurement?
+"""Cost of the first steps, and how many of them a measurement must leave out.
 
     stepscope run warmup --size small --context 256
 
 Every case starts in a fresh process: one that has already run a step shows no warm-up. Each step is
-timed with marks between its phases from the very first on; the first `warmup` of them are kept
-apart, as a benchmark with that many warm-up steps would.
+timed with marks between its phases, starting with the first; the first `warmup` steps are stored
+separately, as in a benchmark with that many warm-up steps.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Warmup(Study[WarmupFlags, WarmupCase]):
 
         return measure_warmup(case, bench)
 
-    def post_mortem(self, case: WarmupCase, bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(case.config, bench, said)
+    def post_mortem(self, case: WarmupCase, bench: Bench, message: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, message)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.warmup.view import warmup_blocks

@@ -8,18 +8,20 @@ from stepscope.studies.training.workload import Workload, WorkloadFlags
 
 
 class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to measure: every combination of the values is a case."""
+    """Sweep of the warm-up study: every combination of the values is a case."""
 
     warmup: tuple[int, ...] = (0, 1, 2, 5)
     """Numbers of warm-up steps to try."""
     steps: int = 10
-    """Samples after them."""
+    """Samples after the warm-up steps."""
 
     def __post_init__(self) -> None:
         if self.steps < 4:
-            raise UsageError(f"steps is {self.steps}", "telling first from steady steps takes 4")
-        meant = "give numbers of steps, such as 0 1 2 5"
-        check_each("warmup", self.warmup, lambda steps: steps >= 0, meant)
+            raise UsageError(
+                f"steps is {self.steps}", "it must be at least 4 to find the steady state"
+            )
+        hint = "give numbers of steps, such as 0 1 2 5"
+        check_each("warmup", self.warmup, lambda steps: steps >= 0, hint)
 
 
 class WarmupCase(Workload, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Times the steps of a fresh process, from the very first on."""
+"""Time the steps of a fresh process, starting with the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings, the curve of the first steps and the table of the warm-up study. Pure."""
+"""Findings, first-steps figure and table of the warm-up study. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Process:
 
     def __init__(self, result: Result[WarmupCase]) -> None:
         self.record, self.case = result
-        # By the host's clock: the costs of first steps are mostly the host's.
+        # Host clock: the cost of the first steps is mostly on the host.
         series = self.record.find("step", "host")
         self.steps = (*series.warmup, *series.values) if series and series.values else ()
 
@@ -56,7 +56,7 @@ def _first_step(name: str, processes: Sequence[Process]) -> Finding:
     extra = summarize([process.settling.extra for process in processes]).median
     values = {"first_ms": first, "steady_ms": steady, "extra_ms": extra}
     many = len(processes) > 1
-    where = f"by the medians of {len(processes)} fresh processes" if many else "in its process"
+    where = f"median of {len(processes)} fresh processes" if many else "in its process"
     text = (
         f"{name}, {where}: the first step takes {duration(first)},"
         f" {number(first / steady, 3)}× a steady one ({duration(steady)}), and the steps before"
@@ -79,7 +79,7 @@ def _first_step(name: str, processes: Sequence[Process]) -> Finding:
 
 
 def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
-    """Steady steps of fresh processes that differ from each other: none of them is steady."""
+    """A finding if the steady steps of fresh processes differ: then none of them is steady."""
     steady = {
         name: [process.settling.steady for process in members] for name, members in groups.items()
     }
@@ -95,21 +95,21 @@ def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
         code="warmup.unlike-processes",
         values={"step": name, "fastest_ms": low, "slowest_ms": high},
         records=_ids(groups[name]),
-        text=f"How many warm-up steps this machine needs cannot be told: after its first steps"
-        f" {name} takes {duration(low)} in one fresh process and {duration(high)} in another. End"
-        " other work on the machine and measure again.",
+        text=f"The number of warm-up steps that this machine needs is unknown: after its first"
+        f" steps {name} takes {duration(low)} in one fresh process and {duration(high)} in another."
+        " Stop other work on the machine and measure again.",
         tone="warn",
     )
 
 
 def _needed(processes: Sequence[Process]) -> Finding:
-    """How many steps the slowest process needs until it is steady."""
+    """Number of steps until the slowest process is steady."""
     if not all_good(process.record for process in processes):
         return Finding(
             code="warmup.steps-unknown",
             values={"processes": len(processes)},
             records=_ids(processes),
-            text="How many warm-up steps this machine needs cannot be told.",
+            text="The number of warm-up steps that this machine needs is unknown.",
             tone="warn",
         )
     most = max(process.settling.steps for process in processes)
@@ -145,7 +145,7 @@ def _figure(processes: Sequence[Process]) -> Iterator[Figure]:
         x_label="step",
         y_label="time, × a steady step",
         y_log=True,
-        caption="No warm-up left out; 1 is the median of the second half.",
+        caption="All steps, warm-up included; 1 is the median of the second half.",
     )
 
 
@@ -160,8 +160,10 @@ def _table(processes: Sequence[Process]) -> Table:
             col("dtype", lambda r: r.case.dtype, key=True),
             col("warm-up steps", lambda r: r.case.warmup, "count", key=True),
             col(
-                "first step", lambda r: r.steps[0], unit="ms",
-                hint="the very first step of the process, whether left out or not",
+                "first step",
+                lambda r: r.steps[0],
+                unit="ms",
+                hint="the first step of the process, whether it was left out or not",
             ),
             *(
                 col(f"{phase} {what}", partial(_statistic, phase, what), unit="ms")
@@ -169,9 +171,9 @@ def _table(processes: Sequence[Process]) -> Table:
                 for what in ("mean", "std")
             ),
         ],
-        caption="Every row is a fresh process; mean and standard deviation of what comes after the"
+        caption="Every row is a fresh process: mean and standard deviation of the samples after the"
         " warm-up steps.",
-    )  # fmt: skip
+    )
 
 
 def _statistic(phase: str, what: str, process: Process) -> float | None:
