@@ -41,19 +41,23 @@ def _made(case: StepCase, changes: dict[str, Any], **parts: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
     made = {"series": ()} if failed else parts
     return record(
-        study="step", case=case.key, config=case.config,
+        study="step",
+        case=case.key,
+        config=case.config,
         **{"ceilings": CEILINGS} | made | changes,
-    )  # fmt: skip
+    )
 
 
 def rung_record(
-    rung: str = "start", how: str = "start", *, step: float = 100.0, size: str = "small",
+    rung: str = "start",
+    how: str = "start",
+    *,
+    step: float = 100.0,
+    size: str = "small",
     **changes: Any,
-) -> Record:  # fmt: skip
+) -> Record:
     """A rung that took `step` ms."""
-    (case,) = (
-        c for c in _cases("ladder", size=(size,)) if (c.rung, c.how) == (rung, how)
-    )  # fmt: skip
+    (case,) = (c for c in _cases("ladder", size=(size,)) if (c.rung, c.how) == (rung, how))
     return _made(case, changes, series=(times("step", step), times("step", step, "host")))
 
 
@@ -70,17 +74,22 @@ def waterfall_record(
     series = [times("step", step), times("step", step, "host")]
     series += [times("replay", replay)] if replay is not None else []
     return _made(
-        case, changes, series=tuple(series),
+        case,
+        changes,
+        series=tuple(series),
         attachments={"profile": msgspec.to_builtins(summarize(training_step().read()))},
-    )  # fmt: skip
+    )
 
 
 def step_race_record(
-    name: str = "2.7b-512", took: Mapping[str, float] | None = None, *,
+    name: str = "2.7b-512",
+    took: Mapping[str, float] | None = None,
+    *,
     peaks: Mapping[str, float] | None = None,
     drawn: Mapping[str, tuple[float, float, float]] | None = None,
-    consecutive: Mapping[str, Sequence[float]] | None = None, **changes: Any,
-) -> Record:  # fmt: skip
+    consecutive: Mapping[str, Sequence[float]] | None = None,
+    **changes: Any,
+) -> Record:
     """A race with these times in ms for interleaved samples; peaks by side in GiB.
 
     `drawn` has the watts, ms and MHz of each side's energy measurement; `consecutive` the median
@@ -116,9 +125,12 @@ def step_race_record(
         "excluded": {"peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
     }
     return _made(
-        case, changes, series=(*samples, *blocks), attachments=attachments,
+        case,
+        changes,
+        series=(*samples, *blocks),
+        attachments=attachments,
         quantities=tuple(quantities),
-    )  # fmt: skip
+    )
 
 
 def tiny_race_case(**changes: Any) -> StepRaceCase:
@@ -136,9 +148,15 @@ def tiny_race_case(**changes: Any) -> StepRaceCase:
 
 
 def compile_record(
-    kind: str = "model", *, eager: float = 30.0, compiled: float = 20.0, cold_s: float = 10.0,
-    warm_s: float | None = None, found: Mapping[str, float] | None = None, **changes: Any,
-) -> Record:  # fmt: skip
+    kind: str = "model",
+    *,
+    eager: float = 30.0,
+    compiled: float = 20.0,
+    cold_s: float = 10.0,
+    warm_s: float | None = None,
+    found: Mapping[str, float] | None = None,
+    **changes: Any,
+) -> Record:
     """A case of the compile study whose steps took so many ms, a third of it forward.
 
     `found` has values of quantities by name.
@@ -160,7 +178,8 @@ def compile_record(
     shares = {"step": 1.0, "forward": 0.3, "backward": 0.6}
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="compile", config=case.config,
+        study="compile",
+        config=case.config,
         **{
             "series": ()
             if failed
@@ -175,7 +194,7 @@ def compile_record(
             "case": case.key,
         }
         | changes,
-    )  # fmt: skip
+    )
 
 
 def energy_lines() -> list[dict[str, Any]]:

@@ -26,9 +26,15 @@ from study_records import attention_record
 
 def workload(**changes: object) -> AttentionWorkload:
     fields: dict[str, object] = {
-        "attention": "reference", "batch": 2, "heads": 3, "seq": 20, "head": 8,
-        "dtype": "float32", "causal": False, "mode": "both",
-    }  # fmt: skip
+        "attention": "reference",
+        "batch": 2,
+        "heads": 3,
+        "seq": 20,
+        "head": 8,
+        "dtype": "float32",
+        "causal": False,
+        "mode": "both",
+    }
     return AttentionWorkload(**fields | changes)  # type: ignore[arg-type]
 
 
@@ -157,8 +163,10 @@ def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
 def test_each_mode_times_what_it_says(mode: str) -> None:
     step = AttentionStep(workload(mode=mode), pick_device("cpu"))
     assert [p.name for p in step.phases()] == {
-        "forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"],
-    }[mode]  # fmt: skip
+        "forward": ["forward"],
+        "backward": ["backward"],
+        "both": ["forward", "backward"],
+    }[mode]
     step.reset()
     # A lone backward finds its forward done; the others start from nothing.
     assert (step._out is not None) == (mode == "backward")
@@ -167,9 +175,10 @@ def test_each_mode_times_what_it_says(mode: str) -> None:
     if mode != "forward":
         truth = torch.nn.functional.scaled_dot_product_attention(step.q, step.k, step.v)
         for got, wanted in zip(
-            step._gradients, torch.autograd.grad(truth, (step.q, step.k, step.v), step.grad),
+            step._gradients,
+            torch.autograd.grad(truth, (step.q, step.k, step.v), step.grad),
             strict=True,
-        ):  # fmt: skip
+        ):
             torch.testing.assert_close(got, wanted)
 
 
@@ -339,9 +348,17 @@ def test_cases_are_read_from_the_configs_of_their_records() -> None:
     assert first.key == "reference_b8_h1_s256_d16_float32_full_forward"
     assert (first.needs, first.warmup, first.steps) == (("float32",), 5, 20)
     assert first.config == {
-        "attention": "reference", "batch": 8, "heads": 1, "seq": 256, "head": 16,
-        "dtype": "float32", "causal": False, "mode": "forward", "warmup": 5, "steps": 20,
-    }  # fmt: skip
+        "attention": "reference",
+        "batch": 8,
+        "heads": 1,
+        "seq": 256,
+        "head": 16,
+        "dtype": "float32",
+        "causal": False,
+        "mode": "forward",
+        "warmup": 5,
+        "steps": 20,
+    }
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

@@ -166,9 +166,25 @@ def test_the_tracer_finds_one_graph_in_the_model_and_no_break(tmp_path: Path) ->
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli(
-        "run", "compile", "--part", "trace", "--size", "tiny", "--context", "8", "--batch", "1",
-        "--vocab", "32", "--compile", "model", "--attention", "sdpa", "--device", "cpu",
-    )  # fmt: skip
+        "run",
+        "compile",
+        "--part",
+        "trace",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--vocab",
+        "32",
+        "--compile",
+        "model",
+        "--attention",
+        "sdpa",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     (record,) = cli.records()
     assert (record.quantity("graphs"), record.quantity("breaks")) == (1, 0)

@@ -22,10 +22,15 @@ def test_the_whole_grid_is_what_the_study_promises() -> None:
     counted = Counter(case.attention for case in single)
     # lengths × head dimensions × dtypes
     assert counted == {
-        "triton": 10 * 4 * 2, "sdpa_efficient": 10 * 4 * 2, "reference": 10 * 4 * 2,
-        "sdpa_flash": 10 * 4, "sdpa_cudnn": 10 * 4, "tiled": 6 * 4 * 2,
-        "flex": 10 * 2 * 2, "compiled": 8 * 2 * 2,
-    }  # fmt: skip
+        "triton": 10 * 4 * 2,
+        "sdpa_efficient": 10 * 4 * 2,
+        "reference": 10 * 4 * 2,
+        "sdpa_flash": 10 * 4,
+        "sdpa_cudnn": 10 * 4,
+        "tiled": 6 * 4 * 2,
+        "flex": 10 * 2 * 2,
+        "compiled": 8 * 2 * 2,
+    }
     many = {Shape.parse(text).sizes for text in FlashFlags().shape}
     assert many >= {"1,16,16384,64", "2,16,16384,128", "4,32,2048,80", "1,16,4096,64"}
     assert all(case.causal and case.mode == "both" for case in single)
@@ -119,19 +124,47 @@ def test_keys_and_configs_stay_as_records_have_them() -> None:
     first = {type(case): case for case in reversed(STUDY.cases(FlashFlags()))}
     assert first[GridCase].key == "triton_b1_h1_s128_d16_bfloat16_causal"
     assert first[GridCase].config == {
-        "kind": "grid", "attention": "triton", "batch": 1, "heads": 1, "seq": 128, "head": 16,
-        "dtype": "bfloat16", "causal": True, "mode": "both", "warmup": 2, "steps": 5,
+        "kind": "grid",
+        "attention": "triton",
+        "batch": 1,
+        "heads": 1,
+        "seq": 128,
+        "head": 16,
+        "dtype": "bfloat16",
+        "causal": True,
+        "mode": "both",
+        "warmup": 2,
+        "steps": 5,
         "min_seconds": 0.05,
-    }  # fmt: skip
+    }
     assert first[AttentionRaceCase].key == "race_b1_h1_s128_d64_bfloat16_causal"
     assert first[AttentionRaceCase].config == {
-        "kind": "race", "batch": 1, "heads": 1, "seq": 128, "head": 64, "dtype": "bfloat16",
-        "causal": True, "racers": FlashFlags().racers, "back_to_back": 20, "host_ahead": True,
-        "warmup": 2, "rounds": 20, "min_seconds": 0.5,
-    }  # fmt: skip
+        "kind": "race",
+        "batch": 1,
+        "heads": 1,
+        "seq": 128,
+        "head": 64,
+        "dtype": "bfloat16",
+        "causal": True,
+        "racers": FlashFlags().racers,
+        "back_to_back": 20,
+        "host_ahead": True,
+        "warmup": 2,
+        "rounds": 20,
+        "min_seconds": 0.5,
+    }
     assert first[TilesCase].key == "tiles_forward_d64"
     assert first[TilesCase].config == {
-        "kind": "tiles", "pass": "forward", "batch": 1, "heads": 16, "seq": 4096, "head": 64,
-        "dtype": "bfloat16", "causal": True, "sizes": (16, 32, 64, 128), "warps": 4, "samples": 7,
-    }  # fmt: skip
+        "kind": "tiles",
+        "pass": "forward",
+        "batch": 1,
+        "heads": 16,
+        "seq": 4096,
+        "head": 64,
+        "dtype": "bfloat16",
+        "causal": True,
+        "sizes": (16, 32, 64, 128),
+        "warps": 4,
+        "samples": 7,
+    }
     assert {case.needs for case in first.values()} == {("bfloat16",)}

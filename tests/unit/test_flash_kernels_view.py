@@ -68,9 +68,10 @@ class TestTiles:
 
     def test_the_square_shows_time_spills_and_what_does_not_fit(self) -> None:
         made = tiles_record(
-            took={"chosen": 0.3, "16x16": 0.9, "16x128": 0.5}, spills={"16x128": 12},
+            took={"chosen": 0.3, "16x16": 0.9, "16x128": 0.5},
+            spills={"16x128": 12},
             out={"128x128": "does not fit: out of resource: shared memory"},
-        )  # fmt: skip
+        )
         rows = table([made], "flash-tiles-forward-d64")
         assert [row["query rows"] for row in rows] == [16, 32, 64, 128]
         assert rows[0]["16 keys"] == pytest.approx(0.9)
@@ -93,8 +94,9 @@ class TestTiles:
         assert (first["registers"], first["spills"], first["blocks"]) == (168, 0, 2)
         assert (first["twice the keys"], first["half the keys"]) == (None, pytest.approx(0.4))
         assert (first["fastest, ms"], first["slowest, ms"]) == (
-            "64\u00a0×\u00a0128,\u00a00.310", "16\u00a0×\u00a016,\u00a00.900",
-        )  # fmt: skip
+            "64\u00a0×\u00a0128,\u00a00.310",
+            "16\u00a0×\u00a016,\u00a00.900",
+        )
         assert (first["spilling"], first["did not run"]) == (0, 13)
 
     def test_a_chosen_tile_that_loses_is_told(self) -> None:

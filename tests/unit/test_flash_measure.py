@@ -49,8 +49,10 @@ def grid(attention: str, **flags: Any) -> Measurement:
 def test_a_cell_holds_three_passes_with_what_they_count() -> None:
     made = grid("sdpa")
     assert [(s.name, s.clock, len(s.values)) for s in made.series] == [
-        ("both", "host", 5), ("forward", "host", 5), ("backward", "host", 5),
-    ]  # fmt: skip
+        ("both", "host", 5),
+        ("forward", "host", 5),
+        ("backward", "host", 5),
+    ]
     assert all(len(series.warmup) == 2 for series in made.series)
     forward = 4 * 64 * 64 * 16 / 2
     passes = ("forward", "backward", "")
@@ -197,10 +199,11 @@ class Launches:
             if tile.m * tile.n * tile.stages > self.most:
                 raise OutOfResources(tile.stages * 1000, self.most, "shared memory")
             kernel = SimpleNamespace(
-                name=f"{kind}_kernel", n_regs=100, n_spills=tile.m // 64, metadata=SimpleNamespace(
-                    shared=tile.m * tile.n
-                ),
-            )  # fmt: skip
+                name=f"{kind}_kernel",
+                n_regs=100,
+                n_spills=tile.m // 64,
+                metadata=SimpleNamespace(shared=tile.m * tile.n),
+            )
             self.held.append(SimpleNamespace(kind=kind, tile=tile, kernel=kernel))
 
     def profile(self, run: Any, device: object) -> tuple[KernelRun, ...]:

@@ -74,11 +74,12 @@ class TestSpeed:
     def test_short_lengths_count_with_the_host_inside(self) -> None:
         races = [
             race_record(
-                {"triton": 0.01, "sdpa": 0.02, "auto": 0.01}, f"1x1x{seq}x64",
+                {"triton": 0.01, "sdpa": 0.02, "auto": 0.01},
+                f"1x1x{seq}x64",
                 in_a_row={"triton": 0.2, "sdpa": wall, "auto": 0.1},
             )
             for seq, wall in ((128, 0.1), (256, 0.3))
-        ]  # fmt: skip
+        ]
         ours, auto = table(races, "flash-speed")
         assert "1,1,128,64" in ours["shape"]
         assert ours["measured"].value == pytest.approx(0.5)
@@ -171,8 +172,9 @@ class TestGrid:
         drawn = {b.name: b for b in STUDY.view(records) if isinstance(b, Figure)}
         assert set(drawn) == {
             *(f"flash-rate-{form}-d{d}" for form in ("bfloat16", "float32") for d in (64, 128)),
-            "flash-memory-bfloat16", "flash-memory-float32",
-        }  # fmt: skip
+            "flash-memory-bfloat16",
+            "flash-memory-float32",
+        }
         figure = drawn["flash-rate-bfloat16-d64"]
         assert [curve.label for curve in figure.curves] == ["triton", "sdpa_efficient"]
         scale = 1e12 if figure.y_label.endswith("TFLOP/s") else 1e9
@@ -271,15 +273,20 @@ class TestGrid:
 
     def test_ours_against_the_fastest_other_by_who_decides(self) -> None:
         records = [
-            flash_record(seq=4096, both=1.0), flash_record("flex", seq=4096, both=0.8),
+            flash_record(seq=4096, both=1.0),
+            flash_record("flex", seq=4096, both=0.8),
             flash_record("sdpa_flash", seq=4096, both=2.0),
-            flash_record(seq=8192, both=1.0), flash_record("flex", seq=8192, both=1.5),
-            flash_record(seq=512, both=1.0), flash_record("flex", seq=512, both=0.5, issued=0.4),
-        ]  # fmt: skip
+            flash_record(seq=8192, both=1.0),
+            flash_record("flex", seq=8192, both=1.5),
+            flash_record(seq=512, both=1.0),
+            flash_record("flex", seq=512, both=0.5, issued=0.4),
+        ]
         rows = table(records, "flash-fastest-peer")
         assert [(row["fastest other"], row["decided by"]) for row in rows] == [
-            ("flex", "host"), ("flex", "device"), ("flex", "device"),
-        ]  # fmt: skip
+            ("flex", "host"),
+            ("flex", "device"),
+            ("flex", "device"),
+        ]
         assert [row["ratio"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
         told = finding(records, "flash.fastest-peer").values
         assert (told["by_kernels"], told["faster"], told["behind"]) == (2, 1, 1)
@@ -327,8 +334,10 @@ class TestGrid:
             table(records, "flash-kernels"), key=lambda row: row["attention"], reverse=True
         )
         assert (ours["forward"], ours["backward"], ours["cells"]) == (
-            "forward_kernel", "query_kernel", 2,
-        )  # fmt: skip
+            "forward_kernel",
+            "query_kernel",
+            2,
+        )
         assert reference["forward"] == "none: products and a softmax"
 
 

@@ -67,9 +67,12 @@ def test_every_kernel_compiles_to_what_its_lever_is_about(tmp_path: Path) -> Non
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=400,
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 11

@@ -77,9 +77,15 @@ def test_without_triton_a_gpu_has_no_pairs(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "fields",
-    [{"lever": ("luck",)}, {"mib": -1}, {"mib": 10**6}, {"rows": 100}, {"rounds": 0},
-     {"warmup": -1}],
-)  # fmt: skip
+    [
+        {"lever": ("luck",)},
+        {"mib": -1},
+        {"mib": 10**6},
+        {"rows": 100},
+        {"rounds": 0},
+        {"warmup": -1},
+    ],
+)
 def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         LeversFlags(**fields)
@@ -104,14 +110,21 @@ def test_the_card_of_a_gpu_from_what_its_driver_answers() -> None:
 
 def planted_system(root: Path, cpuinfo: str) -> Path:
     for index, (level, kind, size) in enumerate(
-        (("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2048K"),
-         ("3", "Unified", "60M"))
-    ):  # fmt: skip
+        (
+            ("1", "Data", "48K"),
+            ("1", "Instruction", "32K"),
+            ("2", "Unified", "2048K"),
+            ("3", "Unified", "60M"),
+        )
+    ):
         folder = root / f"sys/devices/system/cpu/cpu0/cache/index{index}"
         folder.mkdir(parents=True)
         for name, text in (
-            ("level", level), ("type", kind), ("size", size), ("coherency_line_size", "64"),
-        ):  # fmt: skip
+            ("level", level),
+            ("type", kind),
+            ("size", size),
+            ("coherency_line_size", "64"),
+        ):
             (folder / name).write_text(text + "\n")
     (root / "proc").mkdir()
     (root / "proc/cpuinfo").write_text(cpuinfo)
@@ -122,9 +135,13 @@ def test_the_card_of_a_cpu_from_its_files(tmp_path: Path) -> None:
     text = "processor\t: 0\nflags\t\t: sse2 avx2 avx512f amx_tile\ncpu MHz\t\t: 2000.5\n\n"
     facts, words = cpu_facts(planted_system(tmp_path, text + text.replace("avx512f", "")))
     assert {name: value for name, (value, _) in facts.items()} == {
-        "l1_bytes": 48 << 10, "l2_bytes": 2 << 20, "l3_bytes": 60 << 20, "line_bytes": 64,
-        "clock_hz": 2.0005e9, "vector_bits": 512,
-    }  # fmt: skip
+        "l1_bytes": 48 << 10,
+        "l2_bytes": 2 << 20,
+        "l3_bytes": 60 << 20,
+        "line_bytes": 64,
+        "clock_hz": 2.0005e9,
+        "vector_bits": 512,
+    }
     assert words == {"matrix instructions": "amx_tile"}
 
 
@@ -152,9 +169,14 @@ def test_the_view_says_gain_expectation_rates_and_shares() -> None:
 
 def test_each_form_is_held_against_the_rate_of_its_own_format() -> None:
     product = lever_record(
-        "precision", slow=4.0, fast=0.4, work=(140e9, "FLOP"), flops=(140e9, 140e9),
-        moved=(8e9, 2e9), formats=("float32", "bfloat16"),
-    )  # fmt: skip
+        "precision",
+        slow=4.0,
+        fast=0.4,
+        work=(140e9, "FLOP"),
+        flops=(140e9, 140e9),
+        moved=(8e9, 2e9),
+        formats=("float32", "bfloat16"),
+    )
     _, tables = viewed(product)
     (row,) = tables["levers"].rows
     assert row[4] == pytest.approx(700 / 50)
@@ -171,9 +193,12 @@ def test_a_lever_that_does_not_pay_is_said_to() -> None:
 
 def test_what_caches_serve_is_not_held_against_the_memory() -> None:
     tiled = lever_record(
-        "tiling", work=(17e9, "FLOP"), flops=(17e9, 17e9), moved=(34e9, 1e9),
+        "tiling",
+        work=(17e9, "FLOP"),
+        flops=(17e9, 17e9),
+        moved=(34e9, 1e9),
         formats=("float32", "float32"),
-    )  # fmt: skip
+    )
     said, tables = viewed(tiled)
     assert tables["levers"].rows[0][4] is None
     assert "by arithmetic and traffic" not in said
@@ -236,9 +261,19 @@ def test_the_command_measures_and_prints_the_table(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli(
-        "run", "levers", "--lever", "card", "coalescing", "fusion", "--mib", "1", "--rounds", "2",
-        "--device", "cpu",
-    )  # fmt: skip
+        "run",
+        "levers",
+        "--lever",
+        "card",
+        "coalescing",
+        "fusion",
+        "--mib",
+        "1",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     assert "Coalesced access" in done.stdout
     assert {record.case for record in cli.records()} == {"card", "coalescing_m1", "fusion_m1"}

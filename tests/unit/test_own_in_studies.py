@@ -60,10 +60,13 @@ def measured(case: PlannedCase) -> Record:
     study = find_study(case.study)
     found = study.measure(study.decode(case.config), QuietBench())
     made = record(
-        study=case.study, case=case.key, series=found.series,
-        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+        study=case.study,
+        case=case.key,
+        series=found.series,
+        notes=found.notes,
+        attachments=msgspec.to_builtins(found.attachments),
         environment=environment(device_kind="cpu", device_name="a CPU"),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(made, config=case.config, quantities=found.quantities)
 
 
@@ -221,9 +224,18 @@ def test_ranks_train_it_too(tmp_path: Path) -> None:
     command.know_ceilings()
     for study, more in (("ddp", ("--bucket-mb", "1")), ("fsdp", ())):
         done = command(
-            "run", study, "--model", "own_models:causal_lm", "--ranks", "2", "--rounds", "2",
-            "--device", "cpu", *more,
-        )  # fmt: skip
+            "run",
+            study,
+            "--model",
+            "own_models:causal_lm",
+            "--ranks",
+            "2",
+            "--rounds",
+            "2",
+            "--device",
+            "cpu",
+            *more,
+        )
         assert done.returncode == 0, done.stderr
     ddp, fsdp = command.records()
     assert (ddp.status, fsdp.status) == ("ok", "ok")

@@ -116,9 +116,15 @@ def test_the_view_compares_settings_with_the_first() -> None:
         " speed, and its peak goes from 2.00 GiB to 1.00 GiB."
     )
     assert dtype.values == {
-        "setting": "dtype", "value": "bfloat16", "base_value": "float32", "step_ms": 25.0,
-        "base_ms": 100.0, "speedup": 4.0, "peak_bytes": 1 << 30, "base_peak_bytes": 2 << 30,
-    }  # fmt: skip
+        "setting": "dtype",
+        "value": "bfloat16",
+        "base_value": "float32",
+        "step_ms": 25.0,
+        "base_ms": 100.0,
+        "speedup": 4.0,
+        "peak_bytes": 1 << 30,
+        "base_peak_bytes": 2 << 30,
+    }
     assert (dtype.tone, dtype.records) == ("good", ("first", "dtype"))
     assert batch.values["speedup"] == pytest.approx(4 / 3)
     assert "1.33× the speed for each sample" in batch.text
@@ -141,8 +147,14 @@ def test_a_case_without_a_result_keeps_its_settings() -> None:
     table = STUDY.headline([own_record(100.0), lost])
     assert table is not None
     assert table.rows[1] == (
-        "lab:build", 64, "float32", "no", "adamw", "OOM", *[None] * 8,
-    )  # fmt: skip
+        "lab:build",
+        64,
+        "float32",
+        "no",
+        "adamw",
+        "OOM",
+        *[None] * 8,
+    )
     *_, listed = STUDY.view([own_record(100.0), lost])
     assert isinstance(listed, Table)
     assert (listed.name, listed.rows) == ("own-lost", ((lost.case, "oom", "too large"),))

@@ -20,9 +20,13 @@ OPTIMIZER = OptimizerSetting(
     name="AdamW", of_torch=True, tensors=2, fused=False, foreach=None, knows_fused=True
 )
 SETTING = Setting(
-    models=("Net",), optimizers=(OPTIMIZER, OPTIMIZER), compiled=False,
-    parameter_formats={"float32": 10}, matmul_precision="highest", distributed=False,
-)  # fmt: skip
+    models=("Net",),
+    optimizers=(OPTIMIZER, OPTIMIZER),
+    compiled=False,
+    parameter_formats={"float32": 10},
+    matmul_precision="highest",
+    distributed=False,
+)
 
 
 def busy_device() -> Record:
@@ -34,8 +38,12 @@ def busy_device() -> Record:
 
 
 NOTES = (
-    "trace_missing", "traced_fewer", "memory_missing", "snapshot_missing", "recording_failed",
-)  # fmt: skip
+    "trace_missing",
+    "traced_fewer",
+    "memory_missing",
+    "snapshot_missing",
+    "recording_failed",
+)
 
 
 def with_notes() -> Record:

@@ -186,8 +186,11 @@ def test_pictures_show_overlap_ranks_and_buckets() -> None:
     timeline = next(block for block in shown if isinstance(block, Timeline))
     lanes = {lane.label: lane for lane in timeline.lanes}
     assert [s.label for s in lanes["naive: compute"].stretches] == [
-        "forward", "backward", "waiting", "optimizer",
-    ]  # fmt: skip
+        "forward",
+        "backward",
+        "waiting",
+        "optimizer",
+    ]
     assert len(lanes["naive: links"].stretches) == 6
     backward = lanes["overlap: compute"].stretches[1]
     assert lanes["overlap: links"].stretches[0].start < backward.end
@@ -196,8 +199,10 @@ def test_pictures_show_overlap_ranks_and_buckets() -> None:
     kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
     assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]
     assert {curve.label for figure in figures.values() for curve in figure.curves} >= {
-        "nvlink", "infiniband", "1,024 ranks over ethernet",
-    }  # fmt: skip
+        "nvlink",
+        "infiniband",
+        "1,024 ranks over ethernet",
+    }
 
 
 def test_a_batch_of_one_is_not_shared_out() -> None:
@@ -237,14 +242,20 @@ def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
 def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
     held = check_record()
     times = {
-        Sampled("alone", size=1000): 2.0, Sampled("alone", size=1_000_000): 10.0,
-        Sampled("pack", size=1000): 0.5, Sampled("pack", size=1_000_000): 1.0,
-        Sampled("issue"): 0.1, Sampled("agree"): 0.5,
-        Sampled("step", "no communication"): 100.0, Sampled("step", "flat"): 110.0,
+        Sampled("alone", size=1000): 2.0,
+        Sampled("alone", size=1_000_000): 10.0,
+        Sampled("pack", size=1000): 0.5,
+        Sampled("pack", size=1_000_000): 1.0,
+        Sampled("issue"): 0.1,
+        Sampled("agree"): 0.5,
+        Sampled("step", "no communication"): 100.0,
+        Sampled("step", "flat"): 110.0,
         # Four of each: 3 ms instead of 2, 6 instead of 4; both are done 1 and 2 ms late.
-        Sampled("packed", "4", 1000): 3.1, Sampled("packed", "4", 1_000_000): 6.1,
-        Sampled("beside", "4", 1000): 4.1, Sampled("beside", "4", 1_000_000): 12.0,
-    }  # fmt: skip
+        Sampled("packed", "4", 1000): 3.1,
+        Sampled("packed", "4", 1_000_000): 6.1,
+        Sampled("beside", "4", 1000): 4.1,
+        Sampled("beside", "4", 1_000_000): 12.0,
+    }
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
     recording = recording_of(held)
     assert recording is not None

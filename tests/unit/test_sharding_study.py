@@ -78,8 +78,11 @@ def test_stages_of_zero_divide_one_part_after_the_other() -> None:
     sums = {row[1]: row[-2] for row in stages.rows}
     assert [row[-1] for row in stages.rows] == [1.5 * GIB, 1.5 * GIB, 1.5 * GIB, 2.25 * GIB]
     assert sums == {
-        "none": 4 * GIB, "ZeRO 1": 2.5 * GIB, "ZeRO 2": 1.75 * GIB, "ZeRO 3": GIB,
-    }  # fmt: skip
+        "none": 4 * GIB,
+        "ZeRO 1": 2.5 * GIB,
+        "ZeRO 2": 1.75 * GIB,
+        "ZeRO 3": GIB,
+    }
 
 
 def test_the_figure_stacks_what_a_rank_holds() -> None:
@@ -99,16 +102,22 @@ def on_gpu(driver: dict[str, float]) -> Record:
     base = sharding_record()
     counters = (
         Quantity(
-            name=counter, variant=way, phase=f"after {place}", rank=rank, value=value + rank,
+            name=counter,
+            variant=way,
+            phase=f"after {place}",
+            rank=rank,
+            value=value + rank,
             unit="B",
         )
         for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
         for place in ("model", "forward", "backward", "step")
         for counter, value in (
-            ("allocated", allocated), ("reserved", 5 * GIB), ("driver", driver[way]),
+            ("allocated", allocated),
+            ("reserved", 5 * GIB),
+            ("driver", driver[way]),
         )
         for rank in (0, 1)
-    )  # fmt: skip
+    )
     peaks = (
         Quantity(name="allocated", variant=way, phase="peak", value=6 * GIB, unit="B")
         for way in ("unsharded", "broadcast")
@@ -141,16 +150,20 @@ def test_one_rank_is_said_to_share_with_nobody() -> None:
     found = finding("sharding.one-rank", ranks=1)
     assert found.text.startswith("small, 1 rank, gloo: one rank has nobody to share with")
     assert {one.code for one in shown(Finding, ranks=1)} == {
-        "sharding.one-rank", "sharding.against-torch",
-    }  # fmt: skip
+        "sharding.one-rank",
+        "sharding.against-torch",
+    }
 
 
 def test_a_way_that_torch_refuses_is_told_with_its_reason() -> None:
     refused = {"refused": {"torch ZeRO": "no such collective"}}
     found = finding("sharding.refused", attachments=refused)
     assert found.values == {
-        "ranks": 2, "backend": "gloo", "way": "torch ZeRO", "reason": "no such collective",
-    }  # fmt: skip
+        "ranks": 2,
+        "backend": "gloo",
+        "way": "torch ZeRO",
+        "reason": "no such collective",
+    }
     assert found.tone == "warn"
     assert (
         found.sentence == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"

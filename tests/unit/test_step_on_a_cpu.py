@@ -49,8 +49,26 @@ def test_on_a_cpu_the_quick_cases_stand_for_defaults_that_nobody_gave() -> None:
 def test_on_a_cpu_the_ladder_has_what_applies_and_rows_for_the_rest(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    words = ("run", "step", "--part", "ladder", "--size", "tiny", "--context", "8", "--batch", "1",
-             "--vocab", "32", "--layers", "1", "--min-seconds", "0", "--device", "cpu")  # fmt: skip
+    words = (
+        "run",
+        "step",
+        "--part",
+        "ladder",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--vocab",
+        "32",
+        "--layers",
+        "1",
+        "--min-seconds",
+        "0",
+        "--device",
+        "cpu",
+    )
     done = cli(*words, "--rungs", "tf32", "flash", "--no-report")
     assert done.returncode == 0, done.stderr
     found = {record.config["rung"]: record.status for record in cli.records()}
@@ -61,13 +79,51 @@ def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Pat
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli(
-        "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
-        "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
-        "--race", "tiny-64", "--blocks", "2", "--block-seconds", "0.05", "--rounds", "1",
-        "--warmup", "0", "--steps", "1", "--min-seconds", "0",
-        "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
-        "--seeds", "0", "--json",
-    )  # fmt: skip
+        "run",
+        "step",
+        "--device",
+        "cpu",
+        "--part",
+        "ladder",
+        "loss",
+        "race",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--vocab",
+        "32",
+        "--rungs",
+        "flash",
+        "fused-optimizer",
+        "--race",
+        "tiny-64",
+        "--blocks",
+        "2",
+        "--block-seconds",
+        "0.05",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--steps",
+        "1",
+        "--min-seconds",
+        "0",
+        "--loss-size",
+        "tiny",
+        "--loss-context",
+        "8",
+        "--loss-steps",
+        "4",
+        "--loss-rungs",
+        "flash",
+        "--seeds",
+        "0",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
 

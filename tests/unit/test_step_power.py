@@ -77,9 +77,12 @@ def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
     for side in ("peer", "ours"):
         held = {one.name: one for one in made.quantities if one.variant == side}
         assert {name: quantity.unit for name, quantity in held.items()} == {
-            "joules": "J", "joules_resolution": "J", "power_w": "W", "unbroken_step_ms": "ms",
+            "joules": "J",
+            "joules_resolution": "J",
+            "power_w": "W",
+            "unbroken_step_ms": "ms",
             "sm_clock_mhz": "MHz",
-        }  # fmt: skip
+        }
         assert held["power_w"].value == pytest.approx(400.0)
         assert held["unbroken_step_ms"].value == pytest.approx(250.0)
         assert held["joules"].value == pytest.approx(100.0)
@@ -114,9 +117,13 @@ class TestPage:
         assert ours[9] == pytest.approx(41.5264 / 0.7)
         units = {column.title: column.unit for column in table.columns if column.unit}
         assert units == {
-            "energy": "J", "power": "W", "limit": "W", "SM clock": "MHz", "step": "ms",
+            "energy": "J",
+            "power": "W",
+            "limit": "W",
+            "SM clock": "MHz",
+            "step": "ms",
             "energy lasts": "ms",
-        }  # fmt: skip
+        }
 
     def test_a_side_at_the_cap_is_told_with_what_its_energy_allows(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
@@ -131,10 +138,12 @@ class TestPage:
         ]
         assert found["step.power-capped"].records == (record.id,)
         assert found["step.power-capped"].values == {
-            "race": "xl-512", "ours_joules": pytest.approx(41.5264),
-            "ours_lasts_ms": pytest.approx(41.5264 / 0.7), "peer_joules": pytest.approx(54.51),
+            "race": "xl-512",
+            "ours_joules": pytest.approx(41.5264),
+            "ours_lasts_ms": pytest.approx(41.5264 / 0.7),
+            "peer_joules": pytest.approx(54.51),
             "peer_lasts_ms": pytest.approx(54.51 / 0.7),
-        }  # fmt: skip
+        }
 
     def test_below_the_cap_no_limit_is_told(self) -> None:
         drawn = {"ours": (195.0, 5.5, 1980.0), "peer": (150.0, 12.0, 1980.0)}

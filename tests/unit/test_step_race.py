@@ -70,9 +70,12 @@ class TestRacers:
     def test_forms_save_less_where_peak_memory_is_compared(self) -> None:
         kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
         assert kept == {
-            ("ours", "norms"), ("ours", "gates"), ("narrow", "norms"), ("narrow", "gates"),
+            ("ours", "norms"),
+            ("ours", "gates"),
+            ("narrow", "norms"),
+            ("narrow", "gates"),
             ("spare", "inputs"),
-        }  # fmt: skip
+        }
         assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
 
     def test_the_long_context_has_the_fused_loss_on_both_sides_and_never_a_graph(self) -> None:
@@ -309,9 +312,10 @@ def test_turns_that_failed_are_told_beside_the_form_that_raced() -> None:
         races(STUDY.results([msgspec.structs.replace(record, attachments=failed)]))
     )
     assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
-        "a": "raced for its step alone, turns failed: OutOfMemoryError: full", "c": None,
+        "a": "raced for its step alone, turns failed: OutOfMemoryError: full",
+        "c": None,
         "b": "raced",
-    }  # fmt: skip
+    }
 
 
 def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> None:

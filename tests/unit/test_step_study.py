@@ -34,8 +34,9 @@ FIRST = start("small", "2025", 512, 4, {})
 def test_training_begins_again_with_master_weights_too() -> None:
     work = msgspec.structs.replace(
         start("tiny", "tiny", 8, 1, {"vocab": 32, "n_layers": 1}),
-        dtype="bfloat16-master", optimizer="stepscope-fused",
-    )  # fmt: skip
+        dtype="bfloat16-master",
+        optimizer="stepscope-fused",
+    )
     step = TransformerStep(work, CpuDevice())
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     step.run_phases()
@@ -77,8 +78,10 @@ class TestLadder:
     def test_rungs_come_in_the_ladder_s_order_and_the_climb_has_one_of_each(self) -> None:
         places = climbed(FIRST, ("flash", "tf32"))
         assert [(p.rung, p.how) for p in places] == [
-            ("start", "start"), ("tf32", "first"), ("flash", "so far"),
-        ]  # fmt: skip
+            ("start", "start"),
+            ("tf32", "first"),
+            ("flash", "so far"),
+        ]
 
     def test_keys_tell_all_cases_apart(self) -> None:
         cases = STUDY.cases(StepFlags(part=PARTS))
@@ -129,8 +132,9 @@ def test_steps_that_share_weights_train_the_same_ones() -> None:
     one.run_phases()
     two = TransformerStep(
         msgspec.structs.replace(first, attention="sdpa", loss="fused", optimizer="torch-fused"),
-        CpuDevice(), shares=one,
-    )  # fmt: skip
+        CpuDevice(),
+        shares=one,
+    )
     pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
     assert all(a is b for a, b in pairs)
     weight = two.model.head.weight
@@ -170,9 +174,14 @@ class TestPage:
         )
         assert gain.conclusion.startswith("Alone, ")
         assert gain.values == {
-            "ladder": "small at context 512, batch 4", "start_ms": 100.0, "best_ms": 25.0,
-            "times": 4.0, "up_to": "flash", "alone": "bf16", "alone_times": 2.0,
-        }  # fmt: skip
+            "ladder": "small at context 512, batch 4",
+            "start_ms": 100.0,
+            "best_ms": 25.0,
+            "times": 4.0,
+            "up_to": "flash",
+            "alone": "bf16",
+            "alone_times": 2.0,
+        }
         assert gain.records == ("start", "bf16", "flash", "flash-all")
         failed = held["step.not-measured"]
         assert (failed.records, failed.tone) == (("graph",), "info")
@@ -303,8 +312,9 @@ class TestPage:
         assert narrow[6].value == pytest.approx(1.75)
         found = self.blocks(record)["step.race-faster"]
         assert (found.values["narrow_ms"], found.values["narrow_times"]) == (
-            80.0, pytest.approx(1.75),
-        )  # fmt: skip
+            80.0,
+            pytest.approx(1.75),
+        )
         assert "With narrower dtypes it takes 80.0 ms, the peer 1.75 times as long." in found.text
 
     def test_a_race_that_shows_no_difference_has_no_winner(self) -> None:
@@ -394,8 +404,9 @@ def test_one_rung_can_be_trained_again_with_all_below_it() -> None:
 def test_ladders_of_several_sizes_stay_apart() -> None:
     records = [rung_record("start", "start", size=size) for size in ("small", "xl")]
     assert [ladder.name for ladder in ladders(STUDY.results(records))] == [
-        "small at context 512, batch 4", "xl at context 512, batch 4",
-    ]  # fmt: skip
+        "small at context 512, batch 4",
+        "xl at context 512, batch 4",
+    ]
 
 
 def test_a_ladder_of_a_changed_size_says_so() -> None:
@@ -403,8 +414,9 @@ def test_a_ladder_of_a_changed_size_says_so() -> None:
     config = plain.config | {"overrides": {"vocab": 1024}}
     changed = msgspec.structs.replace(plain, config=config)
     assert {ladder.name for ladder in ladders(STUDY.results([plain, changed]))} == {
-        "small at context 512, batch 4", "small (changed) at context 512, batch 4",
-    }  # fmt: skip
+        "small at context 512, batch 4",
+        "small (changed) at context 512, batch 4",
+    }
 
 
 def test_environment_decides_the_quick_share() -> None:

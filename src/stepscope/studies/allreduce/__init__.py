@@ -32,13 +32,16 @@ class AllReduce(Study[AllReduceFlags, AllReduceCase]):
     def cases(self, flags: AllReduceFlags) -> tuple[AllReduceCase, ...]:
         return tuple(
             AllReduceCase(
-                collective=collective, ranks=ranks, backend=backend, sizes=flags.sizes,
+                collective=collective,
+                ranks=ranks,
+                backend=backend,
+                sizes=flags.sizes,
                 rounds=flags.rounds,
             )
             for ranks in flags.ranks
             for backend in flags.backend
             for collective in flags.collective
-        )  # fmt: skip
+        )
 
     def measure(self, case: AllReduceCase, bench: Bench) -> Measurement:
         from stepscope.studies.allreduce.measure import measure_case

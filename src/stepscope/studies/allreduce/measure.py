@@ -38,11 +38,13 @@ def measure_case(study: str, case: AllReduceCase, bench: Bench) -> Measurement:
     )
     wrong = tuple(
         Quantity(
-            name="wrong", size=size, value=sum(result.wrong[size] for result in ranks),
+            name="wrong",
+            size=size,
+            value=sum(result.wrong[size] for result in ranks),
             unit="elements",
         )
         for size in case.sizes
-    )  # fmt: skip
+    )
     return Measurement(series=series, quantities=wrong, notes={"backend": ranks[0].backend})
 
 
@@ -88,11 +90,13 @@ def prepare(
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, torch.Tensor]] = {
         "all-reduce": (lambda: dist.all_reduce(whole), whole, total),
         "all-gather": (
-            lambda: all_gather(whole, own), whole.view(world.size, part), ranks[:, None],
+            lambda: all_gather(whole, own),
+            whole.view(world.size, part),
+            ranks[:, None],
         ),
         "reduce-scatter": (lambda: reduce_scatter(own, whole), own, total),
         "broadcast": (lambda: dist.broadcast(whole, 0), whole, ranks[0]),
-    }  # fmt: skip
+    }
     run, result, right = calls[collective]
 
     def wrong_elements() -> int:

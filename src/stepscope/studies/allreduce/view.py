@@ -125,8 +125,10 @@ def _single(sweep: Sweep) -> Finding:
     small, best, link = sweep.points[0], sweep.best, sweep.link
     took = duration(small.time.median)
     values: dict[str, Value] = {
-        "collective": sweep.case.collective, "bytes": small.size, "ms": small.time.median,
-    }  # fmt: skip
+        "collective": sweep.case.collective,
+        "bytes": small.size,
+        "ms": small.time.median,
+    }
     if best.bus_bandwidth is None:
         text = f"a call takes {took} ({bytes_(small.size)}); nothing goes over a link."
         return sweep.finding("one-rank", text, values)
@@ -163,16 +165,19 @@ def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
     return Finding(
         code="allreduce.compared",
         values={
-            "ranks": quick.case.ranks, "backend": quick.backend,
-            "quickest": quick.case.collective, "quickest_ms": first.time.median,
-            "slowest": slow.case.collective, "slowest_ms": last.time.median,
+            "ranks": quick.case.ranks,
+            "backend": quick.backend,
+            "quickest": quick.case.collective,
+            "quickest_ms": first.time.median,
+            "slowest": slow.case.collective,
+            "slowest_ms": last.time.median,
             **{f"busbw of {name}": width for name, width in carried.items()},
         },
         records=tuple(sweep.record.id for sweep in sweeps),
         text=f"{place}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",
-    )  # fmt: skip
+    )
 
 
 def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:

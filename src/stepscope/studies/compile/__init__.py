@@ -55,8 +55,10 @@ class Compile(Study[CompileFlags, CompileCase]):
 
     def cases(self, flags: CompileFlags) -> tuple[CompileCase, ...]:
         effort: dict[str, Any] = {
-            "warmup": flags.warmup, "rounds": flags.rounds, "warm": flags.warm,
-        }  # fmt: skip
+            "warmup": flags.warmup,
+            "rounds": flags.rounds,
+            "warm": flags.warm,
+        }
         models = tuple(workloads(flags, ("train-step",)))
         made: list[CompileCase] = []
         if "trace" in flags.part:
@@ -64,11 +66,18 @@ class Compile(Study[CompileFlags, CompileCase]):
         if "attention" in flags.part:
             made += [
                 AttentionCase(
-                    attention="reference", batch=flags.sequences, heads=1, seq=seq, head=head,
-                    dtype=precision(dtype).name, causal=flags.causal, mode="both", **effort,
+                    attention="reference",
+                    batch=flags.sequences,
+                    heads=1,
+                    seq=seq,
+                    head=head,
+                    dtype=precision(dtype).name,
+                    causal=flags.causal,
+                    mode="both",
+                    **effort,
                 )
                 for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
-            ]  # fmt: skip
+            ]
         if "model" in flags.part:
             made += [case_of(model, ModelCase, **effort) for model in models]
         return tuple(made)
@@ -106,11 +115,17 @@ class Compile(Study[CompileFlags, CompileCase]):
         published = (
             traced,
             change(models, size=("small",), compile=("block", "model"), warm=True),
-            change(models, size=("small",), dtype=("bfloat16",), compile=("model",), warm=True,
-                   compile_mode=("default", "reduce-overhead", "max-autotune")),
+            change(
+                models,
+                size=("small",),
+                dtype=("bfloat16",),
+                compile=("model",),
+                warm=True,
+                compile_mode=("default", "reduce-overhead", "max-autotune"),
+            ),
             change(models, size=("xl", "2.7b")),
             change(grid, head=(64,)),
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (models, grid),

@@ -135,9 +135,11 @@ def _again(case: TimedCase, device: Device) -> float:
     """The same first step in a process that has compiled nothing yet."""
     done = subprocess.run(
         [sys.executable, "-m", "stepscope.studies.compile.recompilation", device.kind],
-        input=msgspec.json.encode(case), capture_output=True, timeout=_AGAIN_WITHIN_S,
+        input=msgspec.json.encode(case),
+        capture_output=True,
+        timeout=_AGAIN_WITHIN_S,
         check=True,
-    )  # fmt: skip
+    )
     for line in reversed(done.stdout.splitlines()):
         # A library may print after it.
         with suppress(msgspec.DecodeError):
@@ -155,9 +157,13 @@ def _in_turns(
     for number in range(rounds):
         for form in forms if number % 2 == 0 else forms[::-1]:
             timing = time_step(
-                form.step.phases(), device, warmup=0, steps=1, inner_marks="always",
+                form.step.phases(),
+                device,
+                warmup=0,
+                steps=1,
+                inner_marks="always",
                 before=form.step.reset,
-            )  # fmt: skip
+            )
             for one in timing.series:
                 held.setdefault((form.name, one.name, one.clock), []).extend(one.values)
         bench.progress(number + 1, rounds, "rounds")

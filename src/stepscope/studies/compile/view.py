@@ -112,14 +112,17 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(
             code="compile.gain",
             values={
-                "best": _step_gain(best), "best_case": best.record.case,
-                "worst": _step_gain(worst), "worst_case": worst.record.case,
-                "cases": len(timed), "slower": len(slower),
+                "best": _step_gain(best),
+                "best_case": best.record.case,
+                "worst": _step_gain(worst),
+                "worst_case": worst.record.case,
+                "cases": len(timed),
+                "slower": len(slower),
             },
             records=_ids(timed),
             text=f"{text}.",
             tone="warn" if slower else "good",
-        )  # fmt: skip
+        )
         yield from _starved(timed)
         yield from _waiting(timed)
     late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
@@ -201,11 +204,14 @@ def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
     yield Finding(
         code="compile.first-step",
         values={
-            "case": longest.record.case, "cold_s": cold, "warm_s": warm, "pays_after": after,
+            "case": longest.record.case,
+            "cold_s": cold,
+            "warm_s": warm,
+            "pays_after": after,
         },
         records=(longest.record.id,),
         text=f"{text}.",
-    )  # fmt: skip
+    )
 
 
 def _told(row: Row) -> str:
@@ -246,13 +252,21 @@ def _parts(row: Row) -> dict[str, str]:
     case = row.case
     dtype = _SHORT.get(case.dtype, case.dtype)
     if isinstance(case, AttentionCase):
-        return {"length": f"{case.seq}", "head dimension": f"d {case.head}", "format": dtype,
-                "mask": "causal" if case.causal else ""}  # fmt: skip
+        return {
+            "length": f"{case.seq}",
+            "head dimension": f"d {case.head}",
+            "format": dtype,
+            "mask": "causal" if case.causal else "",
+        }
     return {
-        "size": case.size, "context": f"{case.context}", "batch": f"× {case.batch}",
-        "format": dtype, "compiled": row.scope, "mode": "" if row.mode == "default" else row.mode,
+        "size": case.size,
+        "context": f"{case.context}",
+        "batch": f"× {case.batch}",
+        "format": dtype,
+        "compiled": row.scope,
+        "mode": "" if row.mode == "default" else row.mode,
         "attention": case.attention,
-    }  # fmt: skip
+    }
 
 
 def _telling(cases: Sequence[dict[str, str]]) -> list[str]:

@@ -58,10 +58,13 @@ class DataParallel(Study[DDPFlags, DDPCase]):
         h200 = (
             DDPFlags(ranks=(1,), bucket_mb=(10.0,), rounds=5),
             DDPFlags(
-                ranks=(2,), backend=("gloo",), dtype=("float32", "bfloat16-pure"),
-                bucket_mb=(1.0, 100.0), rounds=5,
+                ranks=(2,),
+                backend=("gloo",),
+                dtype=("float32", "bfloat16-pure"),
+                bucket_mb=(1.0, 100.0),
+                rounds=5,
             ),
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (DDPFlags(size=("medium",), ranks=(2,)),),

@@ -126,12 +126,16 @@ def _fastest(
         f"{best} {rank} {duration(steps[best])} a step for {bytes_(size)} of gradients; without"
         f" communication it is {duration(alone)}.",
         {
-            "strategy": best, "step_ms": steps[best], "alone_ms": alone, "gradient_bytes": size,
-            "exposed_ms": exposed[best], "exposed_naive_ms": exposed.get("naive"),
+            "strategy": best,
+            "step_ms": steps[best],
+            "alone_ms": alone,
+            "gradient_bytes": size,
+            "exposed_ms": exposed[best],
+            "exposed_naive_ms": exposed.get("naive"),
             "alike": ", ".join(alike),
         },
         conclusion=" ".join(more),
-    )  # fmt: skip
+    )
 
 
 def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
@@ -211,7 +215,9 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
             label=f"{name}: {lane}",
             stretches=tuple(
                 LaneSpan(
-                    start=start, end=end, label=label,
+                    start=start,
+                    end=end,
+                    label=label,
                     group=label if lane == "compute" else "reduction",
                 )
                 for start, end, label in _readable(stretches)
@@ -220,7 +226,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         for name, held in timeline.items()
         for lane, stretches in held.items()
         if stretches
-    ]  # fmt: skip
+    ]
     if lanes:
         yield Timeline(
             name=f"ddp-timeline-{ways.record.case}",
@@ -252,15 +258,23 @@ def _table(known: Sequence[Ways]) -> Table:
             col("way", lambda r: r.way, key=True),
             step_column(),
             *cols(PHASES, lambda r, phase: r.of.phases(r.way).get(phase), unit="ms"),
-            col("communication", lambda r: r.of.median("communication", r.way), unit="ms",
-                hint="its reductions with nothing to hide behind"),
-            col("exposed", lambda r: None if r.way == ALONE else r.of.exposed(r.way), unit="ms",
-                hint="step minus the step without communication"),
+            col(
+                "communication",
+                lambda r: r.of.median("communication", r.way),
+                unit="ms",
+                hint="its reductions with nothing to hide behind",
+            ),
+            col(
+                "exposed",
+                lambda r: None if r.way == ALONE else r.of.exposed(r.way),
+                unit="ms",
+                hint="step minus the step without communication",
+            ),
             col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
         ],
         caption="Steps of the slowest rank in each round; all ways take turns in the same ranks."
         " Phases are those of the round whose step is the median.",
-    )  # fmt: skip
+    )
 
 
 def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:

@@ -33,8 +33,12 @@ CHOSEN = "chosen"
 """The variant of the tile that the table of tiles gives, with its own warps."""
 
 PUBLISHED_SHAPES = (
-    "1x16x16384x64", "4x16x4096x64", "4x16x4096x128", "2x16x16384x128", "8x16x1024x64",
-)  # fmt: skip
+    "1x16x16384x64",
+    "4x16x4096x64",
+    "4x16x4096x128",
+    "2x16x16384x128",
+    "8x16x1024x64",
+)
 MODEL_SHAPES = ("4x32x512x80", "4x32x2048x80")
 MANY_HEADS = (*PUBLISHED_SHAPES, *MODEL_SHAPES, "1x16x4096x64:float32")
 SHORT = tuple(f"1x1x{seq}x{head}" for head in (64, 128) for seq in (128, 256, 512, 1024))
@@ -46,9 +50,15 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     part: tuple[Part, ...] = PARTS
     """grid, race, tiles."""
     attention: tuple[str, ...] = (
-        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+        "triton",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "flex",
+        "compiled",
+        "reference",
         "tiled",
-    )  # fmt: skip
+    )
     """Implementations of the grid (`stepscope list attentions`)."""
     dtype: tuple[str, ...] = ("bfloat16", "float32")
     """bfloat16, float16, float32."""
@@ -61,8 +71,14 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     race: tuple[str, ...] = (*MANY_HEADS, *SHORT)
     """Shapes of the races."""
     racers: tuple[str, ...] = (
-        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa", "flex", "auto",
-    )  # fmt: skip
+        "triton",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "sdpa",
+        "flex",
+        "auto",
+    )
     """Implementations that race; one that cannot take a shape is noted."""
     tile_head: tuple[int, ...] = (64, 128)
     """Head dimensions of the tiles."""
@@ -101,9 +117,12 @@ class Shape(AttentionInputs, frozen=True, kw_only=True):
             )
         batch, heads, seq, head = map(int, parts)
         return cls(
-            batch=batch, heads=heads, seq=seq, head=head,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            head=head,
             dtype=precision(dtype or "bfloat16").name,
-        )  # fmt: skip
+        )
 
     @property
     def key(self) -> str:
@@ -115,9 +134,15 @@ class Shape(AttentionInputs, frozen=True, kw_only=True):
 
     def workload(self, attention: str) -> AttentionWorkload:
         return AttentionWorkload(
-            attention=attention, batch=self.batch, heads=self.heads, seq=self.seq,
-            head=self.head, dtype=self.dtype, causal=True, mode="both",
-        )  # fmt: skip
+            attention=attention,
+            batch=self.batch,
+            heads=self.heads,
+            seq=self.seq,
+            head=self.head,
+            dtype=self.dtype,
+            causal=True,
+            mode="both",
+        )
 
 
 class GridCase(AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", tag="grid"):
@@ -199,11 +224,13 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     return tuple(
         GridCase(
             **msgspec.structs.asdict(shape.workload(attention)),
-            warmup=flags.warmup, steps=flags.steps, min_seconds=flags.min_seconds,
+            warmup=flags.warmup,
+            steps=flags.steps,
+            min_seconds=flags.min_seconds,
         )
         for (shape, attention), reason in zip(cells, reasons, strict=True)
         if reason is None
-    )  # fmt: skip
+    )
 
 
 def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
@@ -212,14 +239,25 @@ def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
     for shape in map(Shape.parse, flags.race if flags.racers else ()):
         yield AttentionRaceCase(
             **msgspec.structs.asdict(shape),
-            racers=flags.racers, back_to_back=_CALLS_IN_A_ROW[shape.is_short], host_ahead=True,
-            warmup=flags.warmup, rounds=flags.rounds, min_seconds=flags.race_seconds,
-        )  # fmt: skip
+            racers=flags.racers,
+            back_to_back=_CALLS_IN_A_ROW[shape.is_short],
+            host_ahead=True,
+            warmup=flags.warmup,
+            rounds=flags.rounds,
+            min_seconds=flags.race_seconds,
+        )
 
 
 def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
     for head, kernel in itertools.product(flags.tile_head, PASSES):
         yield TilesCase(
-            kernel=kernel, batch=1, heads=16, seq=4096, head=head, dtype="bfloat16",
-            tile_sizes=(16, 32, 64, 128), warps=4, samples=7,
-        )  # fmt: skip
+            kernel=kernel,
+            batch=1,
+            heads=16,
+            seq=4096,
+            head=head,
+            dtype="bfloat16",
+            tile_sizes=(16, 32, 64, 128),
+            warps=4,
+            samples=7,
+        )

@@ -12,9 +12,15 @@ from stepscope.studies.flash.rows import GridRow
 
 _MEMORY_HEAD = 64
 _FIRST = (
-    "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+    "triton",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flex",
+    "compiled",
+    "reference",
     "tiled",
-)  # fmt: skip
+)
 _ORDER = (*_FIRST, *(name for name in IMPLEMENTATION_NAMES if name not in _FIRST))
 """An implementation has the same colour in every figure, and those of the grid differ."""
 

@@ -50,9 +50,12 @@ def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
         ours = max((row for row in alike if row.attention == OURS), key=_rate, default=best)
         share, ceiling, own = best.share(), matrix_ceiling(best.record), _rate(ours)
         values: dict[str, Value] = {
-            "dtype": dtype, "rate": _rate(best), "attention": best.attention,
-            "shape": best.case.sizes, "share": share,
-        }  # fmt: skip
+            "dtype": dtype,
+            "rate": _rate(best),
+            "attention": best.attention,
+            "shape": best.case.sizes,
+            "share": share,
+        }
         text = (
             f"The highest rate in {dtype} is {rate(_rate(best), 'FLOP/s')} forward and backward,"
             f" {best.attention} at {best.case.sizes}"
@@ -125,9 +128,13 @@ def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
     yield Finding(
         code="flash.fastest-peer",
         values={
-            "shapes": len(found), "by_kernels": len(by_kernels), "faster": faster,
-            "behind": len(lost), "lowest": lost[0].ratio if lost else None,
-            "by_host": len(by_host), "behind_by_host": slower,
+            "shapes": len(found),
+            "by_kernels": len(by_kernels),
+            "faster": faster,
+            "behind": len(lost),
+            "lowest": lost[0].ratio if lost else None,
+            "by_host": len(by_host),
+            "behind_by_host": slower,
         },
         records=_ids(row for rival in found for row in rival),
         text=f"Against the fastest other at each of {len(found)} shapes, one after the other and"
@@ -136,7 +143,7 @@ def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
         conclusion=f"At the other {len(by_host)} the host decides, and ours is behind at {slower}."
         if by_host
         else "",
-    )  # fmt: skip
+    )
 
 
 def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -160,13 +167,16 @@ def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
     yield Finding(
         code="flash.host-bound",
         values={
-            "cells": len(slow), "of": len(rows), "free_from_length": min(single, default=None),
-            "issue_ms_low": min(ours, default=None), "issue_ms_high": max(ours, default=None),
+            "cells": len(slow),
+            "of": len(rows),
+            "free_from_length": min(single, default=None),
+            "issue_ms_low": min(ours, default=None),
+            "issue_ms_high": max(ours, default=None),
         },
         records=_ids(rows),
         text=text,
         tone="warn",
-    )  # fmt: skip
+    )
 
 
 def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -274,13 +284,17 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
         yield Finding(
             code="flash.accuracy",
             values={
-                "attention": attention, "ratio": ratio, "shapes": len(own), "worst": worst.place,
-                "missed": len(missed), "tensors": "/".join(missed[0].misses) if missed else "",
+                "attention": attention,
+                "ratio": ratio,
+                "shapes": len(own),
+                "worst": worst.place,
+                "missed": len(missed),
+                "tensors": "/".join(missed[0].misses) if missed else "",
             },
             records=_ids(row for _, row in own),
             text=text,
             tone="info" if attention != OURS else "warn" if missed else "good",
-        )  # fmt: skip
+        )
 
 
 def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:

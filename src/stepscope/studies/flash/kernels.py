@@ -20,8 +20,10 @@ from stepscope.studies.flash.rows import OURS, GridRow, Tiles, integer_quantity
 _LONGEST_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
 _RESULTS: dict[Pass, tuple[str, ...]] = {
-    "forward": ("output",), "key_value": ("dk", "dv"), "query": ("dq",),
-}  # fmt: skip
+    "forward": ("output",),
+    "key_value": ("dk", "dv"),
+    "query": ("dq",),
+}
 _NOT_SLOWER = 1.02
 """Times in two dtypes that differ by less are equal."""
 _LITTLE = 0.05
@@ -189,13 +191,14 @@ def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
     yield Finding(
         code="flash.tile-choice",
         values={
-            "kernels": len(chosen), "beaten": len(beaten),
+            "kernels": len(chosen),
+            "beaten": len(beaten),
             "most_lost": max(study.lost for study in chosen),
         },
         records=tuple(study.record.id for study in chosen),
         text=text + ".",
         tone="warn" if beaten else "good",
-    )  # fmt: skip
+    )
 
 
 def _chosen(studies: Sequence[Tiles]) -> list[Tiles]:

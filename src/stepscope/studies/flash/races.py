@@ -122,8 +122,13 @@ def _against(wanted: Comparison, found: Sequence[Compared]) -> Finding:
     return Finding(
         code="flash.against-peer",
         values={
-            "peer": wanted.peer, "dtype": wanted.dtype, "mean": mean.value, "low": mean.low,
-            "high": mean.high, "lowest": least.ratio.value, "shape": least.race.case.sizes,
+            "peer": wanted.peer,
+            "dtype": wanted.dtype,
+            "mean": mean.value,
+            "low": mean.low,
+            "high": mean.high,
+            "lowest": least.ratio.value,
+            "shape": least.race.case.sizes,
             "missing": missing,
         },
         text=f"Against {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
@@ -131,7 +136,7 @@ def _against(wanted: Comparison, found: Sequence[Compared]) -> Finding:
         f" {least.race.case.sizes}).",
         tone="good" if mean.low > 1 and not missing else "warn" if mean.high < 1 else "info",
         records=_ids(found),
-    )  # fmt: skip
+    )
 
 
 def _short(ours: str, found: Sequence[Compared]) -> Finding:
@@ -141,8 +146,13 @@ def _short(ours: str, found: Sequence[Compared]) -> Finding:
     return Finding(
         code="flash.short-calls",
         values={
-            "ours": ours, "peer": SHORT_PEER, "mean": mean, "lowest": least.ratio.value,
-            "shape": least.race.case.sizes, "slower": slower, "shapes": len(found),
+            "ours": ours,
+            "peer": SHORT_PEER,
+            "mean": mean,
+            "lowest": least.ratio.value,
+            "shape": least.race.case.sizes,
+            "slower": slower,
+            "shapes": len(found),
         },
         text=f"With the host's share inside, {ours} is {number(mean, 3)} times as fast as"
         f" {SHORT_PEER} over {counted(len(found), 'shape')} with one head"
@@ -150,7 +160,7 @@ def _short(ours: str, found: Sequence[Compared]) -> Finding:
         f" {f'{verdict} {slower}' if slower else f'shown {verdict} none'} of them.",
         tone="warn" if slower else "good",
         records=_ids(found),
-    )  # fmt: skip
+    )
 
 
 def _ids(found: Sequence[Compared]) -> tuple[str, ...]:
@@ -203,9 +213,13 @@ def _peer_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
         for race, ratio in found:
             in_a_row = race.ratio(peer, in_a_row=True)
             yield _Speed(
-                peer, race.case.sizes + suffix, _interval(ratio),
-                in_a_row.value if in_a_row else None, race.median(OURS), race.median(peer),
-            )  # fmt: skip
+                peer,
+                race.case.sizes + suffix,
+                _interval(ratio),
+                in_a_row.value if in_a_row else None,
+                race.median(OURS),
+                race.median(peer),
+            )
         if len(wanted.shapes) > 1 and found:
             yield _Speed(peer, f"mean of {len(found)}{suffix}", geometric_mean(found))
 
@@ -216,10 +230,13 @@ def _short_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
         if found:
             race, ratio = lowest(found)
             yield _Speed(
-                f"{SHORT_PEER}, {'short' if ours == OURS else ours}", race.case.sizes,
-                _interval(ratio), ratio.value, race.median(ours, in_a_row=True),
+                f"{SHORT_PEER}, {'short' if ours == OURS else ours}",
+                race.case.sizes,
+                _interval(ratio),
+                ratio.value,
+                race.median(ours, in_a_row=True),
                 race.median(SHORT_PEER, in_a_row=True),
-            )  # fmt: skip
+            )
 
 
 def _interval(ratio: Ratio) -> Interval:

@@ -194,9 +194,13 @@ def integer_quantity(record: Record, variant: str, name: str) -> int | None:
 
 
 def resident_blocks(
-    registers: float, shared: float, warps: float,
-    sm_registers: float, sm_shared: float, sm_threads: float,
-) -> int:  # fmt: skip
+    registers: float,
+    shared: float,
+    warps: float,
+    sm_registers: float,
+    sm_shared: float,
+    sm_threads: float,
+) -> int:
     """Blocks of a kernel that one multiprocessor holds at a time."""
     of_a_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
     return int(

@@ -41,11 +41,14 @@ class Levers(Study[LeversFlags, LeverCase]):
             LeverCase(lever=lever)
             if lever == CARD
             else LeverCase(
-                lever=lever, mib=flags.mib, rows=flags.rows, warmup=flags.warmup,
+                lever=lever,
+                mib=flags.mib,
+                rows=flags.rows,
+                warmup=flags.warmup,
                 rounds=flags.rounds,
             )
             for lever in flags.lever
-        )  # fmt: skip
+        )
 
     def measure(self, case: LeverCase, bench: Bench) -> Measurement:
         from stepscope.studies.levers.measure import measure_card, measure_lever

@@ -151,7 +151,8 @@ CARD: dict[str, tuple[str, str]] = {
         "divided among its threads: a kernel that takes many leaves room for few warps",
     ),
     "shared_bytes_per_sm": (
-        "shared memory of an SM", "on the chip, managed by the kernel: where tiles live",
+        "shared memory of an SM",
+        "on the chip, managed by the kernel: where tiles live",
     ),
     "shared_bytes_per_block": ("shared memory of a block at most", "what one tile may take"),
     "cores": ("cores", "available to this process"),
@@ -166,7 +167,7 @@ CARD: dict[str, tuple[str, str]] = {
     "memory_rate": ("memory rate by clock and bus", "the limit above the measured one"),
     "memory_bytes": ("memory", ""),
     "power_limit_w": ("power limit", "above it the clock is lowered"),
-}  # fmt: skip
+}
 """Facts of a device card: what they are called, and what they mean for a kernel."""
 
 

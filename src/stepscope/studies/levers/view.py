@@ -146,14 +146,17 @@ def _finding(row: LeverRow) -> Finding:
     return Finding(
         code="levers.gain",
         values={
-            "lever": row.lever, "slow_ms": slow, "fast_ms": fast, "gain": gain,
+            "lever": row.lever,
+            "slow_ms": slow,
+            "fast_ms": fast,
+            "gain": gain,
             "expected": row.expected,
         },
         records=(row.record.id,),
         text=f"{said}.",
         conclusion=f"{why}.",
         tone="good" if pays else "warn",
-    )  # fmt: skip
+    )
 
 
 def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:

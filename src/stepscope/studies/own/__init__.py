@@ -42,15 +42,26 @@ class Own(Study[OwnFlags, OwnCase]):
             raise UsageError("there is no model", "name it: --model package.module:function")
         return tuple(
             OwnCase(
-                model=flags.model, batch=batch, dtype=precision(dtype).name, compile=compiled,
-                optimizer=optimizer, attention=attention, checkpoint=checkpoint,
-                warmup=flags.warmup, steps=flags.steps, traced=flags.traced,
+                model=flags.model,
+                batch=batch,
+                dtype=precision(dtype).name,
+                compile=compiled,
+                optimizer=optimizer,
+                attention=attention,
+                checkpoint=checkpoint,
+                warmup=flags.warmup,
+                steps=flags.steps,
+                traced=flags.traced,
             )
             for batch, dtype, compiled, optimizer, attention, checkpoint in itertools.product(
-                flags.batch, flags.dtype, flags.compile, flags.optimizer, flags.attention,
+                flags.batch,
+                flags.dtype,
+                flags.compile,
+                flags.optimizer,
+                flags.attention,
                 flags.checkpoint,
             )
-        )  # fmt: skip
+        )
 
     def measure(self, case: OwnCase, bench: Bench) -> Measurement:
         from stepscope.studies.own.measure import measure_own

@@ -43,12 +43,17 @@ def own_step(case: OwnStep, device: Device) -> UserStep:
     graphs = case.compile == "graphs"
     return UserStep(
         UserModel(
-            name=case.model, batch=case.batch, dtype=case.dtype, optimizer=case.optimizer,
-            compile=case.compile, compile_mode="reduce-overhead" if graphs else "default",
-            fuse_attention=case.attention == "fused", checkpoint=case.checkpoint == "blocks",
+            name=case.model,
+            batch=case.batch,
+            dtype=case.dtype,
+            optimizer=case.optimizer,
+            compile=case.compile,
+            compile_mode="reduce-overhead" if graphs else "default",
+            fuse_attention=case.attention == "fused",
+            checkpoint=case.checkpoint == "blocks",
         ),
         device,
-    )  # fmt: skip
+    )
 
 
 class UserStep(TrainingStep):

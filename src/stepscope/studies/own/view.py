@@ -64,16 +64,23 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
             memory = f", and its peak goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
         yield Finding(
             code="own.setting",
-            values={"setting": setting, "value": value, "base_value": base_value,
-                    "step_ms": after.median, "base_ms": before.median, "speedup": speedup,
-                    "peak_bytes": peaks[1], "base_peak_bytes": peaks[0]},
+            values={
+                "setting": setting,
+                "value": value,
+                "base_value": base_value,
+                "step_ms": after.median,
+                "base_ms": before.median,
+                "speedup": speedup,
+                "peak_bytes": peaks[1],
+                "base_peak_bytes": peaks[0],
+            },
             records=(first.record.id, other.record.id),
             text=f"With {setting} {value} instead of {base_value} a step takes"
             f" {duration(after.median)} instead of {duration(before.median)}:"
             f" {number(speedup, 3)}× the speed{' for each sample' if setting == 'batch' else ''}"
             f"{memory}.",
             tone="good" if speedup > 1 else "info",
-        )  # fmt: skip
+        )
 
 
 def settings_table(results: Sequence[Own]) -> Table:
@@ -104,14 +111,27 @@ def settings_table(results: Sequence[Own]) -> Table:
             col("step", timed, unit="ms", hint="median with its 95 % interval"),
             col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
             col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),
-            col("update", lambda r: median_ms(r.record, "optimizer"), unit="ms",
-                hint="the optimizer's phase"),
+            col(
+                "update",
+                lambda r: median_ms(r.record, "optimizer"),
+                unit="ms",
+                hint="the optimizer's phase",
+            ),
             col("samples/s", samples, "number"),
-            col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
-                hint="counted by operator, eager"),
+            col(
+                "FLOP/s",
+                lambda r: achieved_flops(r.record),
+                "rate",
+                unit="FLOP/s",
+                hint="counted by operator, eager",
+            ),
             col("MFU", lambda r: mfu(r.record), "percent"),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
-            col("energy", lambda r: r.record.quantity("joules"), unit="J",
-                hint="of a step, where it is counted"),
+            col(
+                "energy",
+                lambda r: r.record.quantity("joules"),
+                unit="J",
+                hint="of a step, where it is counted",
+            ),
         ],
-    )  # fmt: skip
+    )

@@ -49,11 +49,16 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
             )
             made += (
                 case_of(
-                    workload, CheckCase, steps=flags.steps, ranks=ranks, compute=flags.compute,
-                    bucket_mb=flags.bucket_mb, rounds=flags.rounds,
+                    workload,
+                    CheckCase,
+                    steps=flags.steps,
+                    ranks=ranks,
+                    compute=flags.compute,
+                    bucket_mb=flags.bucket_mb,
+                    rounds=flags.rounds,
                 )
                 for ranks in flags.check_ranks
-            )  # fmt: skip
+            )
         return tuple(made)
 
     def measure(self, case: RehearsalCase, bench: Bench) -> Measurement:
@@ -71,9 +76,15 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
         change = msgspec.structs.replace
         if environment.device_kind == "cpu":
             quick = RehearsalFlags(
-                size=("tiny",), context=(16,), batch=(1,), steps=5, check_ranks=(2,),
-                bucket_mb=(1.0,), rounds=5, compute="waits",
-            )  # fmt: skip
+                size=("tiny",),
+                context=(16,),
+                batch=(1,),
+                steps=5,
+                check_ranks=(2,),
+                bucket_mb=(1.0,),
+                rounds=5,
+                compute="waits",
+            )
         else:
             quick = modern
         return {

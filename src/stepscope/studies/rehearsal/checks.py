@@ -100,9 +100,11 @@ def judge(
 
 
 def _contention(
-    medians: Mapping[Sampled, float], alone: Mapping[int, float], packs: Mapping[int, float],
+    medians: Mapping[Sampled, float],
+    alone: Mapping[int, float],
+    packs: Mapping[int, float],
     issue: float,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """What packing beside a reduction and that reduction cost each other, over all sizes."""
     packed, both = _sized(medians, "packed"), _sized(medians, "beside")
     known = [(size, count) for size, count in packed if size in alone and size in packs]
@@ -139,7 +141,9 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
         yield Finding(
             code="rehearsal.prediction-error",
             values={
-                "strategy": worst.way, "error": worst.error, "predicted_ms": worst.predicted_ms,
+                "strategy": worst.way,
+                "error": worst.error,
+                "predicted_ms": worst.predicted_ms,
                 "measured_ms": worst.measured.median,
             },
             text=f"{check.title}: predicted steps are off by {percent(abs(worst.error))} at most"
@@ -149,7 +153,7 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
             f" which single sizes miss by up to {percent(line.residual)}.",
             conclusion=_contention_words(check.verdict.upkeep),
             records=(check.record.id,),
-        )  # fmt: skip
+        )
 
 
 def _contention_words(upkeep: Upkeep) -> str:
@@ -170,13 +174,21 @@ def check_table(checks: Sequence[Check]) -> Table:
             col("case", lambda r: r[0]),
             col("way", lambda r: r[1].way),
             col("predicted", lambda r: r[1].predicted_ms, unit="ms"),
-            col("measured", lambda r: interval(r[1].measured), unit="ms",
-                hint="the slowest rank, median with its 95 % interval"),
+            col(
+                "measured",
+                lambda r: interval(r[1].measured),
+                unit="ms",
+                hint="the slowest rank, median with its 95 % interval",
+            ),
             col("error", lambda r: r[1].error, "percent"),
             col("exposed, predicted", lambda r: r[1].exposed_predicted_ms, unit="ms"),
-            col("exposed, measured", lambda r: r[1].exposed_measured_ms, unit="ms",
-                hint="step minus the step without communication on the same ranks"),
+            col(
+                "exposed, measured",
+                lambda r: r[1].exposed_measured_ms,
+                unit="ms",
+                hint="step minus the step without communication on the same ranks",
+            ),
         ],
         caption="Links and steps are measured in turns in the same ranks; no step enters its"
         " prediction.",
-    )  # fmt: skip
+    )

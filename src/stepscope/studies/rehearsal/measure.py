@@ -131,8 +131,12 @@ def record_step(
     )
     clock: Clock = "device" if device.kind == "cuda" else "host"
     whole = [sum(parts) for parts in zip(*times[:3], strict=True)]
-    phases = {"step": whole, "forward": times.forward, "backward": times.backward,
-              "optimizer": times.optimizer}  # fmt: skip
+    phases = {
+        "step": whole,
+        "forward": times.forward,
+        "backward": times.backward,
+        "optimizer": times.optimizer,
+    }
     series = tuple(
         Series(name=name, unit="ms", clock=clock, values=tuple(values))
         for name, values in phases.items()

@@ -58,9 +58,13 @@ class Subject(NamedTuple):
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
     def finding(
-        self, what: str, text: str, values: dict[str, Value], conclusion: str = "",
+        self,
+        what: str,
+        text: str,
+        values: dict[str, Value],
+        conclusion: str = "",
         tone: Tone = "info",
-    ) -> Finding:  # fmt: skip
+    ) -> Finding:
         """That rests on the recording."""
         return Finding(
             code=f"rehearsal.{what}",
@@ -168,6 +172,10 @@ def closed_forms(
     divided = math.gcd(ranks, node) if has_nodes else ranks
     tensor = question.tensor or largest_tensor(subject.model, divided, node)
     return parallel_strategies(
-        subject.model, cluster, subject.flops_per_s, subject.gradient_bytes,
-        subject.activation_bytes, tensor,
-    )  # fmt: skip
+        subject.model,
+        cluster,
+        subject.flops_per_s,
+        subject.gradient_bytes,
+        subject.activation_bytes,
+        tensor,
+    )

@@ -88,11 +88,13 @@ def recorded_finding(subject: Subject) -> Finding:
         f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
         " backward.",
         {
-            "compute_ms": recording.compute_ms, "backward_ms": recording.backward_ms,
-            "flops_per_s": subject.flops_per_s, "gradient_bytes": recording.gradient_bytes,
+            "compute_ms": recording.compute_ms,
+            "backward_ms": recording.backward_ms,
+            "flops_per_s": subject.flops_per_s,
+            "gradient_bytes": recording.gradient_bytes,
             "half_ready": recording.half_ready(),
         },
-    )  # fmt: skip
+    )
 
 
 def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iterator[Finding]:
@@ -114,11 +116,14 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
             f" 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
             f" ({percent(step.exposed_share)}) beyond what it computes.",
             {
-                "link": told.network.name, "ranks": told.ranks, "bucket_mb": best,
-                "step_ms": step.step_ms, "exposed_ms": step.exposed_ms,
+                "link": told.network.name,
+                "ranks": told.ranks,
+                "bucket_mb": best,
+                "step_ms": step.step_ms,
+                "exposed_ms": step.exposed_ms,
             },
             conclusion=f"Other ways: {', '.join(others)}." if others else "",
-        )  # fmt: skip
+        )
         if told.network.name == "nvlink" and told.ranks > LARGEST_NVLINK:
             yield Finding(
                 code="rehearsal.no-such-domain",
@@ -155,12 +160,15 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
             "scaling",
             f"{subject.name} over {network.name}, {_sequences(subject.batch)} a rank: {text}",
             {
-                "link": network.name, "ranks": most, "stops_paying_at": stops,
-                "exposed_share": last, "fastest_shared": held.fastest if shared else None,
+                "link": network.name,
+                "ranks": most,
+                "stops_paying_at": stops,
+                "exposed_share": last,
+                "fastest_shared": held.fastest if shared else None,
             },
             conclusion=shared,
             tone="info" if stops is None else "warn",
-        )  # fmt: skip
+        )
 
 
 def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
@@ -173,10 +181,12 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
             f"{subject.name} on {ranks:,} ranks over {network.name} at"
             f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {bounds}.",
             {
-                "link": network.name, "ranks": ranks, "flops_per_s": subject.flops_per_s,
+                "link": network.name,
+                "ranks": ranks,
+                "flops_per_s": subject.flops_per_s,
                 **{f"{way.name} below": way.bound_below for way in ways},
             },
-        )  # fmt: skip
+        )
 
 
 def _sequences(batch: float) -> str:
@@ -215,13 +225,25 @@ def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Ta
             col("link", lambda r: r[1].network.name),
             col("ranks", lambda r: r[1].ranks, "count"),
             col("strategy", lambda r: r[2]),
-            col("bucket", lambda r: r[1].buckets.best if r[2] in BUCKETED else None, unit="MiB",
-                hint="the best for bucketed"),
+            col(
+                "bucket",
+                lambda r: r[1].buckets.best if r[2] in BUCKETED else None,
+                unit="MiB",
+                hint="the best for bucketed",
+            ),
             col("step", lambda r: r[3].step_ms, unit="ms"),
-            col("communication", lambda r: r[3].communication_ms, unit="ms",
-                hint="the links are busy"),
-            col("beyond computing", lambda r: r[3].exposed_ms, unit="ms",
-                hint="the step minus what a rank computes in it; sharded, a share of the update"),
+            col(
+                "communication",
+                lambda r: r[3].communication_ms,
+                unit="ms",
+                hint="the links are busy",
+            ),
+            col(
+                "beyond computing",
+                lambda r: r[3].exposed_ms,
+                unit="ms",
+                hint="the step minus what a rank computes in it; sharded, a share of the update",
+            ),
             col("of the step", lambda r: r[3].exposed_share, "percent"),
             col("messages", lambda r: len(r[3].messages), "count"),
         ],
@@ -229,7 +251,7 @@ def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Ta
         " those of data sheets, not measured. Beyond computing are waiting for the links, packing"
         " gradients into buckets, sending, and agreeing at the end; of fsdp waiting alone, since"
         " what it packs was not measured.",
-    )  # fmt: skip
+    )
 
 
 def _step_of(subjects: int) -> list[Declared]:
@@ -266,13 +288,17 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
             col("bound below", bound, unit="sequences"),
             col("tokens", tokens, "count"),
             col("of each", lambda r: r[3].unit),
-            col("ratio", lambda r: r[3].ratio(r[0].batch), "number",
-                hint="communication over the compute it can hide behind, at the recorded batch"),
+            col(
+                "ratio",
+                lambda r: r[3].ratio(r[0].batch),
+                "number",
+                hint="communication over the compute it can hide behind, at the recorded batch",
+            ),
         ],
         caption="P parameters, g bytes a gradient, a bytes an activation, F FLOP/s, B bytes/s,"
         " L layers, width d, T ranks of a tensor group. The numbers count the attention's FLOPs"
         " and the latency of every hop as well.",
-    )  # fmt: skip
+    )
 
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:

@@ -43,7 +43,7 @@ def counted(ranks: int) -> Iterator[Traffic]:
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:  # fmt: skip
+        ) -> Any:
             if func.namespace == "c10d":
                 traffic.add(func._opname, args)
             return func(*args, **(kwargs or {}))

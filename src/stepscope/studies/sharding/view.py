@@ -208,9 +208,15 @@ def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
 
 
 def strategies_table(
-    name: str, title: str, known: Sequence[Divided], ways: Sequence[str], *, caption: str,
-    time: Sequence[Declared] = (), memory: Sequence[Declared],
-) -> Table:  # fmt: skip
+    name: str,
+    title: str,
+    known: Sequence[Divided],
+    ways: Sequence[str],
+    *,
+    caption: str,
+    time: Sequence[Declared] = (),
+    memory: Sequence[Declared],
+) -> Table:
     """A row for each way of each case; `time` and `memory` are columns after those of both."""
     return table(
         name,
@@ -222,15 +228,20 @@ def strategies_table(
             col("way", lambda r: r.way, key=True),
             step_column(),
             *time,
-            *cols(KINDS, lambda r, kind: r.of.most(r.way, kind), "bytes",
-                  hint="on the rank with most"),
+            *cols(
+                KINDS, lambda r, kind: r.of.most(r.way, kind), "bytes", hint="on the rank with most"
+            ),
             *memory,
             col("moved", lambda r: r.of.moved(r.way), "bytes", hint="per rank and step, predicted"),
-            col("counted", lambda r: r.of.most(r.way, "sent"), "bytes",
-                hint="of the collectives that were called"),
+            col(
+                "counted",
+                lambda r: r.of.most(r.way, "sent"),
+                "bytes",
+                hint="of the collectives that were called",
+            ),
         ],
         caption=caption,
-    )  # fmt: skip
+    )
 
 
 def _table(known: Sequence[Divided]) -> Table:
@@ -243,10 +254,14 @@ def _table(known: Sequence[Divided]) -> Table:
         " of the gradients, a reduce-scatter, an all-gather or a broadcast (n-1)/n.",
         time=[col("optimizer", lambda r: r.of.median("optimizer", r.way), unit="ms")],
         memory=[
-            col("least state", lambda r: min(r.of.held(r.way, "state"), default=None), "bytes",
-                hint="on the rank with least")
+            col(
+                "least state",
+                lambda r: min(r.of.held(r.way, "state"), default=None),
+                "bytes",
+                hint="on the rank with least",
+            )
         ],
-    )  # fmt: skip
+    )
 
 
 def _stages(done: Sequence[Divided]) -> Iterator[Table]:

@@ -104,14 +104,30 @@ class Step(Study[StepFlags, StepCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
         if environment.device_kind == "cpu":
-            quick = [StepFlags(
-                part=PARTS, size=("tiny",), context=(64,), batch=(2,),
-                # Compiling would take longer than all others.
-                rungs=tuple(name for name in RUNGS if name != "compile"), race=("tiny-64",),
-                loss_size="tiny", loss_context=32, loss_steps=40, words=16,
-                loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
-                warmup=1, steps=5, min_seconds=0.0, rounds=5, blocks=6, block_seconds=0.1,
-            )]  # fmt: skip
+            quick = [
+                StepFlags(
+                    part=PARTS,
+                    size=("tiny",),
+                    context=(64,),
+                    batch=(2,),
+                    # Compiling would take longer than all others.
+                    rungs=tuple(name for name in RUNGS if name != "compile"),
+                    race=("tiny-64",),
+                    loss_size="tiny",
+                    loss_context=32,
+                    loss_steps=40,
+                    words=16,
+                    loss_rungs=("flash", "fused-loss"),
+                    seeds=(0,),
+                    vocab=1024,
+                    warmup=1,
+                    steps=5,
+                    min_seconds=0.0,
+                    rounds=5,
+                    blocks=6,
+                    block_seconds=0.1,
+                )
+            ]
         else:
             quick = [StepFlags(part=("ladder", "waterfall"))]
         return {
@@ -129,12 +145,13 @@ def published() -> tuple[StepFlags, ...]:
         StepFlags(part=("race",), race=("small-512", "xl-512")),
         StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
         # Compiled whole it would run out of the time of a case.
-        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
-                  rounds=3),
+        StepFlags(
+            part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",), rounds=3
+        ),
         StepFlags(part=("ladder", "waterfall")),
         StepFlags(part=("loss",)),
         StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
-    )  # fmt: skip
+    )
 
 
 STUDY = Step()

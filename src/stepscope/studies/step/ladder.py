@@ -80,10 +80,17 @@ def words(rung: str) -> str:
 def start(size: str, table: str, context: int, batch: int, overrides: dict[str, int]) -> Workload:
     """The step of the write-ups."""
     return Workload(
-        size=size, table=table, context=context, batch=batch, dtype="float32",
-        attention="reference", compile="no", optimizer="torch", mode="train-step",
+        size=size,
+        table=table,
+        context=context,
+        batch=batch,
+        dtype="float32",
+        attention="reference",
+        compile="no",
+        optimizer="torch",
+        mode="train-step",
         overrides=overrides,
-    )  # fmt: skip
+    )
 
 
 def ladder(

@@ -73,9 +73,12 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
                 if one.name == "step"
             ]
     return Measurement(
-        series=tuple(series), quantities=case.quantities(), readings=timing.readings,
-        notes=notes, attachments=traced.attachments,
-    )  # fmt: skip
+        series=tuple(series),
+        quantities=case.quantities(),
+        readings=timing.readings,
+        notes=notes,
+        attachments=traced.attachments,
+    )
 
 
 def measure_loss(case: LossCase, bench: Bench) -> Measurement:

@@ -261,9 +261,10 @@ class Field:
             # Weights and moments were there before and count for this form too.
             peak = peak - held + self._shared_bytes(entry.step)
         return entry, Heat(
-            ms=statistics.median(samples), first_s=first_s,
+            ms=statistics.median(samples),
+            first_s=first_s,
             peak_bytes=None if peak is None else float(peak),
-        )  # fmt: skip
+        )
 
     def _let_go(self, racer: Racer) -> None:
         """Of all that it left: copies of weights, compiled code, torch's graphs."""

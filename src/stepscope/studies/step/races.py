@@ -104,9 +104,12 @@ def race_spec(name: str) -> RaceSpec:
 
 
 def racers(
-    name: str, scopes: tuple[str, ...] = SCOPES, modes: tuple[str, ...] = MODES,
-    attentions: tuple[str, ...] = ATTENTIONS, forms: tuple[str, ...] = (),
-) -> tuple[Racer, ...]:  # fmt: skip
+    name: str,
+    scopes: tuple[str, ...] = SCOPES,
+    modes: tuple[str, ...] = MODES,
+    attentions: tuple[str, ...] = ATTENTIONS,
+    forms: tuple[str, ...] = (),
+) -> tuple[Racer, ...]:
     """The peer in its forms and ours; the same formats of weights, gradients and state. One of the
     peer, then ours, then the rest: where time runs out there is a race all the same. `forms` leaves
     those whose name has one of these words in it."""

@@ -312,9 +312,15 @@ def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     ratio, ms = race.ratio(side), race.step_ms(side)
     if ms is not None and ratio is not None:
         yield SpeedRow(
-            name, race.form("peer"), race.step_ms("peer"), race.form(side), ms,
-            lead_cell(race.lead(side)), interval_cell(ratio), race.mfu(side),
-        )  # fmt: skip
+            name,
+            race.form("peer"),
+            race.step_ms("peer"),
+            race.form(side),
+            ms,
+            lead_cell(race.lead(side)),
+            interval_cell(ratio),
+            race.mfu(side),
+        )
 
 
 def _memory_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
