@@ -155,7 +155,7 @@ def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
     single = [row.case.seq for row in rows if row.case.is_single and not row.host_decides]
     ours = [row.issued_ms() or 0.0 for row in slow if row.attention == OURS]
     text = (
-        f"{len(slow)} of {len(rows)} cells are host-bound (host issue time above half of the total);"
+        f"{len(slow)} of {len(rows)} cells are host-bound (host issue time above half of the time);"
         f" their rates are not those of the kernels ({HOST_MARK} in the tables)."
     )
     if single:

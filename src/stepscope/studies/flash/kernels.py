@@ -314,7 +314,7 @@ def _square(study: Tiles) -> Table:
             ),
         ],
         caption=f"Median time of the kernel alone at {case.sizes} {case.dtype}, causal,"
-        f" {case.warps} warps; with fewer pipeline stages where those of the chosen tile do not fit.",
+        f" {case.warps} warps; with fewer pipeline stages where the usual number does not fit.",
     )
 
 

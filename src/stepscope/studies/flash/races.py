@@ -131,7 +131,7 @@ def _against(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
             "shape": least.race.case.sizes,
             "missing": missing,
         },
-        text=f"Compared with {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
+        text=f"Relative to {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
         f" fast (geometric mean of {over}; lowest {number(least.ratio.value, 3)} at"
         f" {least.race.case.sizes}).",
         tone="good" if mean.low > 1 and not missing else "warn" if mean.high < 1 else "info",
@@ -275,8 +275,8 @@ def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table 
         if not in_a_row or any(race.median(racer, in_a_row=True) for racer in racers)
     ]
     calls = (
-        f"single: by the device clock {_start(ran)}; consecutive: time per call of several calls, by"
-        " the host clock"
+        f"single: by the device clock {_start(ran)}; consecutive: time per call of several calls,"
+        " by the host clock"
     )
     columns = [
         col("batch,heads,length,d", lambda r: r.race.case.sizes, key=True),

@@ -264,9 +264,9 @@ def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             "Errors against float64",
             groups.values(),
             columns,
-            caption=f"Lengths up to 4096. The policy of our kernels: {POLICY}. Where the reference's"
-            " error is close to one unit in the last place, a larger ratio can be within the"
-            " policy.",
+            caption=f"Lengths up to 4096. The policy of our kernels: {POLICY}. Where the error of"
+            " the reference is close to one unit in the last place, a larger ratio can be within"
+            " the policy.",
         )
     misses = [(row, name) for row in judged for name in row.misses]
     columns = [

@@ -1,11 +1,11 @@
-"""How does a model of your own train: time, memory, rate, and what changes with a setting?
+"""How fast does a user's model train, what memory does it take, and what does each setting change?
 
     stepscope run own --model lab.net:build --batch 8 32 --dtype float32 bfloat16
 
-`build` is a function without arguments. It returns an `nn.Module` and a function that makes a
-batch: `make_batch(size, device)` gives what the model is called with, a dictionary for keywords, a
-tuple for several arguments. The loss is what the model returns: a scalar, something with a `loss`,
-or `(loss, …)`; a third function, `loss(output, batch)`, makes one of anything else.
+`build` is a function without arguments. It returns an `nn.Module` and a function that creates a
+batch: `make_batch(size, device)` returns the arguments of the model, as a dictionary for keyword
+arguments or a tuple for positional arguments. The model returns the loss: a scalar, an object with
+a `loss` attribute, or `(loss, …)`. For other outputs `build` also returns `loss(output, batch)`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Own(Study[OwnFlags, OwnCase]):
 
     def cases(self, flags: OwnFlags) -> tuple[OwnCase, ...]:
         if not flags.model:
-            raise UsageError("there is no model", "name it: --model package.module:function")
+            raise UsageError("no model was given", "use --model package.module:function")
         return tuple(
             OwnCase(
                 model=flags.model,

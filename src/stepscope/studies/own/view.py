@@ -1,4 +1,4 @@
-"""Tables and figures of a user's own model."""
+"""Tables and figures of a user's model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _findings(lead: Watched) -> Iterator[Finding]:
 
 
 def _changes(done: Sequence[Own]) -> Iterator[Finding]:
-    """The first case against those that differ from it in one setting."""
+    """Compare the first case with those that differ from it in one setting."""
     for other in done[1:]:
         first = done[0]
         differ = [
@@ -61,7 +61,7 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
         peaks = [one.record.quantity("peak_bytes") for one in (first, other)]
         memory = ""
         if peaks[0] and peaks[1]:
-            memory = f", and its peak goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
+            memory = f", and the peak memory goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
         yield Finding(
             code="own.setting",
             values={
@@ -77,7 +77,7 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
             records=(first.record.id, other.record.id),
             text=f"With {setting} {value} instead of {base_value} a step takes"
             f" {duration(after.median)} instead of {duration(before.median)}:"
-            f" {number(speedup, 3)}× the speed{' for each sample' if setting == 'batch' else ''}"
+            f" {number(speedup, 3)}× the speed{' per sample' if setting == 'batch' else ''}"
             f"{memory}.",
             tone="good" if speedup > 1 else "info",
         )
@@ -85,12 +85,12 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
 
 def settings_table(results: Sequence[Own]) -> Table:
     def timed(one: Own) -> Interval | None:
-        found = step_ms(one.record)
-        return Interval(value=found.median, low=found.low, high=found.high) if found else None
+        step = step_ms(one.record)
+        return Interval(value=step.median, low=step.low, high=step.high) if step else None
 
     def samples(one: Own) -> float | None:
-        found = step_ms(one.record)
-        return 1e3 * one.case.batch / found.median if found else None
+        step = step_ms(one.record)
+        return 1e3 * one.case.batch / step.median if step else None
 
     changed = [
         name
@@ -99,7 +99,7 @@ def settings_table(results: Sequence[Own]) -> Table:
     ]
     return table(
         "own-settings",
-        "Your model with each setting",
+        "Settings of your model",
         results,
         [
             col("model", lambda r: r.case.model, key=True),
@@ -115,7 +115,7 @@ def settings_table(results: Sequence[Own]) -> Table:
                 "update",
                 lambda r: median_ms(r.record, "optimizer"),
                 unit="ms",
-                hint="the optimizer's phase",
+                hint="phase of the optimizer",
             ),
             col("samples/s", samples, "number"),
             col(
@@ -123,7 +123,7 @@ def settings_table(results: Sequence[Own]) -> Table:
                 lambda r: achieved_flops(r.record),
                 "rate",
                 unit="FLOP/s",
-                hint="counted by operator, eager",
+                hint="FLOPs counted by operator in an eager step",
             ),
             col("MFU", lambda r: mfu(r.record), "percent"),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
@@ -131,7 +131,7 @@ def settings_table(results: Sequence[Own]) -> Table:
                 "energy",
                 lambda r: r.record.quantity("joules"),
                 unit="J",
-                hint="of a step, where it is counted",
+                hint="per step, where the device counts it",
             ),
         ],
     )

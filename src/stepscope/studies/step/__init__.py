@@ -11,10 +11,10 @@ to its measured time. `race` compares ours with the fastest torch.compile varian
 the same weights, and then measures the energy of each side alone.
 
 Estimated time on one H200: the ladder takes 1.5 minutes for small and 2 minutes for 2.7b at context
-2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A race takes 2 to 4 minutes with
-`--scopes block --modes default`, plus a minute for each variant that compiles the full model and
-several minutes for each variant with `--modes max-autotune`. The next command on the same machine
-reuses the caches of torch.compile.
+2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A race takes 2 to 4 minutes
+with `--scopes block --modes default`, plus a minute for each variant that compiles the full model
+and several minutes for each variant with `--modes max-autotune`. The next command on the same
+machine reuses the caches of torch.compile.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch: tuple[int, ...] = (4,)
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
-    """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile, fused-pieces, joined,
-    fused-optimizer, in-backward, graph, searched, as-made, narrow-stream, master, checkpoint."""
+    """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
+    fused-pieces, joined, fused-optimizer, in-backward, graph, searched, as-made, narrow-stream,
+    master, checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
     race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")

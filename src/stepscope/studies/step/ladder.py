@@ -24,7 +24,7 @@ class Rung(NamedTuple):
     words: str
     changes: dict[str, Any]
     stays: bool = True
-    """Later rungs include this change; otherwise it is measured alone and on top of those before."""
+    """Whether later rungs include this change."""
 
 
 RUNGS: dict[str, Rung] = {

@@ -147,8 +147,8 @@ def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
             curves=tuple(_thinned(curve) for curve in shown.values()),
             x_label="training step",
             y_label="loss, nats",
-            caption="Mean of the seeds. The text is a Markov chain: each word is followed by one of eight"
-            " others. All rungs train on the same text.",
+            caption="Mean of the seeds. The text is a Markov chain: each word is followed by one of"
+            " eight others. All rungs train on the same text.",
         )
     if START in shown:
         yield from _deviations(shown)
