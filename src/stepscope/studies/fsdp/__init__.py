@@ -2,8 +2,8 @@
 
     stepscope run fsdp --size small --context 128 --ranks 2
 
-Measured as `sharding` is: each way first runs alone and its tensors are counted; then all run
-interleaved.
+Measured like `sharding`: each strategy first runs alone and the bytes of its tensors are counted;
+then all strategies run interleaved.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
             col("fast error", lambda r: r.error("fast"), "number", hint="against float64"),
         ],
         caption="Medians of interleaved samples. Ceilings: copy bandwidth for bytes, matmul rate of"
-        " the variant's dtype for FLOPs (float64 uses that of float32, which is twice as high); on a"
-        " CPU ceilings use all cores, a variant uses one core."
+        " the variant's dtype for FLOPs (float64 uses that of float32, which is twice as high). On"
+        " a CPU, ceilings are measured on all cores, a variant runs on one core."
         " Errors are the largest difference relative to the largest value.",
         details=lambda r: f"slow: {r.words.slow}\nfast: {r.words.fast}\n{r.words.hardware}",
     )

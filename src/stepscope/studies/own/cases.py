@@ -38,7 +38,8 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     attention: tuple[str, ...] = ("as-is",)
     """Attention: as-is, or fused, which replaces naive attention by one fused kernel."""
     checkpoint: tuple[str, ...] = ("as-is",)
-    """Activation checkpointing: as-is, or blocks, which checkpoints each entry of the ModuleLists."""
+    """Activation checkpointing: as-is, or blocks, which checkpoints each entry of its
+    ModuleLists."""
     warmup: int = 5
     """Warm-up steps before the first sample."""
     steps: int = 10

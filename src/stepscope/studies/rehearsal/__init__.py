@@ -1,12 +1,12 @@
-"""What would this step take on ranks that one does not have?
+"""How long would this step take on a cluster that is not available?
 
     stepscope run rehearsal --size small --context 512 --dtype bfloat16
     stepscope rehearse --ranks 64 --link infiniband
 
-One step is recorded on this device: how long its phases take, and when each gradient is ready. The
-rest is replayed: reductions under a model of the links, for any number of ranks, strategy and
-bucket size. With --check-ranks the replay is compared with real ranks of this machine over gloo:
-their links are measured, the step is predicted, then run.
+One step is recorded on this device: the times of its phases and the time at which each gradient is
+ready. The reductions are simulated with a model of the links, for any number of ranks, strategy and
+bucket size. With --check-ranks the prediction is compared with real ranks on this machine over
+gloo: their links are measured, the step is predicted, then run.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from stepscope.studies.training.workload import case_of, workloads
 class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
     name = "rehearsal"
     title = "Rehearsal for a cluster"
-    question = "What would this step take on ranks that one does not have, and what would bound it?"
+    question = "How long would this step take on a cluster, and what would limit it there?"
     examples = (
         "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
         "stepscope run rehearsal --size tiny --context 32 --check-ranks 2 4",
     )
     flags = RehearsalFlags
     case = RehearsalCase
-    no_model = "its predictions come from the closed forms of the model here"
+    no_model = "its predictions use closed-form costs of Stepscope's own model"
 
     def cases(self, flags: RehearsalFlags) -> tuple[RehearsalCase, ...]:
-        made: list[RehearsalCase] = []
+        cases: list[RehearsalCase] = []
         for workload in workloads(flags, ("train-step",)):
-            made.append(
+            cases.append(
                 case_of(
                     workload, RecordingCase, steps=flags.steps, ranks=flags.ranks, link=flags.link
                 )
             )
-            made += (
+            cases += (
                 case_of(
                     workload,
                     CheckCase,
@@ -59,7 +59,7 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
                 )
                 for ranks in flags.check_ranks
             )
-        return tuple(made)
+        return tuple(cases)
 
     def measure(self, case: RehearsalCase, bench: Bench) -> Measurement:
         from stepscope.studies.rehearsal.measure import measure_case
