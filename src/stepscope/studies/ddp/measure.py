@@ -64,15 +64,15 @@ class GradientStrategy:
 
 
 def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
-    ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
+    ranks: list[RankSteps] = on_ranks(study, case, bench, time_strategies)
     first = ranks[0]
     return Measurement(
         series=series_of([result.samples for result in ranks]),
         quantities=(
             Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
             *(
-                Quantity(name="reductions", variant=way, value=count, unit="messages")
-                for way, count in first.reductions.items()
+                Quantity(name="reductions", variant=strategy, value=count, unit="messages")
+                for strategy, count in first.reductions.items()
             ),
         ),
         notes={"backend": first.backend},
@@ -80,39 +80,44 @@ def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
     )
 
 
-def time_ways(world: World, case: DDPCase) -> RankSteps:
+def time_strategies(world: World, case: DDPCase) -> RankSteps:
     """Time all strategies; runs on each rank."""
     import torch
     import torch.distributed as dist
 
     model, fed = make_model(world, case, case.batch // world.size, case.dtype)
-    ways = make_ways(model, case.dtype, case.bucket_mb)
+    strategies = make_strategies(model, case.dtype, case.bucket_mb)
     gradient_bytes = sum(
         p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
     )
     samples = interleaved(
-        world, {way.name: partial(one_step, world, way, fed) for way in ways}, case.rounds, 0
+        world,
+        {strategy.name: partial(one_step, world, strategy, fed) for strategy in strategies},
+        case.rounds,
+        0,
     )
-    step = len(ways) * (WARMUP + case.rounds)
+    step = len(strategies) * (WARMUP + case.rounds)
     reductions = {}
-    for way in ways:
-        if not way.averages_itself:
+    for strategy in strategies:
+        if not strategy.averages_itself:
             continue
-        sizes: Any = way.model.message_bytes
-        reductions[way.name] = len(sizes)
-        dtype = next(way.model.parameters()).dtype
+        sizes: Any = strategy.model.message_bytes
+        reductions[strategy.name] = len(sizes)
+        dtype = next(strategy.model.parameters()).dtype
         messages = [
             torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
         ]
-        alone = samples[way.name, "communication"] = []
+        alone = samples[strategy.name, "communication"] = []
         for _ in range(case.rounds):
             world.step(step)
             step += 1
-            alone.append(_communication_ms(world, way, messages))
+            alone.append(_communication_ms(world, strategy, messages))
     lanes = {
-        way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
-        for way in ways
-        if way.averages_itself
+        strategy.name: _typical_lanes(
+            world, strategy, fed, statistics.median(samples[strategy.name, "step"])
+        )
+        for strategy in strategies
+        if strategy.averages_itself
     }
     dist.barrier()
     return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
@@ -125,7 +130,9 @@ def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str
     return make_subject(world, case, share, world.device, pure)
 
 
-def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[GradientStrategy]:
+def make_strategies(
+    alone: nn.Module, dtype: str, bucket_mb: Sequence[float]
+) -> list[GradientStrategy]:
     """Strategies: without communication, then our four, then torch's DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -138,18 +145,18 @@ def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[
     def ours(name: str, wrapped: DDP) -> GradientStrategy:
         return GradientStrategy(name, wrapped, wrapped.module, dtype)
 
-    ways = [GradientStrategy(ALONE, alone, alone, dtype)]
+    strategies = [GradientStrategy(ALONE, alone, alone, dtype)]
     for strategy in ("naive", "flat", "overlap"):
-        ways.append(ours(strategy, DDP(model(), strategy)))
+        strategies.append(ours(strategy, DDP(model(), strategy)))
     for size in bucket_mb:
-        ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
+        strategies.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
-    return ways
+    strategies.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
+    return strategies
 
 
-def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
+def one_step(world: World, strategy: GradientStrategy, fed: Fed) -> dict[str, float]:
     """Run one step and return the times of its phases in ms; the device is idle at each mark."""
     import torch
     import torch.distributed as dist
@@ -157,8 +164,8 @@ def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
     settle(world)
     dist.barrier()
     began = time.perf_counter()
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
-        loss = fed.loss_of(way.model)
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=strategy.autocast):
+        loss = fed.loss_of(strategy.model)
     settle(world)
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -166,14 +173,14 @@ def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
     settle(world)
     backward = time.perf_counter()
     marks = {}
-    if way.averages_itself:
-        way.model.finish_gradient_synchronization()  # type: ignore[operator]
+    if strategy.averages_itself:
+        strategy.model.finish_gradient_synchronization()  # type: ignore[operator]
         settle(world)
-        timing: Any = way.model.timing
+        timing: Any = strategy.model.timing
         marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
     waited = time.perf_counter()
-    way.optimizer.step()
-    way.optimizer.zero_grad()
+    strategy.optimizer.step()
+    strategy.optimizer.zero_grad()
     settle(world)
     ended = time.perf_counter()
     return {
@@ -186,7 +193,7 @@ def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
     }
 
 
-def _communication_ms(world: World, way: GradientStrategy, messages: list[Tensor]) -> float:
+def _communication_ms(world: World, strategy: GradientStrategy, messages: list[Tensor]) -> float:
     """Time of a step's reductions without overlap, in ms."""
     import torch.distributed as dist
 
@@ -196,7 +203,7 @@ def _communication_ms(world: World, way: GradientStrategy, messages: list[Tensor
     pending = []
     for message in messages:
         work = dist.all_reduce(message, async_op=True)
-        if way.name == "naive":
+        if strategy.name == "naive":
             work.wait()
         else:
             pending.append(work)
@@ -206,13 +213,13 @@ def _communication_ms(world: World, way: GradientStrategy, messages: list[Tensor
     return (time.perf_counter() - began) * 1e3
 
 
-def _typical_lanes(world: World, way: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
+def _typical_lanes(world: World, strategy: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
     """Timeline of the step closest to the median, of a few more steps."""
-    tried = [_lanes(world, way, fed) for _ in range(_DRAWN)]
+    tried = [_lanes(world, strategy, fed) for _ in range(_DRAWN)]
     return min(tried, key=lambda lanes: abs(lanes["compute"][-1][1] - median_ms))
 
 
-def _lanes(world: World, way: GradientStrategy, fed: Fed) -> Lanes:
+def _lanes(world: World, strategy: GradientStrategy, fed: Fed) -> Lanes:
     """Timeline of one more step, with start and end of every reduction."""
     now, ms_before = _clock(world)
     transfers: list[list[Any]] = []
@@ -226,9 +233,9 @@ def _lanes(world: World, way: GradientStrategy, fed: Fed) -> Lanes:
 
         work.get_future().then(finished)
 
-    observed = getattr(way.model, "observed", lambda _: nullcontext())
+    observed = getattr(strategy.model, "observed", lambda _: nullcontext())
     with observed(observer):
-        marks = one_step(world, way, fed)
+        marks = one_step(world, strategy, fed)
     # The step began after a barrier; its end is the common point of both clocks.
     end = now()
     settle(world)

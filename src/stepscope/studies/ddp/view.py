@@ -41,9 +41,9 @@ class Ways(RankedResult[DDPCase]):
         at = f" at context {self.case.context}" if self.case.context else ""
         return f"{self.case.size}{at}, {self.place}, {self.case.dtype}"
 
-    def phases(self, way: str) -> dict[str, float]:
+    def phases(self, strategy: str) -> dict[str, float]:
         """Phases of the slowest rank in the median round; they add up to its step time."""
-        steps = [s for s in self.record.series if (s.variant, s.name) == (way, "step")]
+        steps = [s for s in self.record.series if (s.variant, s.name) == (strategy, "step")]
         rounds = [
             max((series.values[number], series.rank, number) for series in steps)
             for number in range(min((len(series.values) for series in steps), default=0))
@@ -52,13 +52,15 @@ class Ways(RankedResult[DDPCase]):
             return {}
         _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
         # There is no wait after a backward that averages inside or not at all.
-        shown = [phase for phase in PHASES if phase != "waited" or self.summary("slowest", way)]
-        series = {phase: self.record.find(phase, variant=way, rank=rank) for phase in shown}
+        shown = [
+            phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
+        ]
+        series = {phase: self.record.find(phase, variant=strategy, rank=rank) for phase in shown}
         return {phase: s.values[number] for phase, s in series.items() if s is not None}
 
-    def exposed(self, way: str) -> float | None:
+    def exposed(self, strategy: str) -> float | None:
         """Step time minus that of the step without communication."""
-        step, alone = self.median("step", way), self.median("step", ALONE)
+        step, alone = self.median("step", strategy), self.median("step", ALONE)
         return step - alone if step is not None and alone is not None else None
 
 
@@ -73,9 +75,9 @@ def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
         *published_tables(
             "ddp",
             [
-                ranked_step(*ways, way, ways.median("step", way))
+                ranked_step(*ways, strategy, ways.median("step", strategy))
                 for ways in done
-                for way in ways.names
+                for strategy in ways.names
             ],
         ),
     )
@@ -281,12 +283,12 @@ def _table(known: Sequence[Ways]) -> Table:
 
 def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
     rows = [
-        (ways, way, rank, waited, transfer)
+        (ways, strategy, rank, waited, transfer)
         for ways in done
-        for way in ways.names
+        for strategy in ways.names
         for rank in range(ways.case.ranks)
-        if (waited := ways.record.find("slowest", variant=way, rank=rank))
-        and (transfer := ways.record.find("transfer", variant=way, rank=rank))
+        if (waited := ways.record.find("slowest", variant=strategy, rank=rank))
+        and (transfer := ways.record.find("transfer", variant=strategy, rank=rank))
     ]
     if rows:
         yield table(

@@ -105,7 +105,7 @@ def rivals(rows: Sequence[GridRow]) -> list[Rival]:
     by_shape: dict[str, list[GridRow]] = {}
     for row in rows:
         if row.record.status == "ok" and row.time() is not None:
-            by_shape.setdefault(row.place, []).append(row)
+            by_shape.setdefault(row.label, []).append(row)
     pairs = []
     for members in by_shape.values():
         ours = next((row for row in members if row.attention == OURS), None)
@@ -122,7 +122,7 @@ def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
     by_kernels = [rival for rival in pairs if not rival.host_decides]
     by_host = [rival for rival in pairs if rival.host_decides]
     lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
-    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.place}" for r in lost]
+    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.label}" for r in lost]
     slower = sum(rival.ratio < 1.0 for rival in by_host)
     faster = len(by_kernels) - len(lost)
     yield Finding(
@@ -215,7 +215,7 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
         return
     inexact = dict.fromkeys(row.attention for extra, row in pairs if extra)
     equal = sum(extra == 0.0 for extra, _ in pairs)
-    most, name = max((abs(extra), f"{row.attention} {row.place}") for extra, row in pairs)
+    most, name = max((abs(extra), f"{row.attention} {row.label}") for extra, row in pairs)
     text = (
         f"The bytes saved for backward match the prediction from the shapes exactly in {equal} of"
         f" {len(pairs)} cells"
@@ -275,10 +275,10 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
         ratio, worst = max(own, key=lambda pair: pair[0])
         text = (
             f"The error of {attention} is at most {number(ratio, 3)} times that of the reference in"
-            f" the same dtype, over {len(own)} shapes ({worst.place})."
+            f" the same dtype, over {len(own)} shapes ({worst.label})."
         )
         if missed:
-            named = [f"{row.place} {'/'.join(row.misses)}" for row in missed]
+            named = [f"{row.label} {'/'.join(row.misses)}" for row in missed]
             text += f" It exceeds the policy of our kernels at {len(missed)}: {_some(named)}."
         else:
             text += f" All are within the policy: {POLICY}."
@@ -288,7 +288,7 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
                 "attention": attention,
                 "ratio": ratio,
                 "shapes": len(own),
-                "worst": worst.place,
+                "worst": worst.label,
                 "missed": len(missed),
                 "tensors": "/".join(missed[0].misses) if missed else "",
             },

@@ -43,7 +43,7 @@ class GridRow(Result[GridCase]):
         return self.case.attention
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """Shape and dtype for messages."""
         return f"{self.case.sizes} {self.case.dtype}"
 

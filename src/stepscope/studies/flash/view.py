@@ -139,7 +139,7 @@ def _memory_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
 
 
 def _shape(row: GridRow) -> str:
-    return row.case.sizes if row.case.dtype == "bfloat16" else row.place
+    return row.case.sizes if row.case.dtype == "bfloat16" else row.label
 
 
 def _unit(row: GridRow) -> tuple[str, float]:

@@ -21,7 +21,7 @@ class FullySharded(Sharding):
     title = "Fully sharded data parallelism"
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
-    ways = FULLY_WAYS
+    strategies = FULLY_WAYS
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.fsdp.view import fsdp_blocks

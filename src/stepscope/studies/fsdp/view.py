@@ -58,9 +58,9 @@ def _findings(case: Divided) -> Iterator[Finding]:
     yield from refused_findings(case, FULLY_WAYS)
 
 
-def _sums(case: Divided, way: str) -> list[float]:
+def _sums(case: Divided, strategy: str) -> list[float]:
     """Bytes of parameters, gradients and state on each rank; empty if one was not counted."""
-    sizes = [case.held(way, kind) for kind in KINDS]
+    sizes = [case.sizes(strategy, kind) for kind in KINDS]
     complete = all(len(values) == case.ranks for values in sizes)
     return [sum(parts) for parts in zip(*sizes, strict=True)] if complete else []
 

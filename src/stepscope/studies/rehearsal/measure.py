@@ -176,15 +176,15 @@ def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
     """
     import torch.distributed as dist
 
-    ways = (
-        computing_ways(world, case)
+    steps = (
+        computing_steps(world, case)
         if case.compute == "real"
-        else waiting_ways(recording, case.bucket_mb)
+        else waiting_steps(recording, case.bucket_mb)
     )
     probe = Probe(world, recording.gradient_bytes)
-    samples: Samples = {Sampled("step", name): [] for name in ways}
+    samples: Samples = {Sampled("step", name): [] for name in steps}
     shuffle = random.Random(0).shuffle
-    order = list(ways)
+    order = list(steps)
     number = 0
     for round_number in range(-WARMUP, case.rounds):
         shuffle(order)
@@ -192,7 +192,7 @@ def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
         for name in order:
             world.step(number)
             number += 1
-            times[Sampled("step", name)] = ways[name]()
+            times[Sampled("step", name)] = steps[name]()
         world.step(number)
         number += 1
         times |= probe.sample()
@@ -202,7 +202,7 @@ def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
     return samples
 
 
-def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
+def waiting_steps(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
     """Strategies with real reductions, whose compute waits for the recorded time."""
     from stepscope.measure.simulated_step import Due, WaitingStep
     from stepscope.parallel import DDP
@@ -217,7 +217,7 @@ def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, 
             recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms, like
         )
 
-    def way(own: WaitingStep, model: Any) -> Step:
+    def step_of(own: WaitingStep, model: Any) -> Step:
         def step() -> float:
             began = start_together()
             model().backward()
@@ -229,22 +229,22 @@ def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, 
         return step
 
     plain = make()
-    ways = {ALONE: way(plain, plain)}
+    steps = {ALONE: step_of(plain, plain)}
     for strategy, size in strategies(bucket_mb):
         own = make(plain)
         wrapped = DDP(own, strategy, size)
         own.count_hooks()
-        ways[name_of(strategy, size)] = way(own, wrapped)
-    return ways
+        steps[name_of(strategy, size)] = step_of(own, wrapped)
+    return steps
 
 
-def computing_ways(world: World, case: CheckCase) -> dict[str, Step]:
+def computing_steps(world: World, case: CheckCase) -> dict[str, Step]:
     """Strategies that run the recorded model on every rank, each with the recorded batch."""
     model, fed = ddp.make_model(world, case, case.batch, case.dtype)
     return {
-        way.name: lambda way=way: ddp.one_step(world, way, fed)["step"]  # type: ignore[misc]
-        for way in ddp.make_ways(model, case.dtype, case.bucket_mb)
-        if way.name != TORCH
+        one.name: lambda one=one: ddp.one_step(world, one, fed)["step"]  # type: ignore[misc]
+        for one in ddp.make_strategies(model, case.dtype, case.bucket_mb)
+        if one.name != TORCH
     }
 
 

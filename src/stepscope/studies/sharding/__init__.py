@@ -25,7 +25,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
     case = RankedStep
-    ways: ClassVar[tuple[str, ...]] = WAYS
+    strategies: ClassVar[tuple[str, ...]] = WAYS
 
     def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
         return tuple(
@@ -37,7 +37,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     def measure(self, case: RankedStep, bench: Bench) -> Measurement:
         from stepscope.studies.sharding.measure import measure_case
 
-        return measure_case(self.name, case, bench, self.ways)
+        return measure_case(self.name, case, bench, self.strategies)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.sharding.view import sharding_blocks

@@ -39,7 +39,7 @@ class RankResult(NamedTuple):
     """Measurements of one rank."""
 
     samples: Samples
-    held: list[Quantity]
+    memory: list[Quantity]
     """Bytes of parameters, gradients and state of each strategy; on a GPU also its counters."""
     backend: str
     refused: dict[str, str]
@@ -55,46 +55,48 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ...]) -> Measurement:
+def measure_case(
+    study: str, case: RankedStep, bench: Bench, strategies: tuple[str, ...]
+) -> Measurement:
     """Measure memory and times of these strategies on every rank."""
     lost: dict[str, str] = {}
     ranks: list[RankResult]
     try:
-        ranks = on_ranks(study, case, bench, measure_ways, ways)
+        ranks = on_ranks(study, case, bench, measure_strategies, strategies)
     except ParallelError as error:
-        peer = crashed_peer(error, ways)
+        peer = crashed_peer(error, strategies)
         if peer is None:
             raise
         lost[peer] = str(error)
-        remaining = tuple(way for way in ways if way != peer)
-        ranks = on_ranks(study, case, bench, measure_ways, remaining)
+        remaining = tuple(strategy for strategy in strategies if strategy != peer)
+        ranks = on_ranks(study, case, bench, measure_strategies, remaining)
     return Measurement(
         series=series_of([result.samples for result in ranks]),
         quantities=tuple(
             msgspec.structs.replace(one, rank=rank)
             for rank, result in enumerate(ranks)
-            for one in result.held
+            for one in result.memory
         ),
         notes={"backend": ranks[0].backend},
         attachments={"refused": ranks[0].refused | lost},
     )
 
 
-def crashed_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
+def crashed_peer(error: ParallelError, strategies: tuple[str, ...]) -> str | None:
     """Strategy of torch whose first step crashed a rank; some crash on unsupported backends."""
     step = error.step if isinstance(error, RankFailed) else -1
-    way = ways[step] if 0 <= step < len(ways) else None
-    return way if way in PEERS else None
+    strategy = strategies[step] if 0 <= step < len(strategies) else None
+    return strategy if strategy in PEERS else None
 
 
-def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankResult:
+def measure_strategies(world: World, case: RankedStep, strategies: tuple[str, ...]) -> RankResult:
     """Measure all strategies; runs on each rank."""
     origin, fed = make_subject(world, case, case.batch // world.size)
     memory: list[Quantity] = []
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
         _load_libraries(world)
-    for number, name in enumerate(ways):
+    for number, name in enumerate(strategies):
         world.step(number)
         try:
             memory += _memory(world, name, origin, fed)
@@ -104,13 +106,13 @@ def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankR
                 raise
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
         _free(world)
-    ways = tuple(name for name in ways if name not in refused)
-    trained = [make(world, name, origin) for name in ways]
+    strategies = tuple(name for name in strategies if name not in refused)
+    trained = [make(world, name, origin) for name in strategies]
     samples = interleaved(
         world,
-        {way.name: partial(timed_step, world, way, fed) for way in trained},
+        {strategy.name: partial(timed_step, world, strategy, fed) for strategy in trained},
         case.rounds,
-        len(ways),
+        len(strategies),
     )
     return RankResult(samples, memory, world.backend, refused)
 
@@ -151,8 +153,8 @@ def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
     return module
 
 
-def _average(way: Trained) -> None:
-    finish = getattr(way.model, "finish_gradient_synchronization", None)
+def _average(strategy: Trained) -> None:
+    finish = getattr(strategy.model, "finish_gradient_synchronization", None)
     if finish is not None:
         finish()
 
@@ -164,10 +166,10 @@ def _load_libraries(world: World) -> None:
     from stepscope.model import TransformerLM, find_size, with_overrides
 
     origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
-    way = make(world, WHOLE, origin)
+    strategy = make(world, WHOLE, origin)
     tokens = torch.zeros((1, 17), dtype=torch.int64, device=world.device)
-    timed_step(world, way, tokens_fed(tokens))
-    del way
+    timed_step(world, strategy, tokens_fed(tokens))
+    del strategy
     _free(world)
 
 
@@ -203,27 +205,27 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quanti
             count("driver", total - free, where)
             dist.barrier()
 
-    way = make(world, name, origin)
+    strategy = make(world, name, origin)
     station("after model")
-    loss = fed.loss_of(way.model)
+    loss = fed.loss_of(strategy.model)
     station("after forward")
     loss.backward()  # type: ignore[no-untyped-call]
-    _average(way)
+    _average(strategy)
     station("after backward")
-    way.optimizer.step()
+    strategy.optimizer.step()
     station("after step")
-    count("parameters", _bytes(list(way.module.parameters())))
-    count("gradients", _bytes([p.grad for p in way.module.parameters()]))
-    count("state", _state_bytes(way.optimizer))
+    count("parameters", _bytes(list(strategy.module.parameters())))
+    count("gradients", _bytes([p.grad for p in strategy.module.parameters()]))
+    count("state", _state_bytes(strategy.optimizer))
     # Measure the second step, because the first one allocates state.
-    way.optimizer.zero_grad()
+    strategy.optimizer.zero_grad()
     del loss
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
     with counted(world.size) as traffic:
-        fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
-        _average(way)
-        way.optimizer.step()
+        fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
+        _average(strategy)
+        strategy.optimizer.step()
     count("sent", traffic.sent)
     if on_gpu:
         torch.cuda.synchronize(world.device)
@@ -245,7 +247,7 @@ def _bytes(tensors: list[Any]) -> float:
     return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
 
 
-def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
+def timed_step(world: World, strategy: Trained, fed: Fed) -> dict[str, float]:
     """Run one step and return its times in ms."""
     import torch.distributed as dist
 
@@ -255,12 +257,12 @@ def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
 
     dist.barrier()
     began = now()
-    fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
-    _average(way)
+    fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
+    _average(strategy)
     averaged = now()
-    way.optimizer.step()
+    strategy.optimizer.step()
     stepped = now()
-    way.optimizer.zero_grad()
+    strategy.optimizer.zero_grad()
     return {
         "step": (stepped - began) * 1e3,
         "backward": (averaged - began) * 1e3,

@@ -31,22 +31,22 @@ class Divided(RankedResult[RankedStep]):
     def title(self) -> str:
         return f"{self.case.size}, {self.place}"
 
-    def held(self, way: str, kind: str, phase: str = "") -> list[float]:
+    def sizes(self, strategy: str, kind: str, phase: str = "") -> list[float]:
         """Bytes of a kind on each rank, after `phase` if given."""
         values = (
-            self.record.quantity(kind, variant=way, phase=phase, rank=rank)
+            self.record.quantity(kind, variant=strategy, phase=phase, rank=rank)
             for rank in range(self.ranks)
         )
         return [value for value in values if value is not None]
 
-    def most(self, way: str, kind: str, phase: str = "") -> float | None:
+    def most(self, strategy: str, kind: str, phase: str = "") -> float | None:
         """Bytes of a kind on the rank with the most."""
-        return max(self.held(way, kind, phase), default=None)
+        return max(self.sizes(strategy, kind, phase), default=None)
 
-    def moved(self, way: str) -> float | None:
+    def moved(self, strategy: str) -> float | None:
         """Predicted bytes that a rank sends per step."""
-        size = self.held(WHOLE, "parameters")
-        return moved(way, size[0], self.ranks) if size else None
+        size = self.sizes(WHOLE, "parameters")
+        return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
         self, what: str, ours: str, theirs: str, words: str, *, judged: bool = False
@@ -65,22 +65,22 @@ class Divided(RankedResult[RankedStep]):
             )
 
 
-def moved(way: str, size: float, ranks: int) -> float:
+def moved(strategy: str, size: float, ranks: int) -> float:
     """Predicted bytes that a rank sends per step for `size` bytes of parameters.
 
     Assumes bandwidth-optimal collectives. FSDP gathers every parameter twice and reduces it once.
     """
-    return (2 if way in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
+    return (2 if strategy in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
 
 
 def sharding_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     known = [Divided(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     steps = [
-        ranked_step(*case, way, step)
+        ranked_step(*case, strategy, step)
         for case in done
-        for way in WAYS
-        if (step := case.median("step", way)) is not None
+        for strategy in WAYS
+        if (step := case.median("step", strategy)) is not None
     ]
     return (
         *(finding for case in done for finding in _findings(case)),
@@ -110,18 +110,20 @@ def alone_finding(case: Divided) -> Iterator[Finding]:
     yield case.finding("one-rank", text, {})
 
 
-def refused_findings(case: Divided, ways: Sequence[str]) -> Iterator[Finding]:
+def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Finding]:
     refused = case.record.attachment("refused", dict[str, str]) or {}
-    for way in ways:
-        if reason := refused.get(way):
-            values = {"way": way, "reason": reason}
-            yield case.finding("refused", f"{way} does not run here: {reason}", values, tone="warn")
+    for strategy in strategies:
+        if reason := refused.get(strategy):
+            values = {"way": strategy, "reason": reason}
+            yield case.finding(
+                "refused", f"{strategy} does not run here: {reason}", values, tone="warn"
+            )
 
 
-def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
+def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
     """Memory after a step by three counters, which need not agree."""
     pairs = {
-        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, way)]
+        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, strategy)]
         for counter in COUNTERS
     }
     sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
@@ -131,13 +133,13 @@ def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
     rises = {name: ours - base for name, (base, ours) in sizes.items()}
     yield case.finding(
         "counters",
-        f"after a step, unsharded and with {way}, a rank has allocated {words['allocated']} and its"
-        f" allocator has reserved {words['reserved']}; the driver reports {words['driver']} for all"
-        " processes on the GPU.",
+        f"after a step, unsharded and with {strategy}, a rank has allocated {words['allocated']} and"
+        f" its allocator has reserved {words['reserved']}; the driver reports {words['driver']} for"
+        " all processes on the GPU.",
         {
             f"{name} {one}": size
             for name, pair in sizes.items()
-            for one, size in zip((WHOLE, way), pair, strict=True)
+            for one, size in zip((WHOLE, strategy), pair, strict=True)
         },
         conclusion="The driver reports more although less is allocated: its value includes the"
         " allocator's cache and the libraries, not only memory in use."
@@ -147,8 +149,8 @@ def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
 
 
 def _shares(case: Divided) -> Iterator[Finding]:
-    unsharded, ours = case.held(WHOLE, "state"), case.held(BROADCAST, "state")
-    if not (unsharded and ours and case.held(WHOLE, "parameters")):
+    unsharded, ours = case.sizes(WHOLE, "state"), case.sizes(BROADCAST, "state")
+    if not (unsharded and ours and case.sizes(WHOLE, "parameters")):
         return
     ideal = unsharded[0] / case.ranks
     off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
@@ -165,8 +167,8 @@ def _shares(case: Divided) -> Iterator[Finding]:
 
 def _difference(case: Divided) -> Finding:
     """Compare with ZeRO stage 1 in communication, memory and time."""
-    sent = {way: case.moved(way) or 0.0 for way in (BROADCAST, SCATTER)}
-    values: dict[str, Value] = {f"moved {way}": size for way, size in sent.items()}
+    sent = {strategy: case.moved(strategy) or 0.0 for strategy in (BROADCAST, SCATTER)}
+    values: dict[str, Value] = {f"moved {strategy}": size for strategy, size in sent.items()}
     measured = ""
     owned, cut = case.samples("step", BROADCAST), case.samples("step", SCATTER)
     if owned and cut:
@@ -191,15 +193,17 @@ def _difference(case: Divided) -> Finding:
 
 
 def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
-    ways = tuple(way for way in known if case.held(way, "state"))
-    if ways and case.ranks > 1:
+    strategies = tuple(strategy for strategy in known if case.sizes(strategy, "state"))
+    if strategies and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
             title=f"Memory of a rank: {case.title}",
             kind="stacks",
             curves=tuple(
                 Curve(
-                    label=kind, x=ways, y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in ways)
+                    label=kind,
+                    x=strategies,
+                    y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in strategies),
                 )
                 for kind in KINDS
             ),
@@ -213,7 +217,7 @@ def strategies_table(
     name: str,
     title: str,
     known: Sequence[Divided],
-    ways: Sequence[str],
+    strategies: Sequence[str],
     *,
     caption: str,
     time: Sequence[Declared] = (),
@@ -223,7 +227,7 @@ def strategies_table(
     return table(
         name,
         title,
-        strategy_rows(known, lambda _: ways),
+        strategy_rows(known, lambda _: strategies),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
@@ -262,7 +266,7 @@ def _table(known: Sequence[Divided]) -> Table:
         memory=[
             col(
                 "least state",
-                lambda r: min(r.of.held(r.way, "state"), default=None),
+                lambda r: min(r.of.sizes(r.way, "state"), default=None),
                 "bytes",
                 hint="on the rank with the least",
             )
@@ -290,7 +294,7 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
 
 def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], float]]:
     """Yield title, stage, bytes of each kind and bytes sent."""
-    parts = {kind: case.held(WHOLE, kind) for kind in KINDS}
+    parts = {kind: case.sizes(WHOLE, kind) for kind in KINDS}
     if not all(parts.values()):
         return
     for stage in range(4):
@@ -302,14 +306,19 @@ def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], floa
         yield case.title, stage, sizes, messages * (case.ranks - 1) / case.ranks
 
 
-def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Table]:
+def station_table(done: Sequence[Divided], strategies: Sequence[str]) -> Iterator[Table]:
     """Memory counters of a GPU after each phase; the driver's includes all processes."""
     rows = [
-        (case.title, way, station, {one: case.most(way, one, station) for one in COUNTERS})
+        (
+            case.title,
+            strategy,
+            station,
+            {one: case.most(strategy, one, station) for one in COUNTERS},
+        )
         for case in done
-        for way in ways
+        for strategy in strategies
         for station in STATIONS
-        if any(case.held(way, counter, station) for counter in COUNTERS)
+        if any(case.sizes(strategy, counter, station) for counter in COUNTERS)
     ]
     if rows:
         yield table(

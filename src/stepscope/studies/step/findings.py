@@ -17,14 +17,14 @@ GAINS = 1.01
 
 
 def step_findings(
-    climbed: Sequence[Ladder], learnt: dict[str, LossCurve], raced: Sequence[StepRace]
+    ladders: Sequence[Ladder], curves: dict[str, LossCurve], raced: Sequence[StepRace]
 ) -> Iterator[Finding]:
-    for ladder in climbed:
+    for ladder in ladders:
         if ladder.start is not None and len(ladder.climb) > 1:
             yield _climb(ladder, ladder.start.median)
             yield from _host_bound(ladder)
             yield from _not_measured(ladder)
-    yield from _learnt(learnt)
+    yield from _loss(curves)
     for race in raced:
         yield from _race(race)
     for race in raced:
@@ -105,8 +105,8 @@ def _not_measured(ladder: Ladder) -> Iterator[Finding]:
         )
 
 
-def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
-    start = learnt.get(START)
+def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
+    start = curves.get(START)
     fell = start.fell_by() if start is not None else None
     if start is None or fell is None:
         return
@@ -125,10 +125,10 @@ def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
         return
     deviations = {
         rung: deviation
-        for rung, curve in learnt.items()
+        for rung, curve in curves.items()
         if rung != START and (deviation := curve.apart(start)) is not None
     }
-    records = _ids(record for rung in (START, *deviations) for record in learnt[rung].records)
+    records = _ids(record for rung in (START, *deviations) for record in curves[rung].records)
     wrong = {rung: share for rung, share in deviations.items() if abs(share) > AGREES_WITHIN}
     if wrong:
         listed = ", ".join(f"{words(rung)} ({percent(share)})" for rung, share in wrong.items())
