@@ -154,17 +154,17 @@ def compile_record(
     compiled: float = 20.0,
     cold_s: float = 10.0,
     warm_s: float | None = None,
-    found: Mapping[str, float] | None = None,
+    extra: Mapping[str, float] | None = None,
     **changes: Any,
 ) -> Record:
     """A case of the compile study with these step times in ms, a third of them forward.
 
-    `found` has values of quantities by name.
+    `extra` has further quantities by name.
     """
     flags = CompileFlags(part=(kind,), compile=("block",), seq=(1024,), head=(64,))  # type: ignore[arg-type]
     (case,) = find_study("compile").cases(flags)
     values = {"cold_s": cold_s, "graphs": 2, "operators": 100, "breaks": 0, "recompilations": 0}
-    values |= {"recompiled_while_timed": 0} | dict(found or {})
+    values |= {"recompiled_while_timed": 0} | dict(extra or {})
     values |= {} if warm_s is None else {"warm_s": warm_s}
     sizes = {
         "eager": {"before_backward": 4e9, "peak_bytes": 8e9},

@@ -132,8 +132,8 @@ class TestPage:
             "xl-512: a step takes 60.8 ms, 59.0 % MFU in consecutive steps; the fastest peer (block"
             " default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples give a ratio"
             " of 1.30.",
-            "xl-512: ours takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of 1.98 GHz:"
-            " step after step it takes as long as that energy lasts, at the limit 59.3 ms"
+            "xl-512: ours takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of 1.98"
+            " GHz: step after step it takes as long as that energy lasts, at the limit 59.3 ms"
             " (± 1.2 %). The peer takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
@@ -161,25 +161,25 @@ class TestPage:
     def test_missing_energy_is_reported_once_for_all_races(self) -> None:
         notes = {"no_energy": "the driver gives no counter"}
         records = [step_race_record(name, notes=notes, id=name) for name in ("xl-512", "2.7b-512")]
-        found = self.findings(*records)["step.no-energy"]
-        assert found.text == (
+        result = self.findings(*records)["step.no-energy"]
+        assert result.text == (
             "The energy per step of 2.7b-512, xl-512 was not measured: the driver gives no counter."
         )
-        assert found.records == ("2.7b-512", "xl-512")
+        assert result.records == ("2.7b-512", "xl-512")
 
     def test_without_a_known_limit_no_cap_is_reported(self) -> None:
         here = environment(power_limit_w=None)
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
-        found = draw(record, "ours")
-        assert found is not None
-        assert (found.of_limit, found.lasts_ms) == (None, None)
+        result = draw(record, "ours")
+        assert result is not None
+        assert (result.of_limit, result.lasts_ms) == (None, None)
         assert "step.power-capped" not in self.findings(record)
 
 
 @pytest.mark.parametrize(("watts", "least_ms"), [(665.0, 57.0), (664.9, None)])
 def test_the_power_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> None:
-    found = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
-    assert found.lasts_ms == (None if least_ms is None else pytest.approx(least_ms))
+    result = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
+    assert result.lasts_ms == (None if least_ms is None else pytest.approx(least_ms))
 
 
 def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
@@ -209,11 +209,11 @@ class TestWithTheWaterfall:
         return [finding for finding in findings if finding.code == "energy.power-capped"]
 
     def test_a_majority_of_readings_at_the_cap_is_reported(self) -> None:
-        (found,) = self.capped(None, 1700.0, 1650.0, 1800.0)
-        assert list(found.values.values()) == [1700.0]
-        assert found.records == (waterfall_record().id,)
-        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in found.sentence
-        assert found.conclusion.endswith("shortens the step by its energy, not by its time.")
+        (finding,) = self.capped(None, 1700.0, 1650.0, 1800.0)
+        assert list(finding.values.values()) == [1700.0]
+        assert finding.records == (waterfall_record().id,)
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in finding.sentence
+        assert finding.conclusion.endswith("shortens the step by its energy, not by its time.")
 
     @pytest.mark.parametrize(
         "throttled",

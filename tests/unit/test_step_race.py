@@ -64,7 +64,7 @@ class TestRacers:
         ]
         chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
         assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_peer-block_graph"]
-        with pytest.raises(UsageError, match="choose at least one of each side: peer: block default"):
+        with pytest.raises(UsageError, match="at least one of each side: peer: block default"):
             racers("small-512", forms=("peer",))
 
     def test_variants_save_less_where_peak_memory_is_compared(self) -> None:
@@ -223,7 +223,7 @@ def test_trials_decide_if_the_run_off_fails(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
     assert measured.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
-    assert measured.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two equal variants"
+    assert measured.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two equal ones"
 
 
 def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(

@@ -221,7 +221,7 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
         f" {len(pairs)} cells"
     )
     if inexact:
-        text += f"; {', '.join(inexact)} differ by at most {bytes_(most)} ({name})"
+        text += f"; cells of {', '.join(inexact)} differ by at most {bytes_(most)} ({name})"
     yield Finding(
         code="flash.saved",
         values={"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},

@@ -133,7 +133,7 @@ def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
     rises = {name: ours - base for name, (base, ours) in sizes.items()}
     yield case.finding(
         "counters",
-        f"after a step, unsharded and with {strategy}, a rank allocates {words['allocated']} and"
+        f"after a step, unsharded and {strategy}, a rank has allocated {words['allocated']} and"
         f" its allocator has reserved {words['reserved']}; the driver reports {words['driver']} for"
         " all processes on the GPU.",
         {
