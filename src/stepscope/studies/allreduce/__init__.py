@@ -1,4 +1,4 @@
-"""How long do collectives take, and what bandwidth do the links reach?
+"""The allreduce study: time of collectives, and the bandwidth of the links.
 
     stepscope run allreduce --ranks 2 4 --collective all-reduce all-gather
 

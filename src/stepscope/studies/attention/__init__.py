@@ -1,4 +1,4 @@
-"""What does naive attention cost in time and in memory?
+"""The attention study: time and memory of naive attention.
 
     stepscope run attention --head 16 64 128 --seq 256 1024 4096
 

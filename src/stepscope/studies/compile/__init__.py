@@ -1,4 +1,4 @@
-"""What does torch.compile gain, how long does compiling take, and where does the graph break?
+"""The compile study: gain, compile time and graph breaks of torch.compile.
 
     stepscope run compile --part model --size small xl --dtype bfloat16
     stepscope run compile --part attention --head 64 --seq 1024 4096

@@ -1,4 +1,4 @@
-"""What does data parallelism cost, and how much communication overlaps with the backward?
+"""The ddp study: cost of averaging gradients, and its overlap with the backward.
 
     stepscope run ddp --size small --context 128 --ranks 2
 

@@ -1,4 +1,4 @@
-"""How fast and how accurate is each attention implementation, and which kernel does it run?
+"""The flash study: speed, memory, accuracy and kernels of all attention implementations.
 
     stepscope run flash                       # the full study: for a GPU
     stepscope run flash --part race           # the implementations against each other

@@ -1,4 +1,4 @@
-"""What does fully sharded data parallelism save, and what does it cost?
+"""The fsdp study: memory and time of fully sharded data parallelism.
 
     stepscope run fsdp --size small --context 128 --ranks 2
 

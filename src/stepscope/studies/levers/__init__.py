@@ -1,4 +1,4 @@
-"""What do six optimization techniques gain on this device, and what are its resources?
+"""The levers study: gain of six optimization techniques, and the resources of the device.
 
     stepscope run levers
     stepscope run levers --lever coalescing tiling

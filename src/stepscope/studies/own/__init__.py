@@ -1,4 +1,4 @@
-"""How fast does a user's model train, what memory does it take, and what does each setting change?
+"""The own study: speed and memory of a user's model, and the effect of each setting.
 
     stepscope run own --model lab.net:build --batch 8 32 --dtype float32 bfloat16
 

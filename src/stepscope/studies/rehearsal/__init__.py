@@ -1,4 +1,4 @@
-"""How long would this step take on a cluster that is not available?
+"""The rehearsal study: predicted time of a step on a cluster, from one recorded step.
 
     stepscope run rehearsal --size small --context 512 --dtype bfloat16
     stepscope rehearse --ranks 64 --link infiniband

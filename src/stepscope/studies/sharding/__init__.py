@@ -1,4 +1,4 @@
-"""What does sharding the optimizer state among ranks save, and what does it cost?
+"""The sharding study: memory and time of a step with a sharded optimizer.
 
     stepscope run sharding --size small --context 128 --ranks 2
 

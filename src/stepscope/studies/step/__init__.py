@@ -1,4 +1,4 @@
-"""How close to the limit can one training step get, and what does each change bring?
+"""The step study: gain of each change to a training step, and its distance from the limit.
 
     stepscope run step --size small --context 512       # ladder, loss curves, waterfall
     stepscope run step --part race --race 2.7b-2048     # against torch.compile, interleaved

@@ -43,14 +43,15 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
-    fused-pieces, joined, fused-optimizer, in-backward, graph, searched, as-made, narrow-stream,
-    master, checkpoint."""
+    fused-pieces, joined (fused projections), fused-optimizer, in-backward, graph, searched
+    (autotuned GEMMs), as-made (gradients in the dtype of the matmuls), narrow-stream, master,
+    checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
     race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")
     """Races: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512, 8b-32768, tiny-64."""
     scopes: tuple[str, ...] = SCOPES
-    """What the peer compiles in a race: each block, or the model."""
+    """Scope of torch.compile for the peer in a race: block, model."""
     modes: tuple[str, ...] = MODES
     """Modes of torch.compile for the peer: default, reduce-overhead, or max-autotune, which takes
     minutes for each variant."""

@@ -432,7 +432,9 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         ],
         caption="The fastest variant of each side raced; the interleaved time decides where there"
         " is one. The peak memory of a variant includes what all variants share (weights,"
-        " moments).",
+        " moments). In the names, joined means fused QKV and gate/up projections, searched means"
+        " autotuned GEMMs, keeps names the saved activations, and updates in backward means that"
+        " the optimizer overlaps with the backward.",
     )
 
 
