@@ -416,10 +416,10 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
             col("variant", lambda r: r.name.partition(": ")[2]),
             col("step", lambda r: r.heat and r.heat.ms, unit="ms", hint="alone, by the host clock"),
             col(
-                "interleaved",
+                "run-off",
                 lambda r: r.heat and r.heat.turns_ms,
                 unit="ms",
-                hint="run-off of variants of one side whose step times are close",
+                hint="alternating blocks, for variants of one side whose step times are close",
             ),
             col(
                 "first step",
@@ -430,8 +430,8 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
             col("peak memory", lambda r: r.heat and r.heat.peak_bytes, "bytes"),
             col("outcome", lambda r: r.outcome),
         ],
-        caption="The fastest variant of each side raced; the interleaved time decides where there"
-        " is one. The peak memory of a variant includes what all variants share (weights,"
+        caption="The fastest variant of each side raced, by its run-off where there was one."
+        " The peak memory of a variant includes what all variants share (weights,"
         " moments). In the names, joined means fused QKV and gate/up projections, searched means"
         " autotuned GEMMs, keeps names the saved activations, and updates in backward means that"
         " the optimizer overlaps with the backward.",
