@@ -1,8 +1,8 @@
 """A faster Triton interpreter: the same results without repeated work.
 
-A kernel's call of a device function replaces the functions of `triton.language` again, although the
-launch of the kernel has done so: a third of the time of a kernel with small blocks. And the table
-of NumPy dtypes is built at every operation.
+Every call of a device function patches `triton.language` again, although the launch of the kernel
+has done so; this takes a third of the time of a kernel with small blocks. The table of NumPy dtypes
+is rebuilt at every operation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Patch the interpreter of this process; without effect where it has no such functions."""
+    """Patch the interpreter of this process; no effect if it lacks these functions."""
     try:
         from triton.language import core
         from triton.runtime import interpreter
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _once(interpreter: ModuleType, core: ModuleType) -> Callable[[Any], Any]:
-    """`_patch_lang` that does nothing where all that a function sees is replaced already."""
+    """Return a `_patch_lang` that does nothing if the modules a function uses are patched."""
     patch = interpreter._patch_lang
     languages = (interpreter.tl, core)
 
@@ -49,7 +49,7 @@ def _once(interpreter: ModuleType, core: ModuleType) -> Callable[[Any], Any]:
 
 
 def _cached_dtypes(find: Callable[[Any], Any], core: ModuleType) -> Callable[[Any], Any]:
-    """`_get_np_dtype` with a cache by the type of an element: types of blocks have no hash."""
+    """Return a `_get_np_dtype` with a cache by element type: block types are not hashable."""
     cached = functools.cache(find)
 
     def np_dtype(dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models as other people write them, and build functions that return nonsense."""
+"""Typical third-party models, and build functions with invalid results."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def causal_lm() -> tuple[nn.Module, Any]:
 
 
 def causal_lm_flops(batch: int, layers: int = 2) -> int:
-    """FLOPs of a step: the embedding has no matmul, attention is causal, and its scores that the
-    backward computes again are not counted."""
+    """FLOPs of a step: the embedding has no matmul, attention is causal, and the scores recomputed
+    in the backward are not counted."""
     rows = batch * LENGTH
     linear = 2 * rows * WIDTH * (3 * WIDTH + WIDTH + 8 * WIDTH)
     scores = 2 * batch * HEADS * LENGTH**2 * (WIDTH // HEADS)
@@ -80,7 +80,7 @@ def causal_lm_flops(batch: int, layers: int = 2) -> int:
 
 
 class VisionTransformer(nn.Module):
-    """Of torch.nn alone; returns its logits, so that it needs a loss."""
+    """A model of torch.nn layers that returns logits and needs a loss function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def conv_net() -> tuple[nn.Module, Any]:
 
 
 def conv_net_flops(batch: int) -> int:
-    """The first convolution's input needs no gradient."""
+    """FLOPs of a step; the input of the first convolution needs no gradient."""
     first, second = (2 * batch * 64 * c * 8 * 9 for c in (3, 8))
     head = 2 * batch * 8 * 10
     return 2 * first + 3 * second + 3 * head
@@ -167,7 +167,7 @@ not_a_function = 3
 
 
 def inputs_and_targets() -> object:
-    """A batch as a data set gives it, which the model does not take as a whole."""
+    """A batch of inputs and targets, which the model does not accept as two arguments."""
 
     def make_batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(size, 4, device=device), torch.zeros(size, device=device)

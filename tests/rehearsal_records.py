@@ -1,4 +1,4 @@
-"""Recordings and checks with times that a test chooses."""
+"""Recordings and checks with times chosen by a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES = {"step": 100.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0}
 
 
 class Line:
-    """A channel of so much a message and so many bytes per ms, alone and in a queue."""
+    """A channel with a latency per message and a rate in bytes per ms, alone and in a queue."""
 
     def __init__(self, latency_ms: float, bytes_per_ms: float, gap_ms: float | None = None) -> None:
         self.latency, self.rate = latency_ms, bytes_per_ms
@@ -36,31 +36,31 @@ class Line:
 def recording(
     ready: Sequence[float], mebibytes: Sequence[float] | None = None, **phases: float
 ) -> Recording:
-    """Gradients in the model's order, of a MiB each unless said."""
+    """A recording with gradients in the model's order, 1 MiB each by default."""
     sizes = mebibytes or [1.0] * len(ready)
     return Recording(
         forward_ms=phases.get("forward", 30.0),
         backward_ms=phases.get("backward", 60.0),
         optimizer_ms=phases.get("optimizer", 10.0),
         gradients=tuple(
-            Gradient(item=Item(f"p{place}", int(size * MEGABYTE) // 4, 4, "float32"), ready=at)
-            for place, (at, size) in enumerate(zip(ready, sizes, strict=True))
+            Gradient(item=Item(f"p{index}", int(size * MEGABYTE) // 4, 4, "float32"), ready=at)
+            for index, (at, size) in enumerate(zip(ready, sizes, strict=True))
         ),
     )
 
 
 def ready_times(count: int = 6) -> tuple[ReadyTimes, ...]:
-    """Gradients of 1 MiB at equal distances, the last parameter's first."""
+    """Gradients of 1 MiB at equal intervals, last parameter first."""
     backward = PHASES["backward"]
     return tuple(
         ReadyTimes(
-            name=f"blocks.{place}.weight",
+            name=f"blocks.{index}.weight",
             elements=MEGABYTE // 4,
             element_bytes=4,
             kind="torch.float32 cpu",
-            ready_ms=tuple(backward * (count - place) / count + step for step in (-0.1, 0.0, 0.1)),
+            ready_ms=tuple(backward * (count - index) / count + step for step in (-0.1, 0.0, 0.1)),
         )
-        for place in range(count)
+        for index in range(count)
     )
 
 
@@ -77,7 +77,7 @@ def check_record(
     latency_ms: float = 1.0,
     **changes: Any,
 ) -> Record:
-    """Real ranks on a link of 1 MiB a ms; a way is measured so much above its prediction."""
+    """Real ranks on a link of 1 MiB per ms; `errors` by strategy, relative to the prediction."""
     study = find_study("rehearsal")
     flags = study.flags(size=("tiny",), context=(32,), check_ranks=(ranks,), bucket_mb=(2.0,))
     _, case = study.cases(flags)
@@ -87,15 +87,15 @@ def check_record(
         Sampled("issue"): upkeep.issue,
         Sampled("agree"): upkeep.agree,
     }
-    held = Recording.of_samples(_phases(), ready_times())
+    recorded = Recording.of_samples(_phases(), ready_times())
     for strategy, bucket_mb in strategies([2.0]):
-        way = name_of(strategy, bucket_mb)
-        told = replay(held, strategy, channel, bucket_mb, upkeep).step_ms
-        times[Sampled("step", way)] = told * (1 + (errors or {}).get(way, 0.0))
+        name = name_of(strategy, bucket_mb)
+        predicted = replay(recorded, strategy, channel, bucket_mb, upkeep).step_ms
+        times[Sampled("step", name)] = predicted * (1 + (errors or {}).get(name, 0.0))
     for size in (2**12, 2**20, 2**23):
         times[Sampled("alone", size=size)] = channel.alone(size)
         times[Sampled("burst", "8", size)] = 8 * channel.alone(size)
-        # Nothing but noise: packing is free here.
+        # Negligible: packing is free in these records.
         times[Sampled("pack", size=size)] = 1e-9 * size
     series = tuple(
         Series(**what._asdict(), unit="ms", rank=rank, values=(ms,) * 5)

@@ -1,4 +1,4 @@
-"""Records of the step study as its own cases would give them, with times that a test chooses."""
+"""Records of the step study and the compile study with times chosen by a test."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trace_files import training_step
 
 CEILINGS = (
     *(
-        Ceiling(name=f"matmul.{form}", value=rate, unit="FLOP/s", source="measured")
-        for form, rate in {"float32": 50e12, "tf32": 400e12, "bfloat16": 780e12}.items()
+        Ceiling(name=f"matmul.{dtype}", value=rate, unit="FLOP/s", source="measured")
+        for dtype, rate in {"float32": 50e12, "tf32": 400e12, "bfloat16": 780e12}.items()
     ),
     Ceiling(name="memory.copy", value=4.3e12, unit="B/s", source="measured"),
 )
@@ -37,30 +37,34 @@ def _cases(part: str, **flags: Any) -> tuple[Any, ...]:
     return find_study("step").cases(StepFlags(part=(part,), **flags))  # type: ignore[arg-type]
 
 
-def _made(case: StepCase, changes: dict[str, Any], **parts: Any) -> Record:
+def _record(case: StepCase, changes: dict[str, Any], **parts: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
-    made = {"series": ()} if failed else parts
+    measured = {"series": ()} if failed else parts
     return record(
-        study="step", case=case.key, config=case.config,
-        **{"ceilings": CEILINGS} | made | changes,
-    )  # fmt: skip
+        study="step",
+        case=case.key,
+        config=case.config,
+        **{"ceilings": CEILINGS} | measured | changes,
+    )
 
 
 def rung_record(
-    rung: str = "start", how: str = "start", *, step: float = 100.0, size: str = "small",
+    rung: str = "start",
+    how: str = "start",
+    *,
+    step: float = 100.0,
+    size: str = "small",
     **changes: Any,
-) -> Record:  # fmt: skip
-    """A rung that took `step` ms."""
-    (case,) = (
-        c for c in _cases("ladder", size=(size,)) if (c.rung, c.how) == (rung, how)
-    )  # fmt: skip
-    return _made(case, changes, series=(times("step", step), times("step", step, "host")))
+) -> Record:
+    """A rung with a step time of `step` ms."""
+    (case,) = (c for c in _cases("ladder", size=(size,)) if (c.rung, c.how) == (rung, how))
+    return _record(case, changes, series=(times("step", step), times("step", step, "host")))
 
 
 def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -> Record:
     case = next(c for c in _cases("loss", seeds=(seed,)) if c.rung == rung)
     series = (Series(name="loss", unit="nats", values=tuple(losses)),)
-    return _made(case, changes, series=series)
+    return _record(case, changes, series=series)
 
 
 def waterfall_record(
@@ -69,22 +73,27 @@ def waterfall_record(
     (case,) = (c for c in _cases("waterfall") if c.rung == rung)
     series = [times("step", step), times("step", step, "host")]
     series += [times("replay", replay)] if replay is not None else []
-    return _made(
-        case, changes, series=tuple(series),
+    return _record(
+        case,
+        changes,
+        series=tuple(series),
         attachments={"profile": msgspec.to_builtins(summarize(training_step().read()))},
-    )  # fmt: skip
+    )
 
 
 def step_race_record(
-    name: str = "2.7b-512", took: Mapping[str, float] | None = None, *,
+    name: str = "2.7b-512",
+    took: Mapping[str, float] | None = None,
+    *,
     peaks: Mapping[str, float] | None = None,
     drawn: Mapping[str, tuple[float, float, float]] | None = None,
-    consecutive: Mapping[str, Sequence[float]] | None = None, **changes: Any,
-) -> Record:  # fmt: skip
-    """A race with these times in ms for interleaved samples; peaks by side in GiB.
+    consecutive: Mapping[str, Sequence[float]] | None = None,
+    **changes: Any,
+) -> Record:
+    """A race with these interleaved times in ms by variant, and peaks by side in GiB.
 
-    `drawn` has the watts, ms and MHz of each side's energy measurement; `consecutive` the median
-    step of each block by side, where the record has such blocks.
+    `drawn` has the watts, ms and MHz of the energy measurement by side; `consecutive` the median
+    step of each block by side.
     """
     (case,) = _cases("race", race=(name,))
     took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
@@ -96,9 +105,9 @@ def step_race_record(
         heats[racer] = {"ms": ms, "first_s": 10.0, "peak_bytes": peak}
     quantities = [Quantity(name="flops", value=28e12, unit="FLOP")]
     for side, (watts, ms, mhz) in (drawn or {}).items():
-        taken = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
-        held, _ = energy_quantities(taken, None)
-        quantities += [msgspec.structs.replace(one, variant=side) for one in held]
+        energy = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
+        measured, _ = energy_quantities(energy, None)
+        quantities += [msgspec.structs.replace(one, variant=side) for one in measured]
     blocks = tuple(
         Series(
             name="consecutive",
@@ -115,14 +124,17 @@ def step_race_record(
         "heats": heats,
         "excluded": {"peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
     }
-    return _made(
-        case, changes, series=(*samples, *blocks), attachments=attachments,
+    return _record(
+        case,
+        changes,
+        series=(*samples, *blocks),
+        attachments=attachments,
         quantities=tuple(quantities),
-    )  # fmt: skip
+    )
 
 
 def tiny_race_case(**changes: Any) -> StepRaceCase:
-    """A race that a CPU runs in a moment."""
+    """A race that takes seconds on a CPU."""
     case: StepRaceCase
     (case,) = _cases(
         "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
@@ -136,37 +148,44 @@ def tiny_race_case(**changes: Any) -> StepRaceCase:
 
 
 def compile_record(
-    kind: str = "model", *, eager: float = 30.0, compiled: float = 20.0, cold_s: float = 10.0,
-    warm_s: float | None = None, found: Mapping[str, float] | None = None, **changes: Any,
-) -> Record:  # fmt: skip
-    """A case of the compile study whose steps took so many ms, a third of it forward.
+    kind: str = "model",
+    *,
+    eager: float = 30.0,
+    compiled: float = 20.0,
+    cold_s: float = 10.0,
+    warm_s: float | None = None,
+    extra: Mapping[str, float] | None = None,
+    **changes: Any,
+) -> Record:
+    """A case of the compile study with these step times in ms, a third of them forward.
 
-    `found` has values of quantities by name.
+    `extra` has further quantities by name.
     """
     flags = CompileFlags(part=(kind,), compile=("block",), seq=(1024,), head=(64,))  # type: ignore[arg-type]
     (case,) = find_study("compile").cases(flags)
     values = {"cold_s": cold_s, "graphs": 2, "operators": 100, "breaks": 0, "recompilations": 0}
-    values |= {"recompiled_while_timed": 0} | dict(found or {})
+    values |= {"recompiled_while_timed": 0} | dict(extra or {})
     values |= {} if warm_s is None else {"warm_s": warm_s}
     sizes = {
         "eager": {"before_backward": 4e9, "peak_bytes": 8e9},
         "compiled": {"before_backward": 3e9, "peak_bytes": 6e9},
     }
     memory = (
-        Quantity(name=name, variant=form, value=size, unit="B")
-        for form, held in sizes.items()
-        for name, size in held.items()
+        Quantity(name=name, variant=variant, value=size, unit="B")
+        for variant, by_name in sizes.items()
+        for name, size in by_name.items()
     )
     shares = {"step": 1.0, "forward": 0.3, "backward": 0.6}
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="compile", config=case.config,
+        study="compile",
+        config=case.config,
         **{
             "series": ()
             if failed
             else tuple(
-                times(phase, ms * share, variant=form)
-                for form, ms in {"eager": eager, "compiled": compiled}.items()
+                times(phase, ms * share, variant=variant)
+                for variant, ms in {"eager": eager, "compiled": compiled}.items()
                 for phase, share in shares.items()
             ),
             "quantities": ()
@@ -175,12 +194,12 @@ def compile_record(
             "case": case.key,
         }
         | changes,
-    )  # fmt: skip
+    )
 
 
 def energy_lines() -> list[dict[str, Any]]:
-    """The parts of one step, as `benchmarks/energy_by_part.py` writes them."""
-    taken = {
+    """Energy of the parts of one step, as written by `benchmarks/energy_by_part.py`."""
+    parts = {
         PRODUCTS: (40.0, 20.0, 2.8e13), ATTENTION: (4.0, 2.5, None), UPDATES: (15.0, 15.0, None),
         PASSES: (5.0, 2.5, None), PEERS_PRODUCTS: (50.0, 25.0, 2.8e13), WHOLE: (60.0, 40.0, None),
     }  # fmt: skip
@@ -189,5 +208,5 @@ def energy_lines() -> list[dict[str, Any]]:
          "ms": ms, "joules": joules, "resolution": 0.25, "sm_clock_mhz": 1700.0, "runs": 30,
          "flops": flops, "scaled": 1.0, "device": "H200", "torch": "2.11", "commit": "ab",
          "power_limit_w": 500.0}
-        for part, (ms, joules, flops) in taken.items()
+        for part, (ms, joules, flops) in parts.items()
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The study of attention alone: its cases, its accounting, its findings."""
+"""The attention study: its cases, predicted memory and findings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ from study_records import attention_record
 
 def workload(**changes: object) -> AttentionWorkload:
     fields: dict[str, object] = {
-        "attention": "reference", "batch": 2, "heads": 3, "seq": 20, "head": 8,
-        "dtype": "float32", "causal": False, "mode": "both",
-    }  # fmt: skip
+        "attention": "reference",
+        "batch": 2,
+        "heads": 3,
+        "seq": 20,
+        "head": 8,
+        "dtype": "float32",
+        "causal": False,
+        "mode": "both",
+    }
     return AttentionWorkload(**fields | changes)  # type: ignore[arg-type]
 
 
@@ -38,23 +44,23 @@ def findings(records: list[Record], code: str) -> list[Finding]:
 
 
 def finding(records: list[Record], code: str) -> Finding:
-    (found,) = findings(records, code)
-    return found
+    (match,) = findings(records, code)
+    return match
 
 
 def times_rows(records: list[Record]) -> list[dict[str, object]]:
     blocks = find_study("attention").view(records)
-    (found,) = (b for b in blocks if isinstance(b, Table) and b.name == "attention-times")
-    titles = [column.title for column in found.columns]
-    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "attention-times")
+    titles = [column.title for column in table.columns]
+    return [dict(zip(titles, row, strict=True)) for row in table.rows]
 
 
 def by_pass(records: list[Record], code: str) -> dict[object, object]:
-    """Exponents by the pass that they are of."""
+    """Exponents by pass."""
     return {one.values["pass"]: one.values["exponent"] for one in findings(records, code)}
 
 
-def test_kernel_flops_count_the_backward_two_and_a_half_times() -> None:
+def test_kernel_flops_count_the_backward_as_two_and_a_half_forwards() -> None:
     forward = 4 * 2 * 3 * 20 * 20 * 8
     assert workload(mode="forward").flops() == forward
     assert workload(mode="backward").flops() == 2.5 * forward
@@ -62,27 +68,27 @@ def test_kernel_flops_count_the_backward_two_and_a_half_times() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_predicted_bytes_are_those_that_autograd_keeps(causal: bool) -> None:
+def test_predicted_saved_bytes_match_autograd(causal: bool) -> None:
     work = workload(causal=causal, mode="forward")
     step = AttentionStep(work, pick_device("cpu"))
     inputs = {t.untyped_storage().data_ptr() for t in (step.q, step.k, step.v)}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in inputs:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step._forward()
     out = step._out
     assert out is not None
-    assert sum(kept.values()) + out.nbytes == work.predicted_saved_bytes()
+    assert sum(saved.values()) + out.nbytes == work.predicted_saved_bytes()
 
 
 class LargestInUse(TorchDispatchMode):
-    """Bytes of all storages that operators made and that are still there."""
+    """Bytes of all live storages created by operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +97,11 @@ class LargestInUse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
-        made = func(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
             if torch.is_tensor(x) and x.untyped_storage()._cdata not in self._known | given:
                 self._add(x.untyped_storage())
-        return made
+        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         self._known.add(storage._cdata)
@@ -103,14 +109,14 @@ class LargestInUse(TorchDispatchMode):
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
 
-    def _drop(self, place: int, size: int) -> None:
-        self._known.discard(place)
+    def _drop(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
         self.now -= size
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_the_predicted_peak_is_what_is_there_at_once(mode: str, causal: bool) -> None:
+def test_the_predicted_peak_matches_live_storages(mode: str, causal: bool) -> None:
     work = workload(mode=mode, causal=causal, batch=1, heads=1, seq=96)
     step = AttentionStep(work, pick_device("cpu"))
     with LargestInUse() as largest:
@@ -119,11 +125,11 @@ def test_the_predicted_peak_is_what_is_there_at_once(mode: str, causal: bool) ->
             largest.most = largest.now
             step._backward()
     lines = peak_lines(work)
-    there_before = lines["q, k, v"] + lines["gradient of the output"]
-    assert largest.most == predicted_peak_bytes(work) - there_before
+    allocated_before = lines["q, k, v"] + lines["gradient of the output"]
+    assert largest.most == predicted_peak_bytes(work) - allocated_before
 
 
-def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
+def test_the_peak_is_reported_by_tensor_and_its_growth_fitted() -> None:
     records = [
         attention_record("backward", seq=seq, peak=1.02 * work_peak, step=1.0)
         for seq in (1024, 4096, 16384)
@@ -154,37 +160,40 @@ def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "both"])
-def test_each_mode_times_what_it_says(mode: str) -> None:
+def test_each_mode_runs_its_passes(mode: str) -> None:
     step = AttentionStep(workload(mode=mode), pick_device("cpu"))
     assert [p.name for p in step.phases()] == {
-        "forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"],
-    }[mode]  # fmt: skip
+        "forward": ["forward"],
+        "backward": ["backward"],
+        "both": ["forward", "backward"],
+    }[mode]
     step.reset()
-    # A lone backward finds its forward done; the others start from nothing.
+    # For a backward alone, reset runs the forward; the others start without an output.
     assert (step._out is not None) == (mode == "backward")
     for phase in step.phases():
         phase.run()
     if mode != "forward":
         truth = torch.nn.functional.scaled_dot_product_attention(step.q, step.k, step.v)
         for got, wanted in zip(
-            step._gradients, torch.autograd.grad(truth, (step.q, step.k, step.v), step.grad),
+            step._gradients,
+            torch.autograd.grad(truth, (step.q, step.k, step.v), step.grad),
             strict=True,
-        ):  # fmt: skip
+        ):
             torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("field", ["batch", "heads", "seq", "head"])
-def test_an_empty_dimension_is_refused_by_name(field: str) -> None:
+def test_an_empty_dimension_is_rejected(field: str) -> None:
     with pytest.raises(UsageError, match=f"{field} is 0"):
         workload(**{field: 0})
 
 
-def test_a_format_that_no_tensor_has_is_refused() -> None:
+def test_a_dtype_that_is_not_a_tensor_dtype_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"'tf32'.*float32, bfloat16, float16"):
         workload(dtype="tf32")
 
 
-def test_exponents_are_those_of_the_times() -> None:
+def test_exponents_are_fitted_to_the_times() -> None:
     records = [
         attention_record(mode, seq=seq, step=step)
         for mode, power in (("forward", 2.0), ("backward", 1.5))
@@ -195,36 +204,36 @@ def test_exponents_are_those_of_the_times() -> None:
     )
 
 
-def test_the_prediction_is_held_against_what_was_measured() -> None:
+def test_predicted_saved_bytes_are_compared_with_measured() -> None:
     near = attention_record(seq=256)
     predicted = near.quantity("predicted_saved_bytes")
     assert predicted is not None
     records = [attention_record(seq=256, saved=predicted * 1.03), attention_record(seq=1024)]
-    told = finding(records, "attention.predicted-saved")
-    assert (told.values["exact"], told.values["cases"]) == (0, 1)
-    assert told.values["off_bytes"] == pytest.approx(0.03 * predicted)
-    assert told.records == (records[0].id,)
+    result = finding(records, "attention.predicted-saved")
+    assert (result.values["exact"], result.values["cases"]) == (0, 1)
+    assert result.values["off_bytes"] == pytest.approx(0.03 * predicted)
+    assert result.records == (records[0].id,)
     exact = [attention_record(seq=256, saved=predicted)]
     assert finding(exact, "attention.predicted-saved").values["exact"] == 1
 
 
-def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
+def test_the_first_length_that_does_not_fit_is_reported() -> None:
     records = [
         attention_record(seq=4096),
         attention_record(seq=16384, status="oom", reason="out"),
         attention_record(seq=8192, head=128, status="oom", reason="out"),
     ]
-    told = finding(records, "attention.memory-limit")
-    assert told.values["first"] == "reference float32, d 128, length 8192, forward"
-    assert told.values["scores_bytes"] == 8 * 16384**2 * 4
-    assert told.tone == "warn"
-    assert told.records == (records[1].id, records[2].id)
+    result = finding(records, "attention.memory-limit")
+    assert result.values["first"] == "reference float32, d 128, length 8192, forward"
+    assert result.values["scores_bytes"] == 8 * 16384**2 * 4
+    assert result.tone == "warn"
+    assert result.records == (records[1].id, records[2].id)
     (row,) = times_rows(records[2:])
     assert (row["length"], row["forward mean"], row["forward std"]) == (8192, "OOM", None)
 
 
 @pytest.mark.parametrize("library", [0, 64 << 20])
-def test_on_a_gpu_the_softmax_makes_one_more_and_the_library_takes_its_share(library: int) -> None:
+def test_the_peak_on_a_gpu_has_one_more_tensor_and_the_cublas_workspace(library: int) -> None:
     work = workload(batch=8, heads=1, seq=16384, head=64, mode="backward")
     tensors = predicted_peak_bytes(work, on_cuda=True)
     one_more = 8 * 16384**2 * 4
@@ -245,18 +254,18 @@ def test_on_a_gpu_the_softmax_makes_one_more_and_the_library_takes_its_share(lib
     assert (fits["fits"], fits["beyond"]) == (32768, 65536)
 
 
-def test_what_grows_with_d_only_in_part_is_told_apart() -> None:
+def test_the_part_that_does_not_grow_with_d_is_reported() -> None:
     records = [
         attention_record(seq=4096, head=head, step=10.0 + 0.1 * head) for head in (16, 32, 64)
     ]
-    told = finding(records, "attention.time-by-width")
-    assert told.values["at_zero_ms"] == pytest.approx(10.0)
-    assert told.conclusion.startswith("A straight line")
+    result = finding(records, "attention.time-by-width")
+    assert result.values["at_zero_ms"] == pytest.approx(10.0)
+    assert result.conclusion.startswith("A linear fit")
     steeper = [attention_record(seq=4096, head=head, step=0.01 * head**2) for head in (16, 32, 64)]
     assert finding(steeper, "attention.time-by-width").conclusion == ""
 
 
-def test_a_power_law_is_found_and_nonsense_refused() -> None:
+def test_fitted_exponent_of_a_power_law_and_of_invalid_points() -> None:
     x = [1.0, 2.0, 4.0, 8.0]
     assert fitted_exponent(x, [3 * value**1.7 for value in x]) == pytest.approx(1.7)
     for bad in (([1.0], [1.0]), ([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])):
@@ -264,7 +273,7 @@ def test_a_power_law_is_found_and_nonsense_refused() -> None:
             fitted_exponent(*bad)
 
 
-def test_what_a_host_cannot_hold_is_skipped_before_it_swaps() -> None:
+def test_a_case_beyond_host_memory_is_skipped() -> None:
     class SmallHost(CpuDevice):
         @property
         def memory_bytes(self) -> int:
@@ -275,7 +284,7 @@ def test_what_a_host_cannot_hold_is_skipped_before_it_swaps() -> None:
         AttentionStep(workload(seq=512), SmallHost())
 
 
-def test_formats_and_implementations_grow_apart() -> None:
+def test_growth_is_fitted_by_implementation() -> None:
     records = [
         attention_record(seq=seq, step=step, attention=attention)
         for attention, power in (("reference", 2.0), ("tiled", 1.0))
@@ -289,38 +298,38 @@ def test_formats_and_implementations_grow_apart() -> None:
 SENTENCES = {
     "attention.time-by-length": (
         [attention_record(seq=seq, step=seq**2 / 1e4) for seq in (256, 1024, 4096)],
-        "The forward grows as length to the power 2.00 over 256 to 4096 (at d 64); the arithmetic"
-        " says 2.",
+        "The time of the forward grows as length to the power 2.00 over 256 to 4096 (at d 64); the"
+        " FLOPs grow to the power 2.",
     ),
     "attention.time-by-width": (
         [attention_record(seq=4096, head=head, step=10 + 0.1 * head) for head in (16, 32, 64)],
-        "The forward grows as d to the power 0.250 over 16 to 64 (at length 4096); the arithmetic"
-        " says 1. A straight line through the times leaves 10.0 ms at d 0: moving the tensors of"
-        " length × length costs that, whatever d is.",
+        "The time of the forward grows as d to the power 0.250 over 16 to 64 (at length 4096); the"
+        " FLOPs grow to the power 1. A linear fit has an intercept of 10.0 ms at d 0: the memory"
+        " traffic of the length × length tensors, which does not depend on d.",
     ),
     "attention.memory-growth": (
         [attention_record(seq=seq, saved=40.0 * seq**2) for seq in (256, 1024, 4096)],
-        "What the forward leaves for its backward grows as length to the power 2.00 over 256 to"
+        "The memory saved for backward by the forward grows as length to the power 2.00 over 256 to"
         " 4096.",
     ),
     "attention.predicted-peak": (
         [attention_record("backward", peak=1e9)],
-        "The peak of the backward is predicted from the tensors one by one: to the byte in 0 of 1"
-        " cases, off by 814 MiB at most (d 64, length 1024: 954 MiB).",
+        "Peak memory of the backward, predicted as a sum of tensors: exact in 0 of 1 cases, off by"
+        " 814 MiB at most (d 64, length 1024: 954 MiB).",
     ),
     "attention.predicted-saved": (
         [attention_record(seq=256, saved=2621440.0 * 1.03)],
-        "What a forward leaves for its backward is predicted from the shapes: to the byte in 0 of 1"
-        " cases, off by 76.8 KiB at most (reference float32, d 64, length 256, forward: 2.58 MiB).",
+        "Bytes saved for backward, predicted from the shapes: exact in 0 of 1 cases, off by 76.8"
+        " KiB at most (reference float32, d 64, length 256, forward: 2.58 MiB).",
     ),
     "attention.memory-limit": (
         [attention_record(seq=16384, status="oom", reason="out")],
-        "At length 16384 one tensor of scores is 8.00 GiB (8 × 1 × 16384² × 4 B). At the peak of"
-        " the forward there are two (scores, probabilities), at that of the backward four"
-        " (probabilities, their gradient, gradient of the scores, product within the softmax's"
-        " backward); the output itself, at d 64, is 32.0 MiB. The first that does not fit into 139"
-        " GiB: reference float32, d 64, length 16384, forward, whose tensors need 16.2 GiB at once,"
-        " so what the allocator holds in pieces too small for the next is the rest.",
+        "At length 16384 one tensor of scores takes 8.00 GiB (8 × 1 × 16384² × 4 B). The peak of"
+        " the forward has two (scores, probabilities) such tensors, that of the backward four"
+        " (probabilities, their gradient, gradient of the scores, temporary of the softmax's"
+        " backward); the output at d 64 takes 32.0 MiB. The first case that does not fit into 139"
+        " GiB is reference float32, d 64, length 16384, forward, whose tensors need 16.2 GiB at"
+        " once; the rest is lost to fragmentation of the allocator.",
     ),
 }
 
@@ -331,7 +340,7 @@ def test_wording(code: str) -> None:
     assert findings(records, code)[0].sentence == sentence
 
 
-def test_cases_are_read_from_the_configs_of_their_records() -> None:
+def test_cases_are_decoded_from_the_configs_of_records() -> None:
     study = find_study("attention")
     for case in study.cases(study.flags()):
         assert study.decode(case.config) == case
@@ -339,9 +348,17 @@ def test_cases_are_read_from_the_configs_of_their_records() -> None:
     assert first.key == "reference_b8_h1_s256_d16_float32_full_forward"
     assert (first.needs, first.warmup, first.steps) == (("float32",), 5, 20)
     assert first.config == {
-        "attention": "reference", "batch": 8, "heads": 1, "seq": 256, "head": 16,
-        "dtype": "float32", "causal": False, "mode": "forward", "warmup": 5, "steps": 20,
-    }  # fmt: skip
+        "attention": "reference",
+        "batch": 8,
+        "heads": 1,
+        "seq": 256,
+        "head": 16,
+        "dtype": "float32",
+        "causal": False,
+        "mode": "forward",
+        "warmup": 5,
+        "steps": 20,
+    }
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
@@ -349,11 +366,11 @@ def test_a_pass_is_measured(mode: str) -> None:
     study = find_study("attention")
     flags = study.flags(head=(8,), seq=(16,), batch=1, steps=2, warmup=1)
     (case,) = (case for case in study.cases(flags) if case.mode == mode)
-    made = study.measure(case, QuietBench())
-    (step,) = (series for series in made.series if series.name == "step")
+    measured = study.measure(case, QuietBench())
+    (step,) = (series for series in measured.series if series.name == "step")
     assert len(step.values) >= 2
     assert len(step.warmup) == 1
-    assert value_of(made.quantities, "flops") == case.flops()
+    assert value_of(measured.quantities, "flops") == case.flops()
 
 
 GROWTH = ("attention.time-by-length", "attention.growth-unknown")
@@ -371,24 +388,24 @@ def lengths(*steps: float, **changes: object) -> list[Record]:
     ]
 
 
-def test_a_growth_names_its_code_values_and_records() -> None:
+def test_a_growth_finding_has_code_values_and_records() -> None:
     records = lengths(1.0, 16.0, 256.0)
-    (found,) = growth(records)
-    assert found.code == "attention.time-by-length"
-    assert found.values["exponent"] == pytest.approx(2.0)
-    assert found.records == tuple(record.id for record in records)
+    (match,) = growth(records)
+    assert match.code == "attention.time-by-length"
+    assert match.values["exponent"] == pytest.approx(2.0)
+    assert match.records == tuple(record.id for record in records)
 
 
-def test_no_exponent_is_fitted_to_times_of_a_busy_machine() -> None:
+def test_times_of_a_busy_machine_are_not_fitted() -> None:
     busy = (Lint(code="busy-machine", message="planted"),)
-    (found,) = growth([*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, lints=busy)[2:]])
-    assert (found.code, found.tone) == ("attention.growth-unknown", "warn")
-    assert "power" not in found.sentence
-    assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in found.sentence
+    (match,) = growth([*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, lints=busy)[2:]])
+    assert (match.code, match.tone) == ("attention.growth-unknown", "warn")
+    assert "power" not in match.sentence
+    assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in match.sentence
 
 
-def test_an_exponent_below_zero_is_not_a_growth() -> None:
-    (found,) = growth(lengths(500.0, 30.0, 2.5))
-    assert found.code == "attention.growth-unknown"
-    assert found.values["exponent"] == pytest.approx(-1.9, abs=0.05)
-    assert "power" not in found.sentence
+def test_a_negative_exponent_is_not_reported_as_growth() -> None:
+    (match,) = growth(lengths(500.0, 30.0, 2.5))
+    assert match.code == "attention.growth-unknown"
+    assert match.values["exponent"] == pytest.approx(-1.9, abs=0.05)
+    assert "power" not in match.sentence

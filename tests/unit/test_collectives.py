@@ -72,12 +72,12 @@ def test_a_finding_gives_latency_and_bandwidth() -> None:
     assert finding.values["latency_ms"] == pytest.approx(0.101, rel=1e-3)
     assert finding.values["bytes_per_s"] == pytest.approx(990e6, rel=1e-3)
     assert finding.text == (
-        "all-reduce, 2 ranks, gloo: 1.00 KiB take 102 µs; the links carry up to 967 MB/s (busbw at"
-        " 4.00 MiB)."
+        "all-reduce, 2 ranks, gloo: 1.00 KiB take 102 µs; the links reach 967 MB/s (busbw at 4.00"
+        " MiB)."
     )
     assert re.fullmatch(
-        r"As a line: 101 µs a message and 990 MB/s, off by at most \S+ %;"
-        r" below 97\.7 KiB a message costs more than its bytes\.",
+        r"Linear fit: a latency of 101 µs per message and 990 MB/s, with a residual of at most"
+        r" \S+ %; below 97\.7 KiB the latency dominates\.",
         finding.conclusion,
     )
 
@@ -89,7 +89,7 @@ def test_wrong_results_are_counted() -> None:
     assert (finding.values["elements"], finding.values["bytes"]) == (3, 1024)
     assert finding.records == (record.id,)
     assert finding.sentence == (
-        "all-reduce, 2 ranks, gloo: 3 elements of 1.00 KiB are wrong; its times mean nothing."
+        "all-reduce, 2 ranks, gloo: 3 elements of 1.00 KiB are wrong; its times are meaningless."
     )
 
 
@@ -106,7 +106,7 @@ def test_collectives_of_the_same_ranks_share_a_finding_and_a_figure() -> None:
     assert (both.values["quickest"], both.values["slowest"]) == ("broadcast", "all-reduce")
     assert both.values["busbw of broadcast"] > both.values["busbw of all-reduce"]  # type: ignore[operator]
     assert both.text.startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
-    assert re.search(r"carry up to \S+ MB/s \(all-reduce\) and \S+ GB/s \(broadcast\)", both.text)
+    assert re.search(r"busbw of \S+ MB/s \(all-reduce\) to \S+ GB/s \(broadcast\)", both.text)
     figures = [b for b in find_study("allreduce").view(records) if isinstance(b, Figure)]
     assert [[curve.label for curve in figure.curves] for figure in figures] == [
         ["all-reduce", "broadcast"],
@@ -120,7 +120,7 @@ def test_one_rank_reports_no_link() -> None:
     assert finding.code == "allreduce.one-rank"
     assert finding.values["ms"] == pytest.approx(0.101, rel=1e-2)
     assert finding.sentence == (
-        "all-reduce, 1 rank, gloo: a call takes 101 µs (1.00 KiB); nothing goes over a link."
+        "all-reduce, 1 rank, gloo: a call takes 101 µs (1.00 KiB); one rank uses no link."
     )
     shown = tables(record)
     assert {row[8] for row in shown["allreduce-times"].rows} == {None}
@@ -128,7 +128,7 @@ def test_one_rank_reports_no_link() -> None:
     assert not [b for b in find_study("allreduce").view([record]) if isinstance(b, Figure)]
     (several,) = findings(record, collective_record("broadcast", ranks=1))
     assert several.code == "allreduce.compared"
-    assert several.text.endswith("; nothing goes over a link.")
+    assert several.text.endswith("; one rank uses no link.")
 
 
 def test_a_failed_case_is_a_row_with_its_status() -> None:

@@ -1,4 +1,4 @@
-"""The study of data parallelism: what it refuses and what it says of given times."""
+"""The data parallelism study: rejected flags, and report blocks of given times."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from parallel_records import ddp_record
 from stepscope.errors import UsageError
 from stepscope.records.schema import Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
-from stepscope.studies.ddp.view import Ways, _readable
+from stepscope.studies.ddp.view import Ways, _without_covered_labels
 from stepscope.studies.registry import find_study
 
 
-def findings(**how: Any) -> list[Finding]:
-    return [b for b in find_study("ddp").view([ddp_record(**how)]) if isinstance(b, Finding)]
+def findings(**options: Any) -> list[Finding]:
+    return [b for b in find_study("ddp").view([ddp_record(**options)]) if isinstance(b, Finding)]
 
 
-def finding(code: str, **how: Any) -> Finding:
-    (found,) = (one for one in findings(**how) if one.code == code)
-    assert found.records == (ddp_record(**how).id,)
-    return found
+def finding(code: str, **options: Any) -> Finding:
+    (match,) = (one for one in findings(**options) if one.code == code)
+    assert match.records == (ddp_record(**options).id,)
+    return match
 
 
-def table(name: str, **how: Any) -> Table:
-    shown = find_study("ddp").view([ddp_record(**how)])
+def table(name: str, **options: Any) -> Table:
+    shown = find_study("ddp").view([ddp_record(**options)])
     return next(b for b in shown if isinstance(b, Table) and b.name == name)
 
 
-def test_exposed_is_what_a_step_takes_longer_than_without_communication() -> None:
+def test_exposed_is_step_time_minus_time_without_communication() -> None:
     rows = {row[4]: row for row in table("ddp-steps", steps={"naive": 140.0, "flat": 130.0}).rows}
     assert rows["naive"][-2] == pytest.approx(40.0, rel=0.05)
     assert rows["flat"][-2] == pytest.approx(30.0, rel=0.05)
@@ -40,33 +40,34 @@ def test_exposed_is_what_a_step_takes_longer_than_without_communication() -> Non
 FAST = {"naive": 140.0, "bucketed 10 MiB": 108.0}
 
 
-def test_the_fastest_way_is_named() -> None:
-    found = finding("ddp.fastest", steps=FAST)
-    assert found.values["strategy"] == "bucketed 10 MiB"
-    assert found.values["step_ms"] == pytest.approx(108.0, rel=0.02)
-    assert found.values["exposed_naive_ms"] == pytest.approx(40.0, rel=0.05)
-    assert found.values["gradient_bytes"] == 2**29
-    assert found.values["alike"] == ""
-    assert "bucketed 10 MiB is the fastest at 108 ms a step for 512 MiB of gradients" in found.text
-    assert found.sentence.endswith(" ms of naive.")
+def test_the_fastest_strategy_is_reported() -> None:
+    match = finding("ddp.fastest", steps=FAST)
+    assert match.values["strategy"] == "bucketed 10 MiB"
+    assert match.values["step_ms"] == pytest.approx(108.0, rel=0.02)
+    assert match.values["exposed_naive_ms"] == pytest.approx(40.0, rel=0.05)
+    assert match.values["gradient_bytes"] == 2**29
+    assert match.values["alike"] == ""
+    fastest = "bucketed 10 MiB is the fastest at 108 ms per step for 512 MiB of gradients"
+    assert fastest in match.text
+    assert match.sentence.endswith(" ms with naive.")
 
 
-def test_the_share_that_the_backward_hides_is_of_the_best_way() -> None:
-    found = finding("ddp.hidden", steps=FAST, communication=40.0)
-    assert found.values["strategy"] == "bucketed 10 MiB"
-    assert found.values["share"] == pytest.approx(0.8, abs=0.05)
-    assert "ms on their own; 80." in found.text
+def test_the_overlapping_share_is_that_of_the_best_strategy() -> None:
+    match = finding("ddp.hidden", steps=FAST, communication=40.0)
+    assert match.values["strategy"] == "bucketed 10 MiB"
+    assert match.values["share"] == pytest.approx(0.8, abs=0.05)
+    assert "ms without overlap; 80." in match.text
     none = finding("ddp.hidden", steps=FAST, communication=4.0)
     assert none.values["share"] == 0.0
-    assert none.text.endswith("so nothing of that is hidden.")
+    assert none.text.endswith("so none of that overlaps.")
 
 
-def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
-    found = finding("ddp.fastest", steps=FAST | {"flat": 108.0})
-    other = {"flat", "bucketed 10 MiB"} - {found.values["strategy"]}
-    assert {found.values["alike"]} == other
-    assert " takes the least, 108 ms a step" in found.text
-    assert found.conclusion.startswith(f"Not told from it: {other.pop()}.")
+def test_indistinguishable_strategies_are_reported_together() -> None:
+    match = finding("ddp.fastest", steps=FAST | {"flat": 108.0})
+    other = {"flat", "bucketed 10 MiB"} - {match.values["strategy"]}
+    assert {match.values["alike"]} == other
+    assert " has the lowest median, 108 ms per step" in match.text
+    assert match.conclusion.startswith(f"Statistically indistinguishable: {other.pop()}.")
 
 
 @pytest.mark.parametrize(
@@ -74,27 +75,27 @@ def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
     [
         (110.0, "good", "it is faster."),
         (140.0, "warn", "it is slower."),
-        (120.0, "info", "no difference is shown."),
+        (120.0, "info", "statistically indistinguishable."),
     ],
 )
-def test_the_interval_decides_the_comparison_with_torch(ours: float, tone: str, words: str) -> None:
+def test_the_comparison_with_torch_uses_the_interval(ours: float, tone: str, words: str) -> None:
     steps = {"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0, "torch DDP": 120.0}
-    found = finding("ddp.against-torch", steps=steps)
-    assert found.values["strategy"] == "bucketed 1 MiB"
-    assert found.values["ratio"] == pytest.approx(ours / 120, rel=0.02)
-    assert found.tone == tone
-    assert found.text.endswith(words)
+    match = finding("ddp.against-torch", steps=steps)
+    assert match.values["strategy"] == "bucketed 1 MiB"
+    assert match.values["ratio"] == pytest.approx(ours / 120, rel=0.02)
+    assert match.tone == tone
+    assert match.text.endswith(words)
 
 
-def test_waits_are_told_apart_for_every_rank() -> None:
+def test_waits_are_split_for_every_rank() -> None:
     rows = table("ddp-waits").rows
     assert {row[2] for row in rows} == {0, 1}
     assert all(row[3] == pytest.approx(2.0, rel=0.01) for row in rows)
     assert all(row[4] == pytest.approx(18.0, rel=0.01) for row in rows)
 
 
-def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
-    """Medians of each phase by itself would not."""
+def test_phases_are_those_of_one_round_and_add_up_to_its_step() -> None:
+    """Medians of each phase separately would not add up."""
     base = ddp_record()
     steps = {  # by rank, in three rounds
         0: {"step": (10.0, 20.0, 30.0), "forward": (9.0, 1.0, 5.0), "backward": (1.0, 19.0, 25.0)},
@@ -112,27 +113,27 @@ def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
     assert ways.phases("flat") == {"forward": 1.0, "backward": 19.0}
 
 
-def test_only_ways_that_average_by_themselves_wait() -> None:
+def test_only_our_strategies_have_a_wait() -> None:
     waited = {row[4]: row[8] for row in table("ddp-steps").rows}
     assert waited["no communication"] is None
     assert waited["torch DDP"] is None
     assert waited["naive"] == pytest.approx(20.0, rel=0.1)
 
 
-def test_a_label_that_another_reduction_lies_upon_is_left_out() -> None:
-    shown = list(_readable([(0.0, 5.0, "a"), (4.0, 6.0, "b"), (6.0, 7.0, "c")]))
+def test_labels_of_covered_spans_are_removed() -> None:
+    shown = list(_without_covered_labels([(0.0, 5.0, "a"), (4.0, 6.0, "b"), (6.0, 7.0, "c")]))
     assert [label for *_, label in shown] == ["", "b", "c"]
 
 
-def test_one_rank_shows_what_the_wrappers_cost() -> None:
-    how = {"steps": {"naive": 109.0, "no communication": 100.0}, "ranks": 1}
-    found = finding("ddp.one-rank", **how)
-    assert found.values["naive"] == pytest.approx(9.0, rel=0.3)
-    assert found.values["alone_ms"] == pytest.approx(100.0, rel=0.02)
-    assert "one rank has nobody to average with. What the wrappers cost shows: a" in found.text
-    assert "without one and longer by" in found.text
-    assert "ms with naive" in found.text
-    assert {one.code for one in findings(**how)} == {"ddp.one-rank", "ddp.against-torch"}
+def test_one_rank_reports_the_overhead_of_the_wrappers() -> None:
+    options = {"steps": {"naive": 109.0, "no communication": 100.0}, "ranks": 1}
+    match = finding("ddp.one-rank", **options)
+    assert match.values["naive"] == pytest.approx(9.0, rel=0.3)
+    assert match.values["alone_ms"] == pytest.approx(100.0, rel=0.02)
+    assert "with one rank there is no communication; this is the overhead" in match.text
+    assert "without a wrapper; the overhead is" in match.text
+    assert "ms with naive" in match.text
+    assert {one.code for one in findings(**options)} == {"ddp.one-rank", "ddp.against-torch"}
 
 
 def test_a_failed_case_is_a_row_with_its_status() -> None:
@@ -140,7 +141,7 @@ def test_a_failed_case_is_a_row_with_its_status() -> None:
     assert row == ("small", 128, 2, "float32", None, "OOM", *(None,) * 7)
 
 
-def test_a_record_without_a_dtype_is_of_float32() -> None:
+def test_a_record_without_a_dtype_is_float32() -> None:
     record = ddp_record()
     old = {name: value for name, value in record.config.items() if name != "dtype"}
     (result,) = find_study("ddp").results([msgspec.structs.replace(record, config=old)])
@@ -148,7 +149,7 @@ def test_a_record_without_a_dtype_is_of_float32() -> None:
     assert result.case.config["dtype"] == "float32"
 
 
-def test_pictures_show_phases_and_reductions() -> None:
+def test_figures_show_phases_and_reductions() -> None:
     shown = find_study("ddp").view([ddp_record()])
     figure = next(block for block in shown if isinstance(block, Figure))
     assert [curve.label for curve in figure.curves] == [
@@ -162,7 +163,7 @@ def test_pictures_show_phases_and_reductions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("options", "words"),
     [
         ({"batch": 1}, "a batch of 1 cannot be divided among 2 ranks"),
         ({"batch": 3}, "choose a multiple of the ranks"),
@@ -172,12 +173,12 @@ def test_pictures_show_phases_and_reductions() -> None:
         ({"dtype": ("bfloat",)}, "perhaps you meant bfloat16"),
     ],
 )
-def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
+def test_invalid_flags_are_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        find_study("ddp").flags(**how)
+        find_study("ddp").flags(**options)
 
 
-def test_a_size_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_size_is_rejected() -> None:
     study = find_study("ddp")
     with pytest.raises(UsageError, match="smal"):
         study.cases(study.flags(size=("smal",)))

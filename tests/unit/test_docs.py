@@ -67,7 +67,7 @@ def test_races_come_first_on_the_attention_page(monkeypatch: pytest.MonkeyPatch)
     ]
     text = flash_pages(grid, races)["flash.md"]
     speed, findings = text.index("Speed against peers"), text.index("## Findings")
-    assert speed < text.index("Races in full") < findings
+    assert speed < text.index("All races") < findings
     assert "| sdpa\\_flash | 1,16,16384,64 | 1.56" in text
     assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
     failed = [*grid, flash_record("flex", status="oom", reason="too large")]

@@ -1,4 +1,4 @@
-"""The flash study's cells: what is in the sweep, in which order, and what is left out."""
+"""Cases of the flash study: cells of the grid, their order, and cells left out."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ def grid(**flags: object) -> tuple[GridCase, ...]:
     return STUDY.cases(FlashFlags(part=("grid",), **flags))  # type: ignore[arg-type, return-value]
 
 
-def test_the_whole_grid_is_what_the_study_promises() -> None:
+def test_the_full_grid() -> None:
     single = [case for case in grid() if case.heads == 1]
     counted = Counter(case.attention for case in single)
     # lengths × head dimensions × dtypes
     assert counted == {
-        "triton": 10 * 4 * 2, "sdpa_efficient": 10 * 4 * 2, "reference": 10 * 4 * 2,
-        "sdpa_flash": 10 * 4, "sdpa_cudnn": 10 * 4, "tiled": 6 * 4 * 2,
-        "flex": 10 * 2 * 2, "compiled": 8 * 2 * 2,
-    }  # fmt: skip
+        "triton": 10 * 4 * 2,
+        "sdpa_efficient": 10 * 4 * 2,
+        "reference": 10 * 4 * 2,
+        "sdpa_flash": 10 * 4,
+        "sdpa_cudnn": 10 * 4,
+        "tiled": 6 * 4 * 2,
+        "flex": 10 * 2 * 2,
+        "compiled": 8 * 2 * 2,
+    }
     many = {Shape.parse(text).sizes for text in FlashFlags().shape}
     assert many >= {"1,16,16384,64", "2,16,16384,128", "4,32,2048,80", "1,16,4096,64"}
     assert all(case.causal and case.mode == "both" for case in single)
 
 
-def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> None:
+def test_compiled_cells_come_last_and_shapes_stay_together() -> None:
     names = [case.attention for case in grid()]
     first = min(names.index(name) for name in ("flex", "compiled"))
     assert set(names[first:]) == {"flex", "compiled"}
@@ -39,19 +44,19 @@ def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> No
     kinds = [type(case) for case in cases]
     order = [AttentionRaceCase, GridCase, AttentionRaceCase, TilesCase]
     assert [kind for kind, _ in itertools.groupby(kinds)] == order
-    # Where the host's time counts, no profiler has run before.
+    # Short races include host time, so they run before any profiler.
     assert kinds[:9] == [AttentionRaceCase] * 8 + [GridCase]
     assert all(isinstance(case, AttentionRaceCase) and case.is_short for case in cases[:8])
     shapes = [case.key.partition("_b")[2] for case in grid()[:first]]
     assert list(dict.fromkeys(shapes)) == [s for n, s in enumerate(shapes) if s != shapes[n - 1]]
 
 
-def test_keys_are_those_of_one_cell_each() -> None:
+def test_keys_are_unique() -> None:
     cases = STUDY.cases(FlashFlags())
     assert len({case.key for case in cases}) == len(cases)
 
 
-def test_a_race_of_one_short_head_times_more_calls_in_a_row() -> None:
+def test_short_races_time_more_consecutive_calls() -> None:
     races = [
         case
         for case in STUDY.cases(FlashFlags(part=("race",)))
@@ -65,7 +70,7 @@ def test_a_race_of_one_short_head_times_more_calls_in_a_row() -> None:
     assert {case.racers for case in races} == {FlashFlags().racers}
 
 
-def test_every_kernel_has_a_case_of_its_tiles() -> None:
+def test_every_kernel_has_a_tiles_case() -> None:
     cases = STUDY.cases(FlashFlags(part=("tiles",)))
     assert {(case.config["pass"], case.head) for case in cases} == {
         (kernel, head) for kernel in ("forward", "key_value", "query") for head in (64, 128)
@@ -73,25 +78,25 @@ def test_every_kernel_has_a_case_of_its_tiles() -> None:
 
 
 @pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4x5", "0x1x1x1", "1,16,64,64", "axbxcxd", ""])
-def test_a_shape_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="not four sizes"):
+def test_an_invalid_shape_is_rejected(text: str) -> None:
+    with pytest.raises(UsageError, match="does not have four sizes"):
         grid(shape=(text,))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        ({"attention": ("sdpa_flash",), "dtype": ("float32",)}, "sdpa_flash takes no float32"),
+        ({"attention": ("sdpa_flash",), "dtype": ("float32",)}, "does not support float32"),
         ({"attention": ("flex",), "head": (32,)}, "flex is compiled for d 64 and 128"),
         ({"attention": ("tiled",), "seq": (8192,)}, "tiled stops at length 4096"),
     ],
 )
-def test_a_sweep_of_nothing_says_why(flags: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_empty_grid_is_rejected(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         grid(shape=(), **flags)
 
 
-def test_names_and_numbers_are_checked() -> None:
+def test_invalid_flags_are_rejected() -> None:
     for flags in ({"part": ("race",), "racers": ("flesh",)}, {"attention": ("flesh",)}):
         with pytest.raises(UsageError, match="'flesh' does not exist"):
             STUDY.cases(FlashFlags(**flags))  # type: ignore[arg-type]
@@ -102,11 +107,11 @@ def test_names_and_numbers_are_checked() -> None:
             FlashFlags(**{name: value})  # type: ignore[arg-type]
 
 
-def test_cases_are_read_from_the_configs_of_their_records() -> None:
+def test_cases_are_decoded_from_the_configs_of_records() -> None:
     for case in STUDY.cases(FlashFlags()):
         assert STUDY.decode(case.config) == case
-    made = [flash_record(), race_record({"triton": 1.0}), tiles_record("key_value", head=128)]
-    grid_case, race, tiles = (result.case for result in STUDY.results(made))
+    records = [flash_record(), race_record({"triton": 1.0}), tiles_record("key_value", head=128)]
+    grid_case, race, tiles = (result.case for result in STUDY.results(records))
     assert isinstance(grid_case, GridCase)
     assert (grid_case.attention, grid_case.sizes) == ("triton", "1,1,4096,64")
     assert isinstance(race, AttentionRaceCase)
@@ -115,23 +120,51 @@ def test_cases_are_read_from_the_configs_of_their_records() -> None:
     assert (tiles.kernel, tiles.tile_sizes) == ("key_value", (16, 32, 64, 128))
 
 
-def test_keys_and_configs_stay_as_records_have_them() -> None:
+def test_keys_and_configs_are_stable() -> None:
     first = {type(case): case for case in reversed(STUDY.cases(FlashFlags()))}
     assert first[GridCase].key == "triton_b1_h1_s128_d16_bfloat16_causal"
     assert first[GridCase].config == {
-        "kind": "grid", "attention": "triton", "batch": 1, "heads": 1, "seq": 128, "head": 16,
-        "dtype": "bfloat16", "causal": True, "mode": "both", "warmup": 2, "steps": 5,
+        "kind": "grid",
+        "attention": "triton",
+        "batch": 1,
+        "heads": 1,
+        "seq": 128,
+        "head": 16,
+        "dtype": "bfloat16",
+        "causal": True,
+        "mode": "both",
+        "warmup": 2,
+        "steps": 5,
         "min_seconds": 0.05,
-    }  # fmt: skip
+    }
     assert first[AttentionRaceCase].key == "race_b1_h1_s128_d64_bfloat16_causal"
     assert first[AttentionRaceCase].config == {
-        "kind": "race", "batch": 1, "heads": 1, "seq": 128, "head": 64, "dtype": "bfloat16",
-        "causal": True, "racers": FlashFlags().racers, "back_to_back": 20, "host_ahead": True,
-        "warmup": 2, "rounds": 20, "min_seconds": 0.5,
-    }  # fmt: skip
+        "kind": "race",
+        "batch": 1,
+        "heads": 1,
+        "seq": 128,
+        "head": 64,
+        "dtype": "bfloat16",
+        "causal": True,
+        "racers": FlashFlags().racers,
+        "back_to_back": 20,
+        "host_ahead": True,
+        "warmup": 2,
+        "rounds": 20,
+        "min_seconds": 0.5,
+    }
     assert first[TilesCase].key == "tiles_forward_d64"
     assert first[TilesCase].config == {
-        "kind": "tiles", "pass": "forward", "batch": 1, "heads": 16, "seq": 4096, "head": 64,
-        "dtype": "bfloat16", "causal": True, "sizes": (16, 32, 64, 128), "warps": 4, "samples": 7,
-    }  # fmt: skip
+        "kind": "tiles",
+        "pass": "forward",
+        "batch": 1,
+        "heads": 16,
+        "seq": 4096,
+        "head": 64,
+        "dtype": "bfloat16",
+        "causal": True,
+        "sizes": (16, 32, 64, 128),
+        "warps": 4,
+        "samples": 7,
+    }
     assert {case.needs for case in first.values()} == {("bfloat16",)}

@@ -1,4 +1,4 @@
-"""Measuring for the flash study: on a CPU for real, our kernels' launches by stand-ins."""
+"""Measurements of the flash study: real on a CPU, with fake launches of our kernels."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Bench:
     device = pick_device("cpu")
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def progress(self, done: int, total: int, what: str) -> None:
         assert done <= total
-        self.said.append(what)
+        self.messages.append(what)
 
 
 def measured(**flags: Any) -> Measurement:
@@ -46,56 +46,58 @@ def grid(attention: str, **flags: Any) -> Measurement:
     return measured(part=("grid",), attention=(attention,), **flags)
 
 
-def test_a_cell_holds_three_passes_with_what_they_count() -> None:
-    made = grid("sdpa")
-    assert [(s.name, s.clock, len(s.values)) for s in made.series] == [
-        ("both", "host", 5), ("forward", "host", 5), ("backward", "host", 5),
-    ]  # fmt: skip
-    assert all(len(series.warmup) == 2 for series in made.series)
+def test_a_cell_has_three_passes_with_their_flops() -> None:
+    result = grid("sdpa")
+    assert [(s.name, s.clock, len(s.values)) for s in result.series] == [
+        ("both", "host", 5),
+        ("forward", "host", 5),
+        ("backward", "host", 5),
+    ]
+    assert all(len(series.warmup) == 2 for series in result.series)
     forward = 4 * 64 * 64 * 16 / 2
     passes = ("forward", "backward", "")
-    counted = [value_of(made.quantities, "flops", phase=phase) for phase in passes]
+    counted = [value_of(result.quantities, "flops", phase=phase) for phase in passes]
     assert counted == [forward, 2.5 * forward, 3.5 * forward]
-    # A CPU counts no tensors and has no kernels of its own.
-    assert "peak_bytes" not in {one.name for one in made.quantities}
-    assert made.notes == {}
-    assert made.attachments == {"kernels": {}}
+    # On a CPU there is no tensor count and no kernel name.
+    assert "peak_bytes" not in {one.name for one in result.quantities}
+    assert result.notes == {}
+    assert result.attachments == {"kernels": {}}
 
 
-def test_errors_are_those_against_float64() -> None:
+def test_errors_are_relative_to_float64() -> None:
     step = AttentionStep(Shape.parse("1x2x40x16:float32").workload("sdpa"), Bench.device)
-    held = errors(step, Bench.device)
+    quantities = errors(step, Bench.device)
     inputs = [x.detach().double().requires_grad_() for x in (step.q, step.k, step.v)]
     exact = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
     gradients = torch.autograd.grad(exact, inputs, step.grad.double())
     got = step.results()
     for name, wanted in zip(RESULTS, (exact, *gradients), strict=True):
         distance = (got[name].double() - wanted).abs().max().item()
-        error = value_of(held, "error", variant=name)
+        error = value_of(quantities, "error", variant=name)
         assert error == pytest.approx(distance, rel=1e-6, abs=1e-12)
-        assert 0 < value_of(held, "last_place", variant=name) <= 1e-6
-        assert 0 < value_of(held, "reference_error", variant=name) < 1e-4
+        assert 0 < value_of(quantities, "last_place", variant=name) <= 1e-6
+        assert 0 < value_of(quantities, "reference_error", variant=name) < 1e-4
 
 
 def test_a_wrong_result_has_a_large_error(monkeypatch: pytest.MonkeyPatch) -> None:
     step = AttentionStep(Shape.parse("1x1x40x16:float32").workload("sdpa"), Bench.device)
-    off = step.results()
-    off["dk"] = off["dk"] + 0.5
-    monkeypatch.setattr(step, "results", lambda: off)
-    held = errors(step, Bench.device)
-    assert value_of(held, "error", variant="dk") == pytest.approx(0.5, rel=1e-3)
-    assert value_of(held, "error", variant="dq") < 1e-4
-    off["dk"][0, 0, 0, 0] = torch.nan
-    left = {(one.name, one.variant) for one in errors(step, Bench.device)}
-    assert ("error", "dk") not in left
-    assert ("error", "dq") in left
+    wrong = step.results()
+    wrong["dk"] = wrong["dk"] + 0.5
+    monkeypatch.setattr(step, "results", lambda: wrong)
+    quantities = errors(step, Bench.device)
+    assert value_of(quantities, "error", variant="dk") == pytest.approx(0.5, rel=1e-3)
+    assert value_of(quantities, "error", variant="dq") < 1e-4
+    wrong["dk"][0, 0, 0, 0] = torch.nan
+    names = {(one.name, one.variant) for one in errors(step, Bench.device)}
+    assert ("error", "dk") not in names
+    assert ("error", "dq") in names
 
 
-def test_the_error_of_the_reference_is_its_own() -> None:
-    held = grid("reference").quantities
+def test_the_error_of_the_reference_is_the_reference_error() -> None:
+    quantities = grid("reference").quantities
     for name in RESULTS:
-        reference = value_of(held, "reference_error", variant=name)
-        assert value_of(held, "error", variant=name) == reference
+        reference = value_of(quantities, "reference_error", variant=name)
+        assert value_of(quantities, "error", variant=name) == reference
 
 
 def test_errors_are_left_out_where_float64_costs_too_much() -> None:
@@ -105,20 +107,20 @@ def test_errors_are_left_out_where_float64_costs_too_much() -> None:
 
 @pytest.fixture
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where nobody asked for it."""
+    """Disable Triton's interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
 
 @pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize("name", ["triton", "sdpa_cudnn", "flex"])
-def test_an_implementation_that_cannot_is_skipped_with_its_reason(name: str) -> None:
+def test_an_unsupported_implementation_is_skipped_with_its_reason(name: str) -> None:
     with pytest.raises(CaseSkipped, match=f"{name}: .*cpu"):
         grid(name, dtype=("bfloat16",), head=(64,))
 
 
-def test_a_length_for_a_gpu_and_the_tiles_of_one_are_skipped_on_a_cpu() -> None:
-    with pytest.raises(CaseSkipped, match="GFLOP a call"):
+def test_long_sequences_and_tiles_are_skipped_on_a_cpu() -> None:
+    with pytest.raises(CaseSkipped, match="GFLOP per call"):
         grid("sdpa", seq=(65536,))
     for case in STUDY.cases(FlashFlags(part=("tiles",))):
         with pytest.raises(CaseSkipped, match="a GPU kernel"):
@@ -126,19 +128,19 @@ def test_a_length_for_a_gpu_and_the_tiles_of_one_are_skipped_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("no_interpreter")
-def test_in_a_race_who_cannot_is_noted_and_the_others_go_on() -> None:
-    made = measured(
+def test_a_race_excludes_unsupported_implementations() -> None:
+    result = measured(
         part=("race",), race=("1x1x64x16:float32",), racers=("triton", "sdpa", "tiled", "auto")
     )
-    assert [(series.name, series.variant) for series in made.series] == [
+    assert [(series.name, series.variant) for series in result.series] == [
         (name, racer) for name in ("step", "wall") for racer in ("sdpa", "tiled", "auto")
     ]
-    assert all(len(series.values) == 3 for series in made.series)
-    assert made.attachments["excluded"]["triton"].startswith("refused: q is on cpu")
-    assert made.notes == {"auto": "takes sdpa"}
+    assert all(len(series.values) == 3 for series in result.series)
+    assert result.attachments["excluded"]["triton"].startswith("refused: q is on cpu")
+    assert result.notes == {"auto": "takes sdpa"}
 
 
-def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_excludes_failing_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = AttentionStep.results
 
     def results(self: AttentionStep) -> dict[str, torch.Tensor]:
@@ -147,19 +149,19 @@ def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> Non
         return honest(self)
 
     monkeypatch.setattr(AttentionStep, "results", results)
-    made = measured(part=("race",), race=("1x2x64x16:float32",), racers=("sdpa", "tiled"))
-    assert made.attachments["excluded"] == {"tiled": "failed: RuntimeError: planted"}
-    assert [(s.name, s.variant) for s in made.series] == [("step", "sdpa"), ("wall", "sdpa")]
+    result = measured(part=("race",), race=("1x2x64x16:float32",), racers=("sdpa", "tiled"))
+    assert result.attachments["excluded"] == {"tiled": "failed: RuntimeError: planted"}
+    assert [(s.name, s.variant) for s in result.series] == [("step", "sdpa"), ("wall", "sdpa")]
     with pytest.raises(RuntimeError, match="tiled: failed: RuntimeError: planted"):
         measured(part=("race",), race=("1x2x64x16:float32",), racers=("flex", "tiled"))
 
 
-def test_a_race_of_nobody_is_skipped_with_every_reason() -> None:
+def test_a_race_without_implementations_is_skipped_with_all_reasons() -> None:
     with pytest.raises(CaseSkipped, match=r"triton: refused.*; flex: refused"):
         measured(part=("race",), race=("1x1x64x16",), racers=("triton", "flex"))
 
 
-def test_racers_share_their_tensors() -> None:
+def test_implementations_of_a_race_share_their_tensors() -> None:
     step = AttentionStep(Shape.parse("1x1x16x8:float32").workload("sdpa"), Bench.device)
     other = step.variant(attention="tiled")
     assert (other.q is step.q, other.grad is step.grad) == (True, True)
@@ -168,12 +170,12 @@ def test_racers_share_their_tensors() -> None:
 
 
 class Launches:
-    """Stands in for the launcher: tiles above a size do not fit, unless the pipeline is short."""
+    """Fake launcher: tiles above a size do not fit, unless the pipeline is short."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 4096) -> None:
         self.most = most
         self.forced: dict[str, Tile] = {}
-        self.held: list[Any] = []
+        self.launches: list[Any] = []
         self.runs = 0
         monkeypatch.setattr(triton_launch, "forced_tiles", self.forced_tiles, raising=False)
         monkeypatch.setattr(triton_launch, "recorded_launches", self.recorded, raising=False)
@@ -187,8 +189,8 @@ class Launches:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Any]]:
-        self.held = []
-        yield self.held
+        self.launches = []
+        yield self.launches
 
     def run(self) -> None:
         self.runs += 1
@@ -197,11 +199,12 @@ class Launches:
             if tile.m * tile.n * tile.stages > self.most:
                 raise OutOfResources(tile.stages * 1000, self.most, "shared memory")
             kernel = SimpleNamespace(
-                name=f"{kind}_kernel", n_regs=100, n_spills=tile.m // 64, metadata=SimpleNamespace(
-                    shared=tile.m * tile.n
-                ),
-            )  # fmt: skip
-            self.held.append(SimpleNamespace(kind=kind, tile=tile, kernel=kernel))
+                name=f"{kind}_kernel",
+                n_regs=100,
+                n_spills=tile.m // 64,
+                metadata=SimpleNamespace(shared=tile.m * tile.n),
+            )
+            self.launches.append(SimpleNamespace(kind=kind, tile=tile, kernel=kernel))
 
     def profile(self, run: Any, device: object) -> tuple[KernelRun, ...]:
         del device
@@ -211,7 +214,7 @@ class Launches:
         return tuple(KernelRun(n, 2.0) for _ in range(self.runs - before) for n in names)
 
 
-def test_what_the_compiler_made_of_each_kernel_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_resources_of_each_kernel_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = launch_facts(Launches(monkeypatch, most=1 << 20).run)
     assert value_of(facts, "tile_m", variant="forward") == 64
     assert value_of(facts, "stages", variant="forward") == 2
@@ -219,54 +222,60 @@ def test_what_the_compiler_made_of_each_kernel_is_kept(monkeypatch: pytest.Monke
     assert value_of(facts, "shared_bytes", variant="query") == 4096
 
 
-def test_the_interpreter_has_tiles_and_no_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_interpreter_there_are_tiles_but_no_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launches = Launches(monkeypatch)
 
     def run() -> None:
-        launches.held.append(SimpleNamespace(kind="forward", tile=Tile(32, 32, 4, 1), kernel=None))
+        launches.launches.append(
+            SimpleNamespace(kind="forward", tile=Tile(32, 32, 4, 1), kernel=None)
+        )
 
     assert {(one.variant, one.name) for one in launch_facts(run)} == {
         ("forward", name) for name in ("tile_m", "tile_n", "warps", "stages")
     }
 
 
-def test_a_tile_is_timed_by_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_kernel_of_the_tile_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, most=1 << 20)
-    found = measure_tile("query", Tile(128, 16, 4, 2), launches.run, 7, Bench())
-    assert not isinstance(found, str)
-    times, facts = found
+    result = measure_tile("query", Tile(128, 16, 4, 2), launches.run, 7, Bench())
+    assert not isinstance(result, str)
+    times, facts = result
     assert times == (2.0,) * 7
     assert facts["spills"] == (2, "registers")
     assert facts["tile_m"] == (128, "rows")
 
 
-def test_a_tile_is_tried_with_fewer_stages_before_it_does_not_fit(
+def test_fewer_stages_are_tried_before_a_tile_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches = Launches(monkeypatch, most=8192)
-    found = measure_tile("forward", Tile(64, 64, 4, 3), launches.run, 2, Bench())
-    assert not isinstance(found, str)
-    assert found[1]["stages"] == (2, "stages")
+    result = measure_tile("forward", Tile(64, 64, 4, 3), launches.run, 2, Bench())
+    assert not isinstance(result, str)
+    assert result[1]["stages"] == (2, "stages")
     refused = measure_tile("forward", Tile(128, 128, 4, 3), launches.run, 2, Bench())
     assert isinstance(refused, str)
     assert refused.startswith("does not fit: out of resource: shared memory")
 
 
-def test_a_tile_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_does_not_compile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     Launches(monkeypatch)
 
     def run() -> None:
         raise AssertionError("m must be 64\nand more")
 
-    found = measure_tile("forward", Tile(16, 16, 4, 3), run, 2, Bench())
-    assert found == "does not compile: AssertionError: m must be 64"
+    result = measure_tile("forward", Tile(16, 16, 4, 3), run, 2, Bench())
+    assert result == "does not compile: AssertionError: m must be 64"
 
 
-def test_a_kernel_that_nobody_saw_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_the_profiler_did_not_see_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launches = Launches(monkeypatch, most=1 << 20)
     assert measure_tile("key_value", Tile(16, 16, 4, 1), launches.run, 2, Bench()) == (
         "was not launched"
     )
     monkeypatch.setattr(kernels, "profile_kernels", lambda run, device: ())  # noqa: ARG005
-    found = measure_tile("forward", Tile(16, 16, 4, 1), launches.run, 2, Bench())
-    assert found == "the profiler saw no forward_kernel"
+    result = measure_tile("forward", Tile(16, 16, 4, 1), launches.run, 2, Bench())
+    assert result == "the profiler saw no forward_kernel"

@@ -1,6 +1,6 @@
-"""The kernels of the levers compile for a Hopper GPU on a machine without one, as they are meant.
+"""The lever kernels compile for a Hopper GPU, on a machine without one, as intended.
 
-In a process of its own: under Triton's interpreter nothing compiles.
+Runs in a separate process, because Triton's interpreter does not compile.
 """
 
 from __future__ import annotations
@@ -40,46 +40,49 @@ def counts(text):
     return {"wide": wide, "wgmma": wgmma, "branches": text.count("bra ")}
 
 x, i = "*fp32", "i32"
-found = {"link": ptx(kernels.link_kernel, [x, x], BLOCK=BLOCK)}
+compiled = {"link": ptx(kernels.link_kernel, [x, x], BLOCK=BLOCK)}
 for keep in (True, False):
-    how = {"LINKS": LINKS, "KEEP": keep, "BLOCK": BLOCK}
-    found[f"chain {keep}"] = ptx(kernels.chain_kernel, [x, x, x, i], **how)
-    found[f"backward {keep}"] = ptx(kernels.chain_backward_kernel, [x, x, x, x, i], **how)
-found["apart"] = ptx(
+    options = {"LINKS": LINKS, "KEEP": keep, "BLOCK": BLOCK}
+    compiled[f"chain {keep}"] = ptx(kernels.chain_kernel, [x, x, x, i], **options)
+    compiled[f"backward {keep}"] = ptx(kernels.chain_backward_kernel, [x, x, x, x, i], **options)
+compiled["apart"] = ptx(
     kernels.field_kernel, [x, x, i, i], unaligned=("record_stride",), BLOCK=BLOCK, field_stride=1)
-found["together"] = ptx(kernels.field_kernel, [x, x, i, i], BLOCK=BLOCK, record_stride=1)
-found["loop"] = ptx(
+compiled["together"] = ptx(kernels.field_kernel, [x, x, i, i], BLOCK=BLOCK, record_stride=1)
+compiled["loop"] = ptx(
     kernels.loop_kernel, [x, "*i32", x], LANES // WARP, DECAY=DECAY, GAIN=GAIN, LOCK_STEP=False,
     BLOCK=LANES)
-found["rows"] = ptx(kernels.row_product_kernel, [x, x, x, i], LANES // WARP, BLOCK=LANES)
+compiled["rows"] = ptx(kernels.row_product_kernel, [x, x, x, i], LANES // WARP, BLOCK=LANES)
 for name, width in (("*fp32", 4), ("*bf16", 2)):
     tile = TILES[width]
-    found[f"tile {name}"] = ptx(
+    compiled[f"tile {name}"] = ptx(
         kernels.tile_product_kernel, [name, name, x, i], tile.warps, tile.stages,
         M=tile.m, N=tile.n, K=tile.k)
-print(json.dumps({name: counts(text) for name, text in found.items()}))
+print(json.dumps({name: counts(text) for name, text in compiled.items()}))
 """
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="Triton is there on Linux only")
-def test_every_kernel_compiles_to_what_its_lever_is_about(tmp_path: Path) -> None:
+@pytest.mark.skipif(platform.system() != "Linux", reason="Triton supports only Linux")
+def test_every_kernel_compiles_to_the_instructions_of_its_lever(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=400,
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=400,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 11
-    # Neighbouring lanes load 16 bytes each at once; lanes that are 32 bytes apart cannot.
+    counts = json.loads(done.stdout)
+    assert len(counts) == 11
+    # Neighbouring lanes use 16-byte loads; lanes that are 32 bytes apart cannot.
     for name in ("link", "chain True", "chain False", "backward True", "backward False"):
-        assert found[name]["wide"] > 0, name
-    assert found["together"]["wide"] > 0
-    assert found["apart"]["wide"] == 0
-    assert found["backward True"]["wide"] > found["backward False"]["wide"]
-    # A lane's own branch is there, and only the narrow format runs on tensor cores.
-    assert found["loop"]["branches"] >= 2
-    assert found["tile *bf16"]["wgmma"] > 0
-    assert found["tile *fp32"]["wgmma"] == 0
+        assert counts[name]["wide"] > 0, name
+    assert counts["together"]["wide"] > 0
+    assert counts["apart"]["wide"] == 0
+    assert counts["backward True"]["wide"] > counts["backward False"]["wide"]
+    # The loop has a branch per lane, and only the narrow dtype uses tensor cores.
+    assert counts["loop"]["branches"] >= 2
+    assert counts["tile *bf16"]["wgmma"] > 0
+    assert counts["tile *fp32"]["wgmma"] == 0

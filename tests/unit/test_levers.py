@@ -1,4 +1,4 @@
-"""The levers study: both forms right, the card as the system tells it, the view from records."""
+"""The levers study: correctness of both variants, the device card, and report blocks."""
 
 from __future__ import annotations
 
@@ -29,68 +29,74 @@ CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_both_forms_on_a_cpu_are_right_and_timed(lever: str) -> None:
+def test_both_variants_on_a_cpu_are_correct_and_timed(lever: str) -> None:
     done = measure_lever(LeverCase(lever=lever, **CONFIG), QuietBench())
     assert [(s.name, s.variant) for s in done.series] == [("step", "slow"), ("step", "fast")]
     assert all(len(series.values) == 2 for series in done.series)
-    for form in ("slow", "fast"):
-        assert value_of(done.quantities, "error", variant=form) < 1e-5
-        assert value_of(done.quantities, "moved", variant=form) > 0
+    for variant in ("slow", "fast"):
+        assert value_of(done.quantities, "error", variant=variant) < 1e-5
+        assert value_of(done.quantities, "moved", variant=variant) > 0
     assert quantity_of(done.quantities, "work").unit in ("B", "FLOP")
 
 
-def test_what_the_fast_forms_spare() -> None:
-    made = {name: make(1 << 18, 256) for name, make in on_cpu.PAIRS.items()}
-    ratio = {name: p.slow.moved / p.fast.moved for name, p in made.items()}
+def test_traffic_and_flops_of_both_variants() -> None:
+    pairs = {name: make(1 << 18, 256) for name, make in on_cpu.PAIRS.items()}
+    ratio = {name: p.slow.moved / p.fast.moved for name, p in pairs.items()}
     # A line of 64 bytes and a written word, against a word and a written word.
     assert ratio["coalescing"] == (64 + 4) / (4 + 4)
     assert ratio["fusion"] == 4.5
     assert ratio["recomputation"] == 11 / 5
     assert ratio["tiling"] == (256 + 2) / (256 / on_cpu.ROWS + 2)
-    assert made["precision"].slow.flops == 2 * made["precision"].fast.flops
-    kept = made["recomputation"].slow.kept, made["recomputation"].fast.kept
-    assert kept == (4 * 4 * 2.0**18, 4 * 2.0**18)
+    assert pairs["precision"].slow.flops == 2 * pairs["precision"].fast.flops
+    saved = pairs["recomputation"].slow.kept, pairs["recomputation"].fast.kept
+    assert saved == (4 * 4 * 2.0**18, 4 * 2.0**18)
 
 
-def test_a_form_that_is_wrong_is_an_error_and_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(elements: int, rows: int) -> pair.Pair:
-        made = on_cpu.coalescing(elements, rows)
-        off = made.fast._replace(result=lambda: made.truth() + 0.5)
-        return made._replace(fast=off)
+        correct = on_cpu.coalescing(elements, rows)
+        wrong = correct.fast._replace(result=lambda: correct.truth() + 0.5)
+        return correct._replace(fast=wrong)
 
     monkeypatch.setattr(on_cpu, "PAIRS", {"coalescing": broken})
-    with pytest.raises(RuntimeError, match="the fast form is wrong: off by"):
+    with pytest.raises(RuntimeError, match="the fast variant is wrong: its error is"):
         measure_lever(LeverCase(lever="coalescing", **CONFIG), QuietBench())
 
 
-def test_a_result_that_is_not_finite_is_infinitely_wrong() -> None:
+def test_the_error_of_a_non_finite_result_is_infinite() -> None:
     assert pair.error(torch.tensor([float("nan"), 1.0]), torch.ones(2).double()) == float("inf")
     assert pair.error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]).double()) == 0.5
 
 
-def test_without_triton_a_gpu_has_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_levers_are_skipped_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     bench: Any = SimpleNamespace(device=SimpleNamespace(kind="cuda"))
-    with pytest.raises(CaseSkipped, match="Triton is not here"):
+    with pytest.raises(CaseSkipped, match="Triton is not installed"):
         measure_lever(LeverCase(lever="fusion", **CONFIG), bench)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"lever": ("luck",)}, {"mib": -1}, {"mib": 10**6}, {"rows": 100}, {"rounds": 0},
-     {"warmup": -1}],
-)  # fmt: skip
-def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
+    [
+        {"lever": ("luck",)},
+        {"mib": -1},
+        {"mib": 10**6},
+        {"rows": 100},
+        {"rounds": 0},
+        {"warmup": -1},
+    ],
+)
+def test_invalid_flags_are_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         LeversFlags(**fields)
 
 
-def test_cases_say_their_sizes() -> None:
+def test_keys_contain_the_sizes() -> None:
     keys = [case.key for case in find_study("levers").cases(LeversFlags(mib=8, rows=512))]
     assert keys == ["card", *(f"{name}_m8_r512" for name in NAMES[1:])]
 
 
-def test_the_card_of_a_gpu_from_what_its_driver_answers() -> None:
+def test_the_card_of_a_gpu_from_driver_attributes() -> None:
     answers = {16: 132, 10: 32, 39: 2048, 82: 65536, 81: 233472, 38: 50 << 20, 37: 6144,
                13: 1_980_000, 36: 3_201_000}  # fmt: skip
     facts = {name: value for name, (value, _) in cuda_facts(answers.get).items()}
@@ -102,29 +108,40 @@ def test_the_card_of_a_gpu_from_what_its_driver_answers() -> None:
     assert cuda_facts(lambda _: None) == {}
 
 
-def planted_system(root: Path, cpuinfo: str) -> Path:
+def fake_system(root: Path, cpuinfo: str) -> Path:
     for index, (level, kind, size) in enumerate(
-        (("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2048K"),
-         ("3", "Unified", "60M"))
-    ):  # fmt: skip
+        (
+            ("1", "Data", "48K"),
+            ("1", "Instruction", "32K"),
+            ("2", "Unified", "2048K"),
+            ("3", "Unified", "60M"),
+        )
+    ):
         folder = root / f"sys/devices/system/cpu/cpu0/cache/index{index}"
         folder.mkdir(parents=True)
         for name, text in (
-            ("level", level), ("type", kind), ("size", size), ("coherency_line_size", "64"),
-        ):  # fmt: skip
+            ("level", level),
+            ("type", kind),
+            ("size", size),
+            ("coherency_line_size", "64"),
+        ):
             (folder / name).write_text(text + "\n")
     (root / "proc").mkdir()
     (root / "proc/cpuinfo").write_text(cpuinfo)
     return root
 
 
-def test_the_card_of_a_cpu_from_its_files(tmp_path: Path) -> None:
+def test_the_card_of_a_cpu_from_system_files(tmp_path: Path) -> None:
     text = "processor\t: 0\nflags\t\t: sse2 avx2 avx512f amx_tile\ncpu MHz\t\t: 2000.5\n\n"
-    facts, words = cpu_facts(planted_system(tmp_path, text + text.replace("avx512f", "")))
+    facts, words = cpu_facts(fake_system(tmp_path, text + text.replace("avx512f", "")))
     assert {name: value for name, (value, _) in facts.items()} == {
-        "l1_bytes": 48 << 10, "l2_bytes": 2 << 20, "l3_bytes": 60 << 20, "line_bytes": 64,
-        "clock_hz": 2.0005e9, "vector_bits": 512,
-    }  # fmt: skip
+        "l1_bytes": 48 << 10,
+        "l2_bytes": 2 << 20,
+        "l3_bytes": 60 << 20,
+        "line_bytes": 64,
+        "clock_hz": 2.0005e9,
+        "vector_bits": 512,
+    }
     assert words == {"matrix instructions": "amx_tile"}
 
 
@@ -134,14 +151,14 @@ def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
     blocks = find_study("levers").view(records)
-    said = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
-    return said, {block.name: block for block in blocks if isinstance(block, Table)}
+    text = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
+    return text, {block.name: block for block in blocks if isinstance(block, Table)}
 
 
-def test_the_view_says_gain_expectation_rates_and_shares() -> None:
-    said, tables = viewed(lever_record())
-    assert "Coalesced access: 4.00× faster (1.00 ms against 250 µs); 4.50× by arithmetic" in said
-    assert "Memory moves sectors of 32 bytes" in said
+def test_the_report_has_gain_prediction_rates_and_shares() -> None:
+    text, tables = viewed(lever_record())
+    assert "Coalesced access: 4.00× faster (1.00 ms vs 250 µs); 4.50× predicted" in text
+    assert "Memory moves sectors of 32 bytes" in text
     (row,) = tables["levers"].rows
     assert row[0] == "Coalesced access"
     assert row[3:5] == (pytest.approx(4.0), pytest.approx(4.5))
@@ -150,80 +167,88 @@ def test_the_view_says_gain_expectation_rates_and_shares() -> None:
     assert row[9:] == (1e-7, 1e-7)
 
 
-def test_each_form_is_held_against_the_rate_of_its_own_format() -> None:
-    product = lever_record(
-        "precision", slow=4.0, fast=0.4, work=(140e9, "FLOP"), flops=(140e9, 140e9),
-        moved=(8e9, 2e9), formats=("float32", "bfloat16"),
-    )  # fmt: skip
-    _, tables = viewed(product)
+def test_each_variant_is_compared_with_the_rate_of_its_dtype() -> None:
+    matmul = lever_record(
+        "precision",
+        slow=4.0,
+        fast=0.4,
+        work=(140e9, "FLOP"),
+        flops=(140e9, 140e9),
+        moved=(8e9, 2e9),
+        formats=("float32", "bfloat16"),
+    )
+    _, tables = viewed(matmul)
     (row,) = tables["levers"].rows
     assert row[4] == pytest.approx(700 / 50)
     assert row[7:9] == (pytest.approx(35 / 50), pytest.approx(350 / 700))
 
 
-def test_a_lever_that_does_not_pay_is_said_to() -> None:
+def test_a_lever_without_a_gain_is_reported() -> None:
     slower = lever_record("recomputation", slow=1.0, fast=1.25, kept=(4 << 20, 1 << 20))
-    said, _ = viewed(slower, lever_record("fusion", slow=1.0, fast=1.01))
-    assert "Recomputation: 1.25× slower here" in said
-    assert "1.00 MiB instead of 4.00 MiB kept for the backward" in said
-    assert "Operator fusion: no difference here" in said
+    text, _ = viewed(slower, lever_record("fusion", slow=1.0, fast=1.01))
+    assert "Recomputation: 1.25× slower" in text
+    assert "1.00 MiB instead of 4.00 MiB saved for backward" in text
+    assert "Operator fusion: no difference" in text
 
 
-def test_what_caches_serve_is_not_held_against_the_memory() -> None:
+def test_cached_traffic_has_no_prediction() -> None:
     tiled = lever_record(
-        "tiling", work=(17e9, "FLOP"), flops=(17e9, 17e9), moved=(34e9, 1e9),
+        "tiling",
+        work=(17e9, "FLOP"),
+        flops=(17e9, 17e9),
+        moved=(34e9, 1e9),
         formats=("float32", "float32"),
-    )  # fmt: skip
-    said, tables = viewed(tiled)
+    )
+    text, tables = viewed(tiled)
     assert tables["levers"].rows[0][4] is None
-    assert "by arithmetic and traffic" not in said
+    assert "predicted from FLOPs and memory traffic" not in text
 
 
-def test_without_ceilings_nothing_is_expected() -> None:
-    said, tables = viewed(lever_record(ceilings=()))
-    assert "by arithmetic and traffic" not in said
+def test_without_ceilings_there_is_no_prediction() -> None:
+    text, tables = viewed(lever_record(ceilings=()))
+    assert "predicted from FLOPs and memory traffic" not in text
     assert tables["levers"].rows[0][4] is None
 
 
-def test_the_card_names_the_units_and_the_balance() -> None:
-    said, tables = viewed(card_record())
+def test_the_card_has_units_and_the_ridge_point() -> None:
+    text, tables = viewed(card_record())
     rows = {row[0]: row[1] for row in tables["levers-card"].rows}
     assert rows["streaming multiprocessors (SMs)"] == "132"
-    assert rows["shared memory of an SM"] == "228 KiB"
+    assert rows["shared memory per SM"] == "228 KiB"
     assert rows["memory bus"] == "6,144 bit"
     assert rows["highest clock"] == "1.98 GHz"
     assert rows["compute capability"] == "9.0"
-    assert "12.5 in float32, 175 in bfloat16" in said
+    assert "12.5 in float32, 175 in bfloat16" in text
 
 
-def test_an_emulated_format_is_not_the_device_s_balance() -> None:
+def test_emulated_dtypes_have_no_ridge_point() -> None:
     slow = Ceiling(name="matmul.float16", value=1e9, unit="FLOP/s", source="measured")
-    said, _ = viewed(card_record(ceilings=(*CEILINGS, slow)))
-    assert "float16" not in said.replace("bfloat16", "")
+    text, _ = viewed(card_record(ceilings=(*CEILINGS, slow)))
+    assert "float16" not in text.replace("bfloat16", "")
 
 
-def test_each_lever_shortens_a_part_of_the_waterfall() -> None:
+def test_each_lever_names_a_part_of_the_waterfall() -> None:
     for lever in LEVERS.values():
         assert lever.cause in CAUSES
     _, tables = viewed(lever_record())
     assert tables["levers-hardware"].rows[0][4] == "casts and copies"
 
 
-def test_a_cpu_has_words_of_its_own() -> None:
+def test_a_cpu_has_its_own_descriptions() -> None:
     from sample_records import environment
 
-    said, _ = viewed(lever_record(environment=environment(device_kind="cpu")))
-    assert "cache lines" in said
-    assert "sectors" not in said
+    text, _ = viewed(lever_record(environment=environment(device_kind="cpu")))
+    assert "cache lines" in text
+    assert "sectors" not in text
 
 
-def test_a_lost_lever_is_a_row_with_its_reason() -> None:
-    _, tables = viewed(lever_record(status="skipped", reason="Triton is not here"))
-    assert tables["levers-lost"].rows == (("coalescing", "skipped", "Triton is not here"),)
+def test_a_failed_lever_is_a_row_with_its_reason() -> None:
+    _, tables = viewed(lever_record(status="skipped", reason="Triton is not installed"))
+    assert tables["levers-lost"].rows == (("coalescing", "skipped", "Triton is not installed"),)
     assert "levers" not in tables
 
 
-def test_the_figure_holds_measured_against_expected() -> None:
+def test_the_figure_shows_measured_and_predicted_gains() -> None:
     blocks = find_study("levers").view([lever_record(), lever_record("fusion", fast=0.5)])
     (figure,) = (block for block in blocks if isinstance(block, Figure))
     measured, expected = figure.curves
@@ -232,13 +257,23 @@ def test_the_figure_holds_measured_against_expected() -> None:
     assert expected.y == pytest.approx((4.5, 4.5))
 
 
-def test_the_command_measures_and_prints_the_table(tmp_path: Path) -> None:
+def test_the_command_prints_the_table(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli(
-        "run", "levers", "--lever", "card", "coalescing", "fusion", "--mib", "1", "--rounds", "2",
-        "--device", "cpu",
-    )  # fmt: skip
+        "run",
+        "levers",
+        "--lever",
+        "card",
+        "coalescing",
+        "fusion",
+        "--mib",
+        "1",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     assert "Coalesced access" in done.stdout
     assert {record.case for record in cli.records()} == {"card", "coalescing_m1", "fusion_m1"}

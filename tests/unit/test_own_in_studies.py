@@ -1,4 +1,4 @@
-"""A model of one's own in the studies of training steps: counted, never looked up."""
+"""A user's model in the studies of training steps."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def cases(study: str, model: str, **flags: Any) -> tuple[PlannedCase, ...]:
     found = find_study(study)
-    given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
-    return found.planned(found.flags(**given))
+    options = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
+    return found.planned(found.flags(**options))
 
 
 def workload_of(model: str, **changes: Any) -> Workload:
     flags = WorkloadFlags(model=f"own_models:{model}", batch=(2,))
-    (made,) = workloads(flags, ("train-step",))
-    return msgspec.structs.replace(made, **changes)
+    (workload,) = workloads(flags, ("train-step",))
+    return msgspec.structs.replace(workload, **changes)
 
 
 def value(quantities: tuple[Quantity, ...], name: str) -> float:
@@ -58,61 +58,64 @@ def value(quantities: tuple[Quantity, ...], name: str) -> float:
 
 def measured(case: PlannedCase) -> Record:
     study = find_study(case.study)
-    found = study.measure(study.decode(case.config), QuietBench())
-    made = record(
-        study=case.study, case=case.key, series=found.series,
-        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+    result = study.measure(study.decode(case.config), QuietBench())
+    measured = record(
+        study=case.study,
+        case=case.key,
+        series=result.series,
+        notes=result.notes,
+        attachments=msgspec.to_builtins(result.attachments),
         environment=environment(device_kind="cpu", device_name="a CPU"),
-    )  # fmt: skip
-    return msgspec.structs.replace(made, config=case.config, quantities=found.quantities)
+    )
+    return msgspec.structs.replace(measured, config=case.config, quantities=result.quantities)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("study", SMALL)
-def test_every_study_of_a_step_takes_it(study: str, model: str) -> None:
+def test_every_study_of_a_step_accepts_a_user_s_model(study: str, model: str) -> None:
     torch._dynamo.reset()
     (case,) = cases(study, model)
     assert f"own_models.{model}_b2_float32" in case.key
-    made = measured(case)
-    blocks = find_study(study).view([made])
+    result = measured(case)
+    blocks = find_study(study).view([result])
     assert any(isinstance(block, Table) for block in blocks)
     text = " ".join(block.text for block in blocks if isinstance(block, Finding))
     assert "context 0" not in text
     if study != "compile":
-        assert made.quantity("parameters")
-        assert made.quantity("samples") == 2
-        assert made.quantity("tokens") is None
+        assert result.quantity("parameters")
+        assert result.quantity("samples") == 2
+        assert result.quantity("tokens") is None
     if model == "causal_lm" and study == "benchmark":
-        assert made.quantity("flops") == causal_lm_flops(2)
+        assert result.quantity("flops") == causal_lm_flops(2)
 
 
-def test_a_forward_has_a_forwards_flops_and_blocks_run_again_count_once() -> None:
+def test_flops_of_a_forward_and_of_checkpointed_blocks() -> None:
     def step(**changes: Any) -> TrainingStep:
         return make_step(workload_of("causal_lm", **changes), CpuDevice())
 
-    whole, forward, again = step(), step(mode="forward"), step(checkpoint="1")
-    assert isinstance(whole, UserStep)
+    full, forward, checkpointed = step(), step(mode="forward"), step(checkpoint="1")
+    assert isinstance(full, UserStep)
     assert [phase.name for phase in forward.phases()] == ["forward"]
-    steps = {"whole": whole, "forward": forward, "again": again}
+    steps = {"full": full, "forward": forward, "checkpointed": checkpointed}
     flops = {
-        name: next(found.value for found in one.quantities() if found.name == "flops")
+        name: next(q.value for q in one.quantities() if q.name == "flops")
         for name, one in steps.items()
     }
-    assert flops["again"] == flops["whole"] == causal_lm_flops(2)
-    assert 0 < flops["forward"] < flops["whole"] / 2
-    assert again.gradients_missing() == whole.gradients_missing() == 0
+    assert flops["checkpointed"] == flops["full"] == causal_lm_flops(2)
+    assert 0 < flops["forward"] < flops["full"] / 2
+    assert checkpointed.gradients_missing() == full.gradients_missing() == 0
 
 
 @pytest.mark.parametrize("compiled", ["no", "model"])
 def test_flops_are_counted_on_the_measured_model(
     compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second model would need its memory twice, and be part of the peak."""
+    """A second model would double the memory and be part of the peak."""
     torch._dynamo.reset()
     built = []
     monkeypatch.setattr(own_step, "build", lambda name: built.append(name) or build(name))
-    made = workload_of("causal_lm", compile=compiled, checkpoint="1")
-    step = make_step(made, CpuDevice())
+    workload = workload_of("causal_lm", compile=compiled, checkpoint="1")
+    step = make_step(workload, CpuDevice())
     assert value_of(step.quantities(), "flops") == causal_lm_flops(2)
     assert built == ["own_models:causal_lm"]
 
@@ -130,13 +133,13 @@ def test_the_peak_is_read_before_flops_are_counted(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("model", [{}, {"model": "own_models:causal_lm"}])
-def test_a_run_is_a_reset_and_every_phase_in_order(
+def test_run_resets_and_runs_every_phase_in_order(
     model: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = {} if model else {"size": ("tiny",), "context": (16,), "vocab": 64}
     flags = WorkloadFlags(**model, **size, batch=(2,))  # type: ignore[arg-type]
-    (made,) = workloads(flags, ("forward-backward",))
-    step = make_step(made, CpuDevice())
+    (workload,) = workloads(flags, ("forward-backward",))
+    step = make_step(workload, CpuDevice())
     seen: list[str] = []
     phases = tuple(
         Phase(phase.name, lambda phase=phase: (seen.append(phase.name), phase.run()))  # type: ignore[misc]
@@ -149,22 +152,25 @@ def test_a_run_is_a_reset_and_every_phase_in_order(
     first = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
     step.run()
     assert seen == ["reset", *(phase.name for phase in phases)] * 2
-    # The reset dropped the gradients of the first step: none is added to the second's.
+    # The reset dropped the gradients of the first step, so the second does not accumulate.
     second = [p.grad for p in step.model.parameters() if p.grad is not None]
     torch.testing.assert_close(second, first)
 
 
-def test_checkpointed_blocks_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointed_blocks_save_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    kept, again = (measured(case) for case in cases("checkpointing", "causal_lm", checkpoint=()))
-    assert (kept.config["checkpoint"], again.config["checkpoint"]) == ("no", "1")
-    most, least = (one.quantity("peak_bytes", phase="forward") or 0 for one in (kept, again))
+    plain, checkpointed = (
+        measured(case) for case in cases("checkpointing", "causal_lm", checkpoint=())
+    )
+    assert (plain.config["checkpoint"], checkpointed.config["checkpoint"]) == ("no", "1")
+    records = (plain, checkpointed)
+    most, least = (one.quantity("peak_bytes", phase="forward") or 0 for one in records)
     assert least < most
-    assert "predicted_bytes" not in {one.name for one in kept.quantities}
-    assert find_study("checkpointing").view([kept, again])
+    assert "predicted_bytes" not in {one.name for one in plain.quantities}
+    assert find_study("checkpointing").view([plain, checkpointed])
 
 
-def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
+def test_a_model_without_blocks_is_skipped_if_blocks_are_requested() -> None:
     (case,) = cases("checkpointing", "conv_net", checkpoint=("1",))
     with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
         measured(case)
@@ -178,7 +184,7 @@ def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             {"model": "own_models:causal_lm", "context": (64,)},
@@ -194,42 +200,51 @@ def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
         ({"model": "train.py"}, "not of the form"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_flags_are_rejected(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         list(workloads(WorkloadFlags(**flags), ("train-step",)))
 
 
-def test_its_shape_is_not_known() -> None:
-    (made,) = workloads(WorkloadFlags(model="own_models:conv_net"), ("train-step",))
+def test_the_shape_of_a_user_s_model_is_unknown() -> None:
+    (workload,) = workloads(WorkloadFlags(model="own_models:conv_net"), ("train-step",))
     with pytest.raises(UsageError, match="is not known"):
-        made.model()
-    assert made.name == "own_models.conv_net in float32"
-    assert isinstance(msgspec.convert(msgspec.to_builtins(made), Workload), Workload)
+        workload.model()
+    assert workload.name == "own_models.conv_net in float32"
+    assert isinstance(msgspec.convert(msgspec.to_builtins(workload), Workload), Workload)
 
 
-def test_a_study_that_cannot_take_one_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     from stepscope.cli import main
 
-    cannot = [name for name, study in all_studies().items() if study.no_model]
-    assert {"attention", "flash", "allreduce", "levers", "step"} <= set(cannot)
+    without = [name for name, study in all_studies().items() if study.no_model]
+    assert {"attention", "flash", "allreduce", "levers", "step"} <= set(without)
     for name, study in all_studies().items():
-        takes = "model" in study.flags.__struct_fields__
-        assert takes or study.no_model or study.recorded_by, name
+        accepts = "model" in study.flags.__struct_fields__
+        assert accepts or study.no_model or study.recorded_by, name
     assert main(["run", "levers", "--model", "a:b"]) == 2
-    said = capsys.readouterr().err
-    assert "it measures single kernels" in said
-    assert "these can: own, benchmark" in said
+    printed = capsys.readouterr().err
+    assert "it measures single kernels" in printed
+    assert "these can: own, benchmark" in printed
 
 
 @pytest.mark.timeout(180)
-def test_ranks_train_it_too(tmp_path: Path) -> None:
+def test_ranks_train_a_user_s_model(tmp_path: Path) -> None:
     command = CommandLine(tmp_path)
     command.know_ceilings()
     for study, more in (("ddp", ("--bucket-mb", "1")), ("fsdp", ())):
         done = command(
-            "run", study, "--model", "own_models:causal_lm", "--ranks", "2", "--rounds", "2",
-            "--device", "cpu", *more,
-        )  # fmt: skip
+            "run",
+            study,
+            "--model",
+            "own_models:causal_lm",
+            "--ranks",
+            "2",
+            "--rounds",
+            "2",
+            "--device",
+            "cpu",
+            *more,
+        )
         assert done.returncode == 0, done.stderr
     ddp, fsdp = command.records()
     assert (ddp.status, fsdp.status) == ("ok", "ok")
@@ -237,7 +252,7 @@ def test_ranks_train_it_too(tmp_path: Path) -> None:
     assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())
 
 
-def test_the_small_step_before_a_memory_measurement_is_of_the_same_model() -> None:
+def test_the_small_step_before_a_memory_measurement_uses_the_same_model() -> None:
     small = in_small(workload_of("causal_lm", checkpoint="1", mode="forward-backward"))
     assert (small.own, small.batch, small.checkpoint) == ("own_models:causal_lm", 1, "no")
     step = make_step(small, CpuDevice())

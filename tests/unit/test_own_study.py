@@ -1,4 +1,4 @@
-"""A model of one's own: built by a function, measured, and refused with a clear line."""
+"""A user's model: building, measuring and error messages."""
 
 from __future__ import annotations
 
@@ -37,47 +37,47 @@ def measured(name: str, **changes: Any) -> Any:
         ("vision_transformer", None, "encoder/layers.*"),
     ],
 )
-def test_models_of_other_people_are_measured(name: str, flops: int | None, part: str) -> None:
-    found = measured(name)
-    (counted,) = (one.value for one in found.quantities if one.name == "flops")
+def test_third_party_models_are_measured(name: str, flops: int | None, part: str) -> None:
+    result = measured(name)
+    (counted,) = (one.value for one in result.quantities if one.name == "flops")
     assert counted == flops or flops is None
-    assert {s.name for s in found.series} >= {"step", "forward", "backward", "optimizer", "traced"}
-    uses = found.attachments["profile"].uses
+    assert {s.name for s in result.series} >= {"step", "forward", "backward", "optimizer", "traced"}
+    uses = result.attachments["profile"].uses
     assert any(use.module.startswith(part) for use in uses)
-    phases = [peak.phase for peak in found.attachments["ledger"]]
+    phases = [peak.phase for peak in result.attachments["ledger"]]
     assert phases == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize("changes", [{"dtype": ("bfloat16",)}, {"optimizer": ("adamw-loop",)}])
 def test_a_setting_applies(changes: dict[str, tuple[str, ...]]) -> None:
-    found = measured("causal_lm", **changes)
-    uses = found.attachments["profile"].uses
+    result = measured("causal_lm", **changes)
+    uses = result.attachments["profile"].uses
     kernels = {use.kernel for use in uses if use.phase == "optimizer"}
     if "optimizer" in changes:
         assert not any("_foreach" in kernel for kernel in kernels)
     else:
-        assert any(tensor.dtype == "bfloat16" for tensor in found.attachments["saved"])
+        assert any(tensor.dtype == "bfloat16" for tensor in result.attachments["saved"])
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("returns_nothing", "returned nothing"),
-        ("returns_numbers", "the model that own_models:returns_numbers returned is a int"),
-        ("no_batch", "the make_batch that own_models:no_batch returned is nothing"),
-        ("nothing_to_train", "has no parameter to train"),
-        ("no_loss", r"a tensor of shape \(2, 10\), which gives no loss"),
-        ("inputs_and_targets", "a batch of 2 parts is 2 arguments"),
+        ("returns_numbers", "the model returned by own_models:returns_numbers is a int"),
+        ("no_batch", "the make_batch returned by own_models:no_batch is nothing"),
+        ("nothing_to_train", "has no trainable parameters"),
+        ("no_loss", r"a tensor of shape \(2, 10\), which is not a loss"),
+        ("inputs_and_targets", "a batch of 2 elements is passed as 2 arguments"),
         ("not_a_function", "it must be a function"),
         ("missing", "own_models has no missing"),
     ],
 )
-def test_nonsense_is_refused_with_a_line(name: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_build_functions_are_rejected(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         measured(name)
 
 
-def test_a_build_function_that_raises_is_refused_before_anything_is_measured(tmp_path: Any) -> None:
+def test_a_build_function_that_raises_is_rejected_before_measuring(tmp_path: Any) -> None:
     command = CommandLine(tmp_path)
     done = command("run", "own", "--model", "own_models:raises", "--device", "cpu", "--no-report")
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,9 +86,9 @@ def test_a_build_function_that_raises_is_refused_before_anything_is_measured(tmp
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        ({}, "there is no model"),
+        ({}, "no model was given"),
         ({"model": "a/b.py"}, "not of the form"),
         ({"model": "a:b", "compile": ("all",)}, "compile 'all' does not exist"),
         ({"model": "a:b", "optimizer": ("adam",)}, "optimizer 'adam' does not exist"),
@@ -97,12 +97,12 @@ def test_a_build_function_that_raises_is_refused_before_anything_is_measured(tmp
         ({"model": "a:b", "dtype": ("bf16-master",)}, "no master weights"),
     ],
 )
-def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_flags_are_checked_before_running(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         STUDY.cases(OwnFlags(**flags))
 
 
-def test_the_view_compares_settings_with_the_first() -> None:
+def test_settings_are_compared_with_the_first_case() -> None:
     records = [
         own_record(100.0, id="first"),
         own_record(25.0, 1 << 30, setting={"dtype": "bfloat16"}, id="dtype"),
@@ -113,22 +113,28 @@ def test_the_view_compares_settings_with_the_first() -> None:
     dtype, batch = [b for b in blocks if isinstance(b, Finding) and b.code == "own.setting"]
     assert dtype.text == (
         "With dtype bfloat16 instead of float32 a step takes 25.0 ms instead of 100 ms: 4.00× the"
-        " speed, and its peak goes from 2.00 GiB to 1.00 GiB."
+        " speed, and the peak memory goes from 2.00 GiB to 1.00 GiB."
     )
     assert dtype.values == {
-        "setting": "dtype", "value": "bfloat16", "base_value": "float32", "step_ms": 25.0,
-        "base_ms": 100.0, "speedup": 4.0, "peak_bytes": 1 << 30, "base_peak_bytes": 2 << 30,
-    }  # fmt: skip
+        "setting": "dtype",
+        "value": "bfloat16",
+        "base_value": "float32",
+        "step_ms": 25.0,
+        "base_ms": 100.0,
+        "speedup": 4.0,
+        "peak_bytes": 1 << 30,
+        "base_peak_bytes": 2 << 30,
+    }
     assert (dtype.tone, dtype.records) == ("good", ("first", "dtype"))
     assert batch.values["speedup"] == pytest.approx(4 / 3)
-    assert "1.33× the speed for each sample" in batch.text
+    assert "1.33× the speed per sample" in batch.text
     assert batch.records == ("first", "batch")
     (table,) = [b for b in blocks if isinstance(b, Table) and b.name == "own-settings"]
     assert [row[2] for row in table.rows] == ["float32", "bfloat16", "float32", "bfloat16"]
     assert table.columns[5].title == "step"
 
 
-def test_rows_of_the_settings_can_be_told_apart() -> None:
+def test_the_settings_table_shows_what_differs() -> None:
     records = [own_record(100.0), own_record(130.0, setting={"checkpoint": "blocks"})]
     (table,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == "own-settings"]
     assert table.columns[5].title == "checkpoint"
@@ -136,35 +142,41 @@ def test_rows_of_the_settings_can_be_told_apart() -> None:
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_a_case_without_a_result_keeps_its_settings() -> None:
-    lost = own_record(setting={"batch": 64}, status="oom", reason="too large")
-    table = STUDY.headline([own_record(100.0), lost])
+def test_a_failed_case_has_a_row_with_its_settings() -> None:
+    failed = own_record(setting={"batch": 64}, status="oom", reason="too large")
+    table = STUDY.headline([own_record(100.0), failed])
     assert table is not None
     assert table.rows[1] == (
-        "lab:build", 64, "float32", "no", "adamw", "OOM", *[None] * 8,
-    )  # fmt: skip
-    *_, listed = STUDY.view([own_record(100.0), lost])
+        "lab:build",
+        64,
+        "float32",
+        "no",
+        "adamw",
+        "OOM",
+        *[None] * 8,
+    )
+    *_, listed = STUDY.view([own_record(100.0), failed])
     assert isinstance(listed, Table)
-    assert (listed.name, listed.rows) == ("own-lost", ((lost.case, "oom", "too large"),))
+    assert (listed.name, listed.rows) == ("own-lost", ((failed.case, "oom", "too large"),))
 
 
-def test_a_record_from_before_the_newest_settings_is_shown() -> None:
-    made = own_record(100.0)
-    old = {k: v for k, v in made.config.items() if k not in ("attention", "checkpoint")}
-    table = STUDY.headline([msgspec.structs.replace(made, config=old)])
+def test_an_old_record_without_the_newest_settings_is_shown() -> None:
+    record = own_record(100.0)
+    old = {k: v for k, v in record.config.items() if k not in ("attention", "checkpoint")}
+    table = STUDY.headline([msgspec.structs.replace(record, config=old)])
     assert table is not None
     assert table.rows[0][:5] == ("lab:build", 8, "float32", "no", "adamw")
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("advise-*.jsonl")), ids=lambda path: path.stem)
-def test_a_recorded_case_decodes_to_the_config_that_it_came_from(path: Path) -> None:
+def test_a_recorded_case_decodes_to_its_config(path: Path) -> None:
     kinds = {"inspect": InspectedCase, "advise": Trial}
     for record in read_records(path):
         case = msgspec.convert(record.config, kinds[record.study])
-        # Advice has had ranges since some of these were recorded.
-        made, recorded = (
+        # Ranges were added to advice after some of these records.
+        decoded, recorded = (
             msgspec.json.encode(config | {"advice": None})
             for config in (case.config, record.config)
         )
-        assert made == recorded
+        assert decoded == recorded
         assert case.key == record.case

@@ -1,4 +1,4 @@
-"""The sentence of each finding about a watched program or a trial that no other test reads."""
+"""Sentences of findings about a recorded program or a trial that no other test checks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ OPTIMIZER = OptimizerSetting(
     name="AdamW", of_torch=True, tensors=2, fused=False, foreach=None, knows_fused=True
 )
 SETTING = Setting(
-    models=("Net",), optimizers=(OPTIMIZER, OPTIMIZER), compiled=False,
-    parameter_formats={"float32": 10}, matmul_precision="highest", distributed=False,
-)  # fmt: skip
+    models=("Net",),
+    optimizers=(OPTIMIZER, OPTIMIZER),
+    compiled=False,
+    parameter_formats={"float32": 10},
+    matmul_precision="highest",
+    distributed=False,
+)
 
 
 def busy_device() -> Record:
     """A step whose kernels are launched in time."""
-    made = inspected_record()
+    record = inspected_record()
     lines = (Line(phase="forward", kind="matmul", ms=1.0),)
-    summary = made.required("profile", Summary)
-    return attached(made, profile=msgspec.structs.replace(summary, lines=lines))
+    summary = record.required("profile", Summary)
+    return attached(record, profile=msgspec.structs.replace(summary, lines=lines))
 
 
 NOTES = (
-    "trace_missing", "traced_fewer", "memory_missing", "snapshot_missing", "recording_failed",
-)  # fmt: skip
+    "trace_missing",
+    "traced_fewer",
+    "memory_missing",
+    "snapshot_missing",
+    "recording_failed",
+)
 
 
 def with_notes() -> Record:
@@ -100,30 +108,30 @@ SENTENCES = {
 @pytest.mark.parametrize("code", SENTENCES)
 def test_wording(code: str) -> None:
     records, sentence = SENTENCES[code]
-    found = coded(viewables()[records[0].study].view(records), code)
-    assert found.sentence == sentence
-    assert {*found.records} <= {record.id for record in records}
-    assert found.records
+    finding = coded(viewables()[records[0].study].view(records), code)
+    assert finding.sentence == sentence
+    assert {*finding.records} <= {record.id for record in records}
+    assert finding.records
 
 
-def test_rules_without_an_input_are_named_with_what_supplies_it() -> None:
+def test_rules_with_a_missing_input_are_reported() -> None:
     left_out = [Unjudged(code="x", title="a change", missing=MEMORY)]
-    found = coded(not_judged(left_out), "advice.not-judged")
-    assert found.values == {"changes": "a change", "missing": MEMORY}
-    assert found.text.startswith(f"Not judged: a change. The records have no {MEMORY}: ")
+    finding = coded(not_judged(left_out), "advice.not-judged")
+    assert finding.values == {"changes": "a change", "missing": MEMORY}
+    assert finding.text.startswith(f"Not judged: a change. The records have no {MEMORY}: ")
 
 
 def test_each_lint_of_a_record_is_a_finding() -> None:
-    made = inspected_record()
-    (step, *_) = made.series
+    record = inspected_record()
+    (step, *_) = record.series
     uneven = msgspec.structs.replace(step, values=(1.0, 9.0, 1.0, 8.0, 1.0, 30.0))
-    made = msgspec.structs.replace(made, series=(uneven,))
-    lints = lint_record(made)
+    record = msgspec.structs.replace(record, series=(uneven,))
+    lints = lint_record(record)
     assert lints
-    found = [
+    findings = [
         block
-        for block in INSPECT.view([made])
+        for block in INSPECT.view([record])
         if isinstance(block, Finding) and block.code == "inspect.lint"
     ]
-    assert [one.values["lint"] for one in found] == [lint.code for lint in lints]
-    assert [one.text.lower() for one in found] == [f"{lint.message}.".lower() for lint in lints]
+    assert [one.values["lint"] for one in findings] == [lint.code for lint in lints]
+    assert [one.text.lower() for one in findings] == [f"{lint.message}.".lower() for lint in lints]

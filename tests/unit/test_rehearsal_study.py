@@ -1,4 +1,4 @@
-"""The study of rehearsals: its cases, what it says of given recordings and of real ranks."""
+"""The rehearsal study: cases, predictions from given recordings, and checks on real ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def findings(*records: Record) -> list[Finding]:
 
 
 def of_code(code: str, *records: Record) -> list[Finding]:
-    return [found for found in findings(*records) if found.code == code]
+    return [one for one in findings(*records) if one.code == code]
 
 
 def subject_of(record: Record) -> subject.Subject | None:
@@ -46,34 +46,45 @@ def table(name: str, *records: Record) -> Table:
     return next(b for b in view(*records) if isinstance(b, Table) and b.name == name)
 
 
-def test_a_recording_is_the_medians_of_its_record() -> None:
-    held = recording_of(recorded_record())
-    assert held is not None
-    assert (held.forward_ms, held.backward_ms, held.optimizer_ms) == (30.0, 60.0, 10.0)
-    assert [gradient.ready for gradient in held.gradients] == [60.0, 50.0, 40.0, 30.0, 20.0, 10.0]
-    assert held.order == [5, 4, 3, 2, 1, 0]
-    assert held.gradient_bytes == 6 * 2**20
-    assert held.half_ready() == 0.5
+def test_a_recording_has_the_medians_of_its_record() -> None:
+    recording = recording_of(recorded_record())
+    assert recording is not None
+    assert (recording.forward_ms, recording.backward_ms, recording.optimizer_ms) == (
+        30.0,
+        60.0,
+        10.0,
+    )
+    assert [gradient.ready for gradient in recording.gradients] == [
+        60.0,
+        50.0,
+        40.0,
+        30.0,
+        20.0,
+        10.0,
+    ]
+    assert recording.order == [5, 4, 3, 2, 1, 0]
+    assert recording.gradient_bytes == 6 * 2**20
+    assert recording.half_ready() == 0.5
 
 
-def test_a_larger_batch_and_a_faster_device_scale_what_they_should() -> None:
-    held = recording_of(recorded_record())
-    assert held is not None
-    twice, fast = held.with_batch(2.0), held.on_faster_device(10.0)
+def test_scaling_by_batch_and_by_device_speed() -> None:
+    recording = recording_of(recorded_record())
+    assert recording is not None
+    twice, fast = recording.with_batch(2.0), recording.on_faster_device(10.0)
     assert (twice.forward_ms, twice.backward_ms, twice.optimizer_ms) == (60.0, 120.0, 10.0)
     assert twice.gradients[0].ready == 120.0
     assert fast.compute_ms == pytest.approx(10.0)
     assert fast.gradients[0].ready == pytest.approx(6.0)
 
 
-def test_no_gradient_is_ready_after_the_backward() -> None:
+def test_the_backward_lasts_until_the_last_gradient() -> None:
     late = (msgspec.structs.replace(ready_times()[0], ready_ms=(70.0,)),)
-    held = recording_of(recorded_record(attachments={NOTE: msgspec.to_builtins(late)}))
-    assert held is not None
-    assert held.backward_ms == 70.0
+    recording = recording_of(recorded_record(attachments={NOTE: msgspec.to_builtins(late)}))
+    assert recording is not None
+    assert recording.backward_ms == 70.0
 
 
-def test_a_recording_without_gradients_is_refused() -> None:
+def test_a_recording_without_gradients_is_rejected() -> None:
     with pytest.raises(StepscopeError, match="no gradient"):
         recording_of(recorded_record(attachments={NOTE: []}))
     assert recording_of(recorded_record(attachments={})) is None
@@ -84,7 +95,7 @@ NEVER_READY = msgspec.to_builtins([msgspec.structs.replace(ready_times()[0], rea
 
 
 @pytest.mark.parametrize("attached", ["{", [{"name": 1}], NEVER_READY])
-def test_a_damaged_recording_is_named(attached: object) -> None:
+def test_a_damaged_recording_is_reported(attached: object) -> None:
     with pytest.raises(StepscopeError, match=r"record run-1-rehearsal.* has no complete recording"):
         recording_of(recorded_record(attachments={NOTE: attached}))
     phases = recorded_record().series[:2]
@@ -92,81 +103,81 @@ def test_a_damaged_recording_is_named(attached: object) -> None:
         recording_of(recorded_record(series=phases))
 
 
-def test_a_record_from_before_a_field_was_there_is_read() -> None:
-    held = recorded_record()
-    old = {name: value for name, value in held.config.items() if name != "overrides"}
-    assert subject_of(msgspec.structs.replace(held, config=old)) == subject_of(held)
+def test_an_old_record_without_a_field_is_read() -> None:
+    record = recorded_record()
+    old = {name: value for name, value in record.config.items() if name != "overrides"}
+    assert subject_of(msgspec.structs.replace(record, config=old)) == subject_of(record)
 
 
-def test_the_device_rate_and_the_packing_come_from_the_record() -> None:
-    held = subject_of(recorded_record())
-    assert held is not None
-    assert held.flops_per_s == pytest.approx(9e12 / 90e-3)
-    # 4 TB/s of copying: a byte is read and written.
-    assert held.upkeep.pack_byte == pytest.approx(2 / 4e9)
-    assert (held.gradient_bytes, held.activation_bytes) == (4, 2)
+def test_device_rate_and_packing_come_from_the_record() -> None:
+    rehearsed = subject_of(recorded_record())
+    assert rehearsed is not None
+    assert rehearsed.flops_per_s == pytest.approx(9e12 / 90e-3)
+    # A copy bandwidth of 4 TB/s; a byte is read and written.
+    assert rehearsed.upkeep.pack_byte == pytest.approx(2 / 4e9)
+    assert (rehearsed.gradient_bytes, rehearsed.activation_bytes) == (4, 2)
 
 
 LINKS = ["nvlink", "infiniband", "ethernet"]
 
 
-def test_the_recorded_step_is_told() -> None:
+def test_the_recorded_step_is_reported() -> None:
     record = recorded_record()
-    (found,) = of_code("rehearsal.recorded", record)
-    assert found.records == (record.id,)
-    assert (found.values["compute_ms"], found.values["backward_ms"]) == (100.0, 60.0)
-    assert found.values["half_ready"] == 0.5
-    assert found.sentence == (
+    (match,) = of_code("rehearsal.recorded", record)
+    assert match.records == (record.id,)
+    assert (match.values["compute_ms"], match.values["backward_ms"]) == (100.0, 60.0)
+    assert match.values["half_ready"] == 0.5
+    assert match.sentence == (
         "small at context 128 in bfloat16: recorded on NVIDIA H200, a step computes for 100 ms"
-        " (60.0 ms of it backward, at 100 TFLOP/s) and makes 6.00 MiB of gradients, half of which"
+        " (60.0 ms of it backward, at 100 TFLOP/s) and has 6.00 MiB of gradients, half of which"
         " are ready after 50.0 % of the backward."
     )
 
 
-def test_the_best_bucket_size_is_told_for_every_link() -> None:
+def test_the_best_bucket_size_is_reported_for_every_link() -> None:
     record = recorded_record()
-    told = of_code("rehearsal.best-bucket", record)
-    assert [found.values["link"] for found in told] == LINKS
-    for found in told:
-        assert found.records == (record.id,)
-        assert found.values["ranks"] == 1024
-        assert found.values["step_ms"] == pytest.approx(100.0 + found.values["exposed_ms"])  # type: ignore[operator]
-        assert f"on 1,024 ranks over {found.values['link']}: the best bucket size is" in found.text
-        assert found.conclusion.startswith("Other ways: naive ")
+    matches = of_code("rehearsal.best-bucket", record)
+    assert [match.values["link"] for match in matches] == LINKS
+    for match in matches:
+        assert match.records == (record.id,)
+        assert match.values["ranks"] == 1024
+        assert match.values["step_ms"] == pytest.approx(100.0 + match.values["exposed_ms"])  # type: ignore[operator]
+        assert f"on 1,024 ranks over {match.values['link']}: the best bucket size is" in match.text
+        assert match.conclusion.startswith("Other strategies: naive ")
 
 
-def test_a_cluster_that_nobody_builds_is_named() -> None:
-    (found,) = of_code("rehearsal.no-such-domain", recorded_record())
-    assert found.values["ranks"] == 1024
-    assert found.tone == "warn"
-    assert found.text.startswith("No NVLink domain has 1,024 GPUs (")
+def test_a_hypothetical_nvlink_domain_is_reported() -> None:
+    (match,) = of_code("rehearsal.no-such-domain", recorded_record())
+    assert match.values["ranks"] == 1024
+    assert match.tone == "warn"
+    assert match.text.startswith("No NVLink domain has 1,024 GPUs (")
 
 
-def test_where_scaling_stops_paying_is_told_for_every_link() -> None:
+def test_the_limit_of_scaling_is_reported_for_every_link() -> None:
     record = recorded_record()
-    told = of_code("rehearsal.scaling", record)
-    assert [found.values["link"] for found in told] == LINKS
-    for found in told:
-        assert found.records == (record.id,)
-        assert (found.values["stops_paying_at"], found.tone) == (None, "info")
-        assert found.values["exposed_share"] < 0.2  # type: ignore[operator]
+    matches = of_code("rehearsal.scaling", record)
+    assert [match.values["link"] for match in matches] == LINKS
+    for match in matches:
+        assert match.records == (record.id,)
+        assert (match.values["stops_paying_at"], match.tone) == (None, "info")
+        assert match.values["exposed_share"] < 0.2  # type: ignore[operator]
         assert (
-            f"over {found.values['link']}, 4 sequences a rank: communication that is exposed, with"
-            " packing for it, is at most 20.0 % of the step up to 1,024 ranks (" in found.text
+            f"over {match.values['link']}, 4 sequences per rank: exposed communication and packing"
+            " take at most 20.0 % of the step up to 1,024 ranks (" in match.text
         )
-        assert found.conclusion.startswith("The same batch shared out is done soonest on ")
+        assert match.conclusion.startswith("The same batch divided among ranks is fastest on ")
 
 
-def test_where_each_parallelism_is_bound_is_told_for_every_link() -> None:
+def test_communication_bounds_are_reported_for_every_link() -> None:
     record = recorded_record()
-    told = of_code("rehearsal.communication-bound", record)
-    assert [found.values["link"] for found in told] == LINKS
-    for found in told:
-        assert found.records == (record.id,)
-        link = found.values["link"]
-        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in found.text
-        assert "tensor 4" in found.text
-        assert "2-D: tensor 4 × FSDP 256" in found.text
+    matches = of_code("rehearsal.communication-bound", record)
+    assert [match.values["link"] for match in matches] == LINKS
+    for match in matches:
+        assert match.records == (record.id,)
+        link = match.values["link"]
+        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in match.text
+        assert "tensor 4" in match.text
+        assert "2-D: tensor 4 × FSDP 256" in match.text
 
 
 def test_the_table_has_every_strategy_on_every_cluster() -> None:
@@ -175,19 +186,22 @@ def test_the_table_has_every_strategy_on_every_cluster() -> None:
     steps = {(row[0], row[1], row[2]): row[4] for row in rows}
     ethernet = {name: steps["ethernet", 1024, name] for name in ("naive", "overlap", "bucketed")}
     assert ethernet["bucketed"] <= ethernet["overlap"] < ethernet["naive"]
-    # Updating a share of the parameters takes a share of the time.
+    # The sharded optimizer updates only a share of the parameters.
     assert steps["nvlink", 8, "sharded"] < 100.0
     named = table("rehearsal-steps", recorded_record(), recorded_record(context=256))
     assert named.columns[0].title == "step of"
 
 
-def test_pictures_show_overlap_ranks_and_buckets() -> None:
+def test_figures_show_overlap_ranks_and_buckets() -> None:
     shown = view(recorded_record())
     timeline = next(block for block in shown if isinstance(block, Timeline))
     lanes = {lane.label: lane for lane in timeline.lanes}
     assert [s.label for s in lanes["naive: compute"].stretches] == [
-        "forward", "backward", "waiting", "optimizer",
-    ]  # fmt: skip
+        "forward",
+        "backward",
+        "waiting",
+        "optimizer",
+    ]
     assert len(lanes["naive: links"].stretches) == 6
     backward = lanes["overlap: compute"].stretches[1]
     assert lanes["overlap: links"].stretches[0].start < backward.end
@@ -196,20 +210,22 @@ def test_pictures_show_overlap_ranks_and_buckets() -> None:
     kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
     assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]
     assert {curve.label for figure in figures.values() for curve in figure.curves} >= {
-        "nvlink", "infiniband", "1,024 ranks over ethernet",
-    }  # fmt: skip
+        "nvlink",
+        "infiniband",
+        "1,024 ranks over ethernet",
+    }
 
 
-def test_a_batch_of_one_is_not_shared_out() -> None:
+def test_a_batch_of_one_is_not_divided() -> None:
     record = recorded_record(batch=1)
-    for found in of_code("rehearsal.scaling", record):
-        assert found.values["fastest_shared"] is None
-        assert "shared out" not in found.sentence
+    for match in of_code("rehearsal.scaling", record):
+        assert match.values["fastest_shared"] is None
+        assert "divided among ranks" not in match.sentence
     names = [block.name for block in view(record) if isinstance(block, Figure)]
     assert not any("divided" in name for name in names)
 
 
-def test_a_check_of_a_right_prediction_has_its_small_error() -> None:
+def test_a_correct_prediction_has_a_small_error() -> None:
     check = check_of(check_record())
     assert check is not None
     assert check.verdict.channel.alone(2**20) == pytest.approx(2.0)
@@ -222,45 +238,51 @@ def test_a_check_of_a_right_prediction_has_its_small_error() -> None:
     assert "tiny at context 32 on 2 waiting ranks over gloo" in finding.text
 
 
-def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
+def test_a_wrong_prediction_is_reported_with_its_error() -> None:
     record = check_record({"flat": 0.25})
     (finding,) = findings(record)
     assert finding.values["strategy"] == "flat"
     assert finding.values["error"] == pytest.approx(-0.2, abs=2e-3)
-    assert "off by 20.0 % at most (flat:" in finding.text
+    assert "is at most 20.0 % (flat:" in finding.text
     rows = {row[1]: row for row in table("rehearsal-checks", record).rows}
     assert rows["flat"][4] == pytest.approx(-0.2, abs=2e-3)
-    # What communication added, told and seen.
+    # Exposed communication, predicted and measured.
     assert rows["naive"][5] == pytest.approx(rows["naive"][6], rel=0.02)
 
 
-def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
-    held = check_record()
+def test_contention_of_packing_and_reductions() -> None:
+    record = check_record()
     times = {
-        Sampled("alone", size=1000): 2.0, Sampled("alone", size=1_000_000): 10.0,
-        Sampled("pack", size=1000): 0.5, Sampled("pack", size=1_000_000): 1.0,
-        Sampled("issue"): 0.1, Sampled("agree"): 0.5,
-        Sampled("step", "no communication"): 100.0, Sampled("step", "flat"): 110.0,
-        # Four of each: 3 ms instead of 2, 6 instead of 4; both are done 1 and 2 ms late.
-        Sampled("packed", "4", 1000): 3.1, Sampled("packed", "4", 1_000_000): 6.1,
-        Sampled("beside", "4", 1000): 4.1, Sampled("beside", "4", 1_000_000): 12.0,
-    }  # fmt: skip
+        Sampled("alone", size=1000): 2.0,
+        Sampled("alone", size=1_000_000): 10.0,
+        Sampled("pack", size=1000): 0.5,
+        Sampled("pack", size=1_000_000): 1.0,
+        Sampled("issue"): 0.1,
+        Sampled("agree"): 0.5,
+        Sampled("step", "no communication"): 100.0,
+        Sampled("step", "flat"): 110.0,
+        # Four of each: 3 ms instead of 2, 6 instead of 4; both finish 1 and 2 ms late.
+        Sampled("packed", "4", 1000): 3.1,
+        Sampled("packed", "4", 1_000_000): 6.1,
+        Sampled("beside", "4", 1000): 4.1,
+        Sampled("beside", "4", 1_000_000): 12.0,
+    }
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
-    recording = recording_of(held)
+    recording = recording_of(record)
     assert recording is not None
     verdict = checks.judge(recording, series, [2.0])
     assert verdict is not None
     assert (verdict.upkeep.slowed, verdict.upkeep.drag) == pytest.approx((1.5, 0.5))
-    assert check_of(held).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
-    alone = msgspec.structs.replace(held, series=(*recorded_record().series, *series))
-    assert [found.conclusion for found in findings(held)] == [""]
-    assert [found.conclusion for found in findings(alone)] == [
-        "Packing a gradient takes 1.50× as long beside a reduction, and every ms of it holds the"
-        " reduction up by 0.50 ms."
+    assert check_of(record).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
+    alone = msgspec.structs.replace(record, series=(*recorded_record().series, *series))
+    assert [one.conclusion for one in findings(record)] == [""]
+    assert [one.conclusion for one in findings(alone)] == [
+        "Packing a gradient takes 1.50× as long during a reduction, and every ms of packing delays"
+        " the reduction by 0.50 ms."
     ]
 
 
-def test_a_check_without_samples_of_the_link_says_nothing() -> None:
+def test_a_check_without_samples_of_the_link_is_none() -> None:
     record = check_record()
     phases = tuple(s for s in record.series if not s.variant and not s.size)
     assert check_of(msgspec.structs.replace(record, series=phases)) is None
@@ -275,7 +297,7 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("options", "words"),
     [
         ({"ranks": (0,)}, "ranks has 0"),
         ({"check_ranks": (2, -1)}, "check_ranks has -1"),
@@ -286,22 +308,22 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
         ({"steps": 0}, "steps and rounds"),
     ],
 )
-def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
+def test_invalid_flags_are_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        find_study("rehearsal").flags(**how)
+        find_study("rehearsal").flags(**options)
 
 
-def test_a_recording_needs_no_torch_to_be_read() -> None:
-    held = Recording.of_samples(recorded_record().series, ready_times())
-    assert held.compute_ms == 100.0
+def test_a_recording_from_samples() -> None:
+    recording = Recording.of_samples(recorded_record().series, ready_times())
+    assert recording.compute_ms == 100.0
 
 
-def test_a_failed_case_is_in_the_table_of_failed_ones() -> None:
+def test_a_failed_case_is_in_the_table_of_failed_cases() -> None:
     failed = check_record(ranks=4, status="error", reason="no network")
     assert table("rehearsal-lost", failed).rows == ((failed.case, "error", "no network"),)
 
 
-def test_ranks_that_compute_have_the_model_that_was_recorded() -> None:
+def test_computing_ranks_have_the_recorded_model() -> None:
     study = find_study("rehearsal")
     flags = study.flags(
         size=("tiny",), context=(8,), batch=(3,), check_ranks=(2,), d_ff=96, layers=1

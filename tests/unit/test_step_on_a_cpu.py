@@ -1,4 +1,4 @@
-"""The step study where most of its changes do not apply: what climbs, and what is a row only."""
+"""The step study on a CPU, where most changes do not apply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STUDY = find_study("step")
         ({"loss_rungs": ("tf32", "flash")}, {"start", "tf32", "flash"}),
     ],
 )
-def test_where_a_rung_does_not_apply_what_is_trained_is_still_what_was_asked_for(
+def test_requested_rungs_are_cases_even_if_a_change_does_not_apply(
     flags: dict[str, tuple[str, ...]], rungs: set[str]
 ) -> None:
     lacks = CpuDevice().lacks()
@@ -39,40 +39,96 @@ def test_where_a_rung_does_not_apply_what_is_trained_is_still_what_was_asked_for
     assert STUDY.cases_here(here, ()) == STUDY.cases(here)
 
 
-def test_on_a_cpu_the_quick_cases_stand_for_defaults_that_nobody_gave() -> None:
+def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
     assert Asked(STUDY, StepFlags(), chosen=False).on_cpu() == Share("quick", "step")
     assert Asked(STUDY, StepFlags(), chosen=True).on_cpu() is None
     other = find_study("benchmark")
     assert Asked(other, other.flags(), chosen=False).on_cpu() is None
 
 
-def test_on_a_cpu_the_ladder_has_what_applies_and_rows_for_the_rest(tmp_path: Path) -> None:
+def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    words = ("run", "step", "--part", "ladder", "--size", "tiny", "--context", "8", "--batch", "1",
-             "--vocab", "32", "--layers", "1", "--min-seconds", "0", "--device", "cpu")  # fmt: skip
+    words = (
+        "run",
+        "step",
+        "--part",
+        "ladder",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--vocab",
+        "32",
+        "--layers",
+        "1",
+        "--min-seconds",
+        "0",
+        "--device",
+        "cpu",
+    )
     done = cli(*words, "--rungs", "tf32", "flash", "--no-report")
     assert done.returncode == 0, done.stderr
-    found = {record.config["rung"]: record.status for record in cli.records()}
-    assert found == {"start": "ok", "tf32": "skipped", "flash": "ok"}
+    statuses = {record.config["rung"]: record.status for record in cli.records()}
+    assert statuses == {"start": "ok", "tf32": "skipped", "flash": "ok"}
 
 
-def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Path) -> None:
+def test_ladder_loss_and_race_run_from_the_command_line(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli(
-        "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
-        "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
-        "--race", "tiny-64", "--blocks", "2", "--block-seconds", "0.05", "--rounds", "1",
-        "--warmup", "0", "--steps", "1", "--min-seconds", "0",
-        "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
-        "--seeds", "0", "--json",
-    )  # fmt: skip
+        "run",
+        "step",
+        "--device",
+        "cpu",
+        "--part",
+        "ladder",
+        "loss",
+        "race",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--vocab",
+        "32",
+        "--rungs",
+        "flash",
+        "fused-optimizer",
+        "--race",
+        "tiny-64",
+        "--blocks",
+        "2",
+        "--block-seconds",
+        "0.05",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--steps",
+        "1",
+        "--min-seconds",
+        "0",
+        "--loss-size",
+        "tiny",
+        "--loss-context",
+        "8",
+        "--loss-steps",
+        "4",
+        "--loss-rungs",
+        "flash",
+        "--seeds",
+        "0",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
 
 
-def test_on_a_cpu_a_race_of_graphs_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+def test_on_a_cpu_a_race_with_graphs_is_refused(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
     done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Power in the step study: what a race measures of it, and what pages say at the cap."""
+"""Power in the step study: the energy of a race, and findings at the power cap."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AT_CAP = {"ours": (683.0, 60.8, 1620.0), "peer": (690.0, 79.0, 1700.0)}
 
 
 class Counting(CpuDevice):
-    """Takes 400 W, counted every 125 ms; a mark comes 250 ms after the one before it."""
+    """Draws 400 W, counted every 125 ms; a mark comes 250 ms after the one before it."""
 
     def __init__(self, clock: FakeClock, broken: bool) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class Counting(CpuDevice):
 class Bench:
     def __init__(self, device: CpuDevice) -> None:
         self.device = device
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def progress(self, done: int, total: int, what: str) -> None:  # noqa: ARG002
-        self.told.append(what)
+        self.messages.append(what)
 
 
 def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement, Bench]:
@@ -61,48 +61,51 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     monkeypatch.setattr(energy, "time", clock)
     monkeypatch.setattr(energy, "_watched", nullcontext)
     bench = Bench(Counting(clock, broken))
-    # No form is as close to another that they take turns.
+    # No two variants are close enough for a run-off.
     monkeypatch.setattr("stepscope.studies.step.race._NEAR", 1.0)
     monkeypatch.setattr("stepscope.studies.step.race._RUN_OFF_S", 0.0)
     return measure_race(tiny_race_case(), bench), bench
 
 
-def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
+def test_the_energy_of_each_side_is_measured_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     followed: list[TransformerStep] = []
     monkeypatch.setattr(TransformerStep, "follow_weights", lambda step: followed.append(step))
-    made, bench = raced(monkeypatch, broken=False)
-    assert bench.told[-2:] == ["energy of peer", "energy of ours"]
+    measured, bench = raced(monkeypatch, broken=False)
+    assert bench.messages[-2:] == ["energy of peer", "energy of ours"]
     for side in ("peer", "ours"):
-        held = {one.name: one for one in made.quantities if one.variant == side}
-        assert {name: quantity.unit for name, quantity in held.items()} == {
-            "joules": "J", "joules_resolution": "J", "power_w": "W", "unbroken_step_ms": "ms",
+        by_name = {one.name: one for one in measured.quantities if one.variant == side}
+        assert {name: quantity.unit for name, quantity in by_name.items()} == {
+            "joules": "J",
+            "joules_resolution": "J",
+            "power_w": "W",
+            "unbroken_step_ms": "ms",
             "sm_clock_mhz": "MHz",
-        }  # fmt: skip
-        assert held["power_w"].value == pytest.approx(400.0)
-        assert held["unbroken_step_ms"].value == pytest.approx(250.0)
-        assert held["joules"].value == pytest.approx(100.0)
-        assert held["joules_resolution"].value == pytest.approx(100.0 / 15)
-        assert held["sm_clock_mhz"].value == 1755.0
-    assert "no_energy" not in made.notes
+        }
+        assert by_name["power_w"].value == pytest.approx(400.0)
+        assert by_name["unbroken_step_ms"].value == pytest.approx(250.0)
+        assert by_name["joules"].value == pytest.approx(100.0)
+        assert by_name["joules_resolution"].value == pytest.approx(100.0 / 15)
+        assert by_name["sm_clock_mhz"].value == 1755.0
+    assert "no_energy" not in measured.notes
     # Before each of two blocks and four samples (two of them warm-up) of both sides, and before
-    # each energy measurement; forms of the peer that were close ran off in four blocks each.
+    # each energy measurement; close variants of the peer ran off in four blocks each.
     assert len(followed) == 2 * (2 + 4 + 1) + 2 * 4
 
 
-def test_a_counter_that_fails_leaves_the_race_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = raced(monkeypatch, broken=True)
-    assert made.notes["no_energy"] == "RuntimeError: the driver is gone"
-    assert len(made.series) == 4
-    assert not any("joules" in quantity.name for quantity in made.quantities)
+def test_a_failing_energy_counter_does_not_fail_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, _ = raced(monkeypatch, broken=True)
+    assert measured.notes["no_energy"] == "RuntimeError: the driver is gone"
+    assert len(measured.series) == 4
+    assert not any("joules" in quantity.name for quantity in measured.quantities)
 
 
 class TestPage:
     def findings(self, *records: Record) -> dict[str, Finding]:
         return {block.code: block for block in STUDY.view(records) if isinstance(block, Finding)}
 
-    def test_the_energy_of_both_sides_stands_beside_the_limit(self) -> None:
+    def test_the_power_table_has_the_energy_of_both_sides(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
         peer, ours = table.rows
@@ -114,29 +117,35 @@ class TestPage:
         assert ours[9] == pytest.approx(41.5264 / 0.7)
         units = {column.title: column.unit for column in table.columns if column.unit}
         assert units == {
-            "energy": "J", "power": "W", "limit": "W", "SM clock": "MHz", "step": "ms",
+            "energy": "J",
+            "power": "W",
+            "limit": "W",
+            "SM clock": "MHz",
+            "step": "ms",
             "energy lasts": "ms",
-        }  # fmt: skip
+        }
 
-    def test_a_side_at_the_cap_is_told_with_what_its_energy_allows(self) -> None:
+    def test_a_side_at_the_power_cap_is_reported(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
-        found = self.findings(record)
-        assert [finding.sentence for finding in found.values()] == [
-            "xl-512: a step takes 60.8 ms, 59.0 % MFU where steps follow each other; the fastest"
-            " peer (block default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples"
-            " give 1.30 times.",
-            "xl-512: ours takes 41.5 J a step at 683 of 700 W, with its clock at 1.62 of 1.98 GHz:"
-            " consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
+        findings = self.findings(record)
+        assert [finding.sentence for finding in findings.values()] == [
+            "xl-512: a step takes 60.8 ms, 59.0 % MFU in consecutive steps; the fastest peer (block"
+            " default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples give a ratio"
+            " of 1.30.",
+            "xl-512: ours takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of 1.98"
+            " GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
             " (± 1.2 %). The peer takes 54.5 J, which lasts 77.9 ms.",
         ]
-        assert found["step.power-capped"].records == (record.id,)
-        assert found["step.power-capped"].values == {
-            "race": "xl-512", "ours_joules": pytest.approx(41.5264),
-            "ours_lasts_ms": pytest.approx(41.5264 / 0.7), "peer_joules": pytest.approx(54.51),
+        assert findings["step.power-capped"].records == (record.id,)
+        assert findings["step.power-capped"].values == {
+            "race": "xl-512",
+            "ours_joules": pytest.approx(41.5264),
+            "ours_lasts_ms": pytest.approx(41.5264 / 0.7),
+            "peer_joules": pytest.approx(54.51),
             "peer_lasts_ms": pytest.approx(54.51 / 0.7),
-        }  # fmt: skip
+        }
 
-    def test_below_the_cap_no_limit_is_told(self) -> None:
+    def test_below_the_cap_no_limit_is_reported(self) -> None:
         drawn = {"ours": (195.0, 5.5, 1980.0), "peer": (150.0, 12.0, 1980.0)}
         record = step_race_record("small-512", drawn=drawn, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
@@ -145,46 +154,46 @@ class TestPage:
         assert code == "step.race-faster"
         assert race.values["times"] == pytest.approx(12 / 5.5)
 
-    def test_records_without_energy_have_neither(self) -> None:
+    def test_records_without_energy_have_no_power_table(self) -> None:
         blocks = STUDY.view([step_race_record("xl-512", XL)])
         assert "step-power" not in {getattr(block, "name", None) for block in blocks}
 
-    def test_why_there_is_none_is_told_once_for_all_races(self) -> None:
+    def test_missing_energy_is_reported_once_for_all_races(self) -> None:
         notes = {"no_energy": "the driver gives no counter"}
         records = [step_race_record(name, notes=notes, id=name) for name in ("xl-512", "2.7b-512")]
-        found = self.findings(*records)["step.no-energy"]
-        assert found.text == (
-            "There is no energy of the steps of 2.7b-512, xl-512: the driver gives no counter."
+        result = self.findings(*records)["step.no-energy"]
+        assert result.text == (
+            "The energy per step of 2.7b-512, xl-512 was not measured: the driver gives no counter."
         )
-        assert found.records == ("2.7b-512", "xl-512")
+        assert result.records == ("2.7b-512", "xl-512")
 
-    def test_without_a_known_limit_nothing_is_said_to_be_at_it(self) -> None:
+    def test_without_a_known_limit_no_cap_is_reported(self) -> None:
         here = environment(power_limit_w=None)
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
-        found = draw(record, "ours")
-        assert found is not None
-        assert (found.of_limit, found.lasts_ms) == (None, None)
+        result = draw(record, "ours")
+        assert result is not None
+        assert (result.of_limit, result.lasts_ms) == (None, None)
         assert "step.power-capped" not in self.findings(record)
 
 
 @pytest.mark.parametrize(("watts", "least_ms"), [(665.0, 57.0), (664.9, None)])
-def test_the_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> None:
-    found = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
-    assert found.lasts_ms == (None if least_ms is None else pytest.approx(least_ms))
+def test_the_power_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> None:
+    result = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
+    assert result.lasts_ms == (None if least_ms is None else pytest.approx(least_ms))
 
 
-def test_a_model_of_one_s_own_is_told_of_its_cap_too() -> None:
+def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
     values = {"joules": 41.5, "joules_resolution": 0.5, "power_w": 690.0, "unbroken_step_ms": 60.1}
     quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
-    (told,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
-    assert told.text.endswith(
+    (finding,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
+    assert finding.text.endswith(
         "It runs at 690 of 700 W: consecutive steps take as long as that energy lasts at the"
         " limit, 59.3 ms (± 1.2 %)."
     )
 
 
 def readings(*throttled: float | None) -> tuple[Reading, ...]:
-    """One at the cap for every clock, one without for None."""
+    """A reading at the power cap for every clock, one below it for None."""
     return tuple(
         Reading(at_s=at, sm_clock_mhz=1980.0)
         if clock is None
@@ -193,27 +202,27 @@ def readings(*throttled: float | None) -> tuple[Reading, ...]:
     )
 
 
-class TestBesideTheWaterfall:
+class TestWithTheWaterfall:
     def capped(self, *throttled: float | None) -> list[Finding]:
         record = waterfall_record(readings=readings(*throttled), environment=H200)
-        found = [b for b in STUDY.view([record]) if isinstance(b, Finding)]
-        return [finding for finding in found if finding.code == "energy.power-capped"]
+        findings = [b for b in STUDY.view([record]) if isinstance(b, Finding)]
+        return [finding for finding in findings if finding.code == "energy.power-capped"]
 
-    def test_most_readings_at_the_cap_are_one_finding(self) -> None:
-        (found,) = self.capped(None, 1700.0, 1650.0, 1800.0)
-        assert list(found.values.values()) == [1700.0]
-        assert found.records == (waterfall_record().id,)
-        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in found.sentence
-        assert found.conclusion.endswith("shortens the step by its energy, not by its time.")
+    def test_a_majority_of_readings_at_the_cap_is_reported(self) -> None:
+        (finding,) = self.capped(None, 1700.0, 1650.0, 1800.0)
+        assert list(finding.values.values()) == [1700.0]
+        assert finding.records == (waterfall_record().id,)
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in finding.sentence
+        assert finding.conclusion.endswith("shortens the step by its energy, not by its time.")
 
     @pytest.mark.parametrize(
         "throttled",
         [(), (None, None, None), (None, 1600.0), (None, 1965.0, 1965.0)],
         ids=["no readings", "never", "half", "the clock hardly fell"],
     )
-    def test_else_there_is_none(self, throttled: tuple[float | None, ...]) -> None:
+    def test_otherwise_there_is_no_finding(self, throttled: tuple[float | None, ...]) -> None:
         assert self.capped(*throttled) == []
 
-    def test_a_record_that_does_not_know_the_highest_clock_says_nothing(self) -> None:
+    def test_without_the_highest_clock_there_is_no_finding(self) -> None:
         record = waterfall_record(readings=readings(1600.0), environment=environment())
         assert power_capped(record) is None

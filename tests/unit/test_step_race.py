@@ -1,4 +1,4 @@
-"""Races of the step study: who takes part, how they are run, which of them counts."""
+"""Races of the step study: their variants, how they are measured, and which race counts."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ STUDY = find_study("step")
 
 
 class TestRacers:
-    def test_the_peer_in_all_forms_and_ours_with_the_same_formats(self) -> None:
+    def test_all_variants_of_the_peer_and_ours_have_the_same_dtypes(self) -> None:
         for name, spec in RACES.items():
-            found = racers(name)
-            assert len({racer.name for racer in found}) == len(found)
-            same = [racer for racer in found if racer.side != "narrow"]
+            variants = racers(name)
+            assert len({racer.name for racer in variants}) == len(variants)
+            same = [racer for racer in variants if racer.side != "narrow"]
             assert {racer.workload.dtype for racer in same} == {spec.dtype}
-            assert {r.workload.optimizer for r in found if r.side == "peer"} == {"torch-fused"}
+            assert {r.workload.optimizer for r in variants if r.side == "peer"} == {"torch-fused"}
         tuned = racers("2.7b-512", modes=("default", "reduce-overhead", "max-autotune"))
-        for found, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
-            forms = {
+        for variants, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
+            settings = {
                 (r.workload.compile, r.workload.compile_mode, r.workload.attention)
-                for r in found
+                for r in variants
                 if r.side == "peer"
             }
-            assert len(forms) == 2 * modes * 2
+            assert len(settings) == 2 * modes * 2
 
-    def test_one_of_the_peer_then_ours_then_the_rest(self) -> None:
+    def test_order_is_one_peer_then_ours_then_the_rest(self) -> None:
         sides = [side for side, _ in itertools.groupby(racers("2.7b-2048"), lambda r: r.side)]
         assert sides == ["peer", "ours", "narrow", "spare", "peer"]
 
-    def test_forms_are_chosen_by_a_part_of_their_name(self) -> None:
-        found = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
-        assert [racer.name for racer in found] == [
+    def test_variants_are_selected_by_substrings_of_their_names(self) -> None:
+        selected = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
+        assert [racer.name for racer in selected] == [
             "ours: eager auto joined updates in backward graph",
             "ours: eager auto joined searched updates in backward graph",
             "ours: eager triton joined searched updates in backward graph",
@@ -64,43 +64,46 @@ class TestRacers:
         ]
         chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
         assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_peer-block_graph"]
-        with pytest.raises(UsageError, match="name one of each side: peer: block default"):
+        with pytest.raises(UsageError, match="at least one of each side: peer: block default"):
             racers("small-512", forms=("peer",))
 
-    def test_forms_save_less_where_peak_memory_is_compared(self) -> None:
-        kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
-        assert kept == {
-            ("ours", "norms"), ("ours", "gates"), ("narrow", "norms"), ("narrow", "gates"),
+    def test_variants_save_less_where_peak_memory_is_compared(self) -> None:
+        policies = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
+        assert policies == {
+            ("ours", "norms"),
+            ("ours", "gates"),
+            ("narrow", "norms"),
+            ("narrow", "gates"),
             ("spare", "inputs"),
-        }  # fmt: skip
+        }
         assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
 
-    def test_the_long_context_has_the_fused_loss_on_both_sides_and_never_a_graph(self) -> None:
-        found = racers("8b-32768")
-        assert {r.workload.loss for r in found} == {"fused"}
-        assert {r.workload.checkpoint for r in found if r.side == "peer"} == {"1"}
-        assert not any(r.workload.graph for r in found)
-        model = found[0].workload.model()
+    def test_the_long_context_has_the_fused_loss_on_both_sides_and_no_graph(self) -> None:
+        variants = racers("8b-32768")
+        assert {r.workload.loss for r in variants} == {"fused"}
+        assert {r.workload.checkpoint for r in variants if r.side == "peer"} == {"1"}
+        assert not any(r.workload.graph for r in variants)
+        model = variants[0].workload.model()
         assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
         assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
-        thrifty = next(r.workload for r in found if r.workload.keep == "inputs-16")
+        thrifty = next(r.workload for r in variants if r.workload.keep == "inputs-16")
         assert thrifty.kept().count("gates") == 18
 
-    def test_racers_travel_in_a_case(self) -> None:
+    def test_a_case_with_its_racers_survives_json(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         sent = json.loads(msgspec.json.encode(case.config))
         assert [racer[0] for racer in sent["racers"]].count("ours") == 5
         assert STUDY.decode(sent) == case
 
-    def test_forms_that_were_chosen_are_part_of_the_case_and_of_no_other(self) -> None:
-        chosen = ("peer: block", "graph")
-        for forms in ((), chosen):
+    def test_only_selected_variants_are_part_of_the_config(self) -> None:
+        selected = ("peer: block", "graph")
+        for forms in ((), selected):
             flags = StepFlags(part=("race",), race=("small-512",), forms=forms)
             (case,) = STUDY.cases(flags)
             assert case.config.get("forms") == (forms or None)
             assert STUDY.decode(case.config).key == case.key
 
-    def test_a_race_of_an_older_version_is_read(self) -> None:
+    def test_configs_of_older_versions_are_decoded(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         later = ("blocks", "block_seconds", "heat_seconds", "form_seconds", "steady_seconds")
         older = {name: value for name, value in case.config.items() if name not in later}
@@ -108,7 +111,7 @@ class TestRacers:
 
 
 class Watched(CpuDevice):
-    """Counts how often what a form left was given back."""
+    """Counts how often the memory of a variant was released."""
 
     released = 0
 
@@ -123,24 +126,24 @@ class Silent:
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_tries_each_variant_alone_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_NEAR", 1.0)
     bench = Silent()
-    made = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
+    measured = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
     assert bench.device.released == 3
-    assert len(made.attachments["heats"]) == 3
-    raced = set(made.attachments["best"].values())
-    assert made.attachments["best"].keys() == {"peer", "ours"}
-    assert {(series.name, series.variant) for series in made.series} == {
+    assert len(measured.attachments["heats"]) == 3
+    raced = set(measured.attachments["best"].values())
+    assert measured.attachments["best"].keys() == {"peer", "ours"}
+    assert {(series.name, series.variant) for series in measured.series} == {
         (name, racer) for name in ("step", "consecutive") for racer in raced
     }
-    assert all(len(series.values) == 2 for series in made.series)
-    assert "a CPU's energy counter" in made.notes["no_energy"]
-    assert not any("joules" in quantity.name for quantity in made.quantities)
+    assert all(len(series.values) == 2 for series in measured.series)
+    assert "a CPU's energy counter" in measured.notes["no_energy"]
+    assert not any("joules" in quantity.name for quantity in measured.quantities)
 
 
 @pytest.mark.parametrize("fastest", ["reference", "sdpa"])
-def test_the_last_that_was_tried_is_not_built_again(
+def test_the_last_variant_tried_is_not_built_again(
     fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
@@ -157,24 +160,24 @@ def test_the_last_that_was_tried_is_not_built_again(
     monkeypatch.setattr(race, "_timed", timed)
     case = tiny_race_case()
     assert case.racers[-1].workload.attention == "reference"
-    made = measure_race(case, Silent())  # type: ignore[arg-type]
-    assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
-    # Tried, and once more to race but for what is still there.
+    measured = measure_race(case, Silent())  # type: ignore[arg-type]
+    assert measured.attachments["best"]["peer"] == f"peer: eager {fastest}"
+    # Built for the trial, and again for the race unless it is still built.
     assert built.count("reference") == 1
     assert built.count("sdpa") == (3 if fastest == "sdpa" else 2)
-    assert turns(made) == {}, "no other was near"
+    assert turns(measured) == {}, "no other variant was close"
 
 
-def turns(made: Measurement) -> dict[str, float]:
-    heats: dict[str, Heat] = made.attachments["heats"]
+def turns(measured: Measurement) -> dict[str, float]:
+    heats: dict[str, Heat] = measured.attachments["heats"]
     return {name: heat.turns_ms for name, heat in heats.items() if heat.turns_ms is not None}
 
 
 @pytest.mark.parametrize(("slowed", "fastest"), [("sdpa", "reference"), ("reference", "sdpa")])
-def test_forms_that_are_close_decide_it_in_alternating_blocks(
+def test_close_variants_are_decided_in_alternating_blocks(
     slowed: str, fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heats rank the slower form first, as a device does whose clock falls meanwhile."""
+    """The trials rank the slower variant first, as a device with a falling clock does."""
     plain = race._consecutive
 
     def timed(entry: race.Entry, *_: Any) -> list[float]:
@@ -198,87 +201,87 @@ def test_forms_that_are_close_decide_it_in_alternating_blocks(
 
     monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
-    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
-    assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
-    assert turns(made) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
+    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    assert measured.attachments["best"]["peer"] == f"peer: eager {fastest}"
+    assert turns(measured) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
 
 
-def test_forms_of_which_neither_is_faster_take_real_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_with_equal_trials_run_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_RUN_OFF_S", 0.0)
-    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
-    found = turns(made)
-    assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
-    assert made.attachments["best"]["peer"] == min(found, key=found.__getitem__)
+    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    times = turns(measured)
+    assert times.keys() == {"peer: eager sdpa", "peer: eager reference"}
+    assert measured.attachments["best"]["peer"] == min(times, key=times.__getitem__)
 
 
-def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_decide_if_the_run_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Racer:
         raise MemoryError("no room for two")
 
     monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
-    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
-    assert made.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
-    assert made.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two that are level"
+    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    assert measured.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
+    assert measured.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two equal ones"
 
 
-def test_what_torch_s_graphs_hold_is_let_go_of_with_the_form_that_lost(
+def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near = [
-        Racer("peer", msgspec.structs.replace(racers("tiny-64")[0].workload, **form))
-        for form in ({}, {"compile": "block", "compile_mode": "reduce-overhead"})
+        Racer("peer", msgspec.structs.replace(racers("tiny-64")[0].workload, **changes))
+        for changes in ({}, {"compile": "block", "compile_mode": "reduce-overhead"})
     ]
-    for found, stays in ((near[0], False), (near[1], True)):
+    for fastest, stays in ((near[0], False), (near[1], True)):
         field = Field(near[0], Silent())  # type: ignore[arg-type]
         for racer in near:
             field._note(racer, Heat(ms=1.0, first_s=0.0))
             field._ready[racer.name] = cast("race.Entry", object())
         field._ready["ours: another"] = cast("race.Entry", object())
-        monkeypatch.setattr(field, "_alternate", lambda _, found=found: found)
-        assert field.run_off("peer") is found
-        assert (found.name in field._ready) is stays
+        monkeypatch.setattr(field, "_alternate", lambda _, fastest=fastest: fastest)
+        assert field.run_off("peer") is fastest
+        assert (fastest.name in field._ready) is stays
         assert "ours: another" in field._ready
 
 
-def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
+def test_after_the_time_limit_for_trials_the_tried_variants_race(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = itertools.count(0, 10)
     monkeypatch.setattr("stepscope.studies.step.race.time.monotonic", lambda: next(clock))
-    # The clock is read when a race begins, before each heat, and twice within one.
+    # The clock is read when a race begins, before each trial, and twice within a trial.
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_consecutive", lambda *_: Timing((), ()))
     monkeypatch.setattr(race, "_NEAR", 1.0)
-    made = measure_race(tiny_race_case(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
-    excluded = made.attachments["excluded"].items()
+    measured = measure_race(tiny_race_case(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    excluded = measured.attachments["excluded"].items()
     late = [name for name, reason in excluded if reason.startswith("not tried")]
     assert late == ["peer: eager reference"]
-    assert made.attachments["best"].keys() == {"peer", "ours"}
+    assert measured.attachments["best"].keys() == {"peer", "ours"}
 
 
-def test_a_form_that_takes_too_long_is_out_and_the_others_race(
+def test_a_variant_that_takes_too_long_is_excluded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = Field._try
 
     def slow(field: Field, racer: Racer, *how: Any) -> tuple[race.Entry, Heat]:
         if racer.workload.attention == "reference":
-            # As its alarm would, whenever that rings.
+            # What the alarm of the time limit would raise.
             raise TookTooLong("not done after 3 s")
         return plain(field, racer, *how)
 
     monkeypatch.setattr(Field, "_try", slow)
     bench = Silent()
-    made = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
-    excluded = made.attachments["excluded"]
+    measured = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
+    excluded = measured.attachments["excluded"]
     assert excluded["peer: eager reference"] == "given up: not done after 3 s"
-    assert "reference" not in made.attachments["best"]["peer"]
-    assert bench.device.released == 3, "what it left is given back too"
+    assert "reference" not in measured.attachments["best"]["peer"]
+    assert bench.device.released == 3, "its memory is released too"
 
 
-def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> None:
+def test_the_race_with_the_closest_peer_counts() -> None:
     records = [
         step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
         for peer in (4.0, 3.0, 5.0)
@@ -290,7 +293,7 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
     assert [other.record.id for other in only.others] == ["race-4.0", "race-5.0"]
 
 
-def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> None:
+def test_more_peer_variants_count_before_a_closer_peer() -> None:
     most = {"peer: a": 4.0, "peer: c": 4.5, "ours: b": 2.0}
     nearest = {"peer: a": 3.0, "ours: b": 2.0, "ours: d": 2.0, "ours: e": 2.0}
     records = [
@@ -302,19 +305,20 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
-def test_turns_that_failed_are_told_beside_the_form_that_raced() -> None:
+def test_a_failed_run_off_is_reported_for_the_variant_that_raced() -> None:
     record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
     failed = record.attachments | {"no_run_off": {"peer": "OutOfMemoryError: full"}}
     (table,) = heat_table(
         races(STUDY.results([msgspec.structs.replace(record, attachments=failed)]))
     )
     assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
-        "a": "raced for its step alone, turns failed: OutOfMemoryError: full", "c": None,
+        "a": "raced by its time alone, the run-off failed: OutOfMemoryError: full",
+        "c": None,
         "b": "raced",
-    }  # fmt: skip
+    }
 
 
-def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> None:
+def test_variants_of_other_races_are_reported_with_the_fastest_there() -> None:
     most = {"peer: c": 4.0, "peer: e": 4.0, "peer: a": 3.0, "ours: b": 2.0}
     slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}
     records = [
@@ -322,8 +326,8 @@ def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> N
         step_race_record("tiny-64", slower, id="other"),
     ]
     (table,) = heat_table(races(STUDY.results(records)))
-    told = [(row[2], row[3], row[-1]) for row in table.rows if row[3] is not None]
-    assert told == [
+    rows = [(row[2], row[3], row[-1]) for row in table.rows if row[3] is not None]
+    assert rows == [
         ("c", 4.0, None),
         ("e", 4.0, None),
         ("a", 3.0, "raced"),

@@ -123,7 +123,7 @@ def write_models(folder: Path) -> None:
         ("lab_models:number", "lab_models:number is a int"),
         ("lab_models:fails", "RuntimeError: no weights"),
         ("lab_models:lonely", "must return (model, make_batch)"),
-        ("lab_models:frozen", "no parameter to train"),
+        ("lab_models:frozen", "no trainable parameters"),
         ("lab_syntax:build", "lab_syntax cannot be imported: SyntaxError"),
         ("lab_exits:build", "lab_exits cannot be imported: SystemExit"),
     ],

@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the study of collectives."""
+"""Flags and cases of the study of collectives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 
 class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: every combination of the values is a case, sizes excepted."""
+    """Parameters of the study; every combination of the values except sizes is a case."""
 
     collective: tuple[str, ...] = ("all-reduce",)
     """Collectives: all-reduce, all-gather, reduce-scatter, broadcast."""
     ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
-    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
+    """Numbers of ranks, one process each on this machine; under torchrun, as many as it started."""
     backend: tuple[str, ...] = ("auto",)
-    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    """Backend: nccl, gloo, or auto, which is nccl if every rank has its own GPU."""
     sizes: tuple[int, ...] = tuple(2**power for power in range(10, 27, 2))
-    """Sizes of the message in bytes, of float32."""
+    """Message sizes in bytes of float32 data."""
     rounds: int = 10
     """Samples of each size."""
 
@@ -41,7 +41,7 @@ class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllReduceCase(RankedCase, frozen=True, kw_only=True):
-    """One collective among so many ranks, at several sizes."""
+    """One collective on a number of ranks, at several sizes."""
 
     collective: str
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Times collectives on ranks. Loads without torch."""
+"""Time collectives on ranks. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ WARMUP = 3
 
 
 class RankTimes(NamedTuple):
+    """Measurements of one rank."""
+
     times: dict[int, tuple[tuple[float, ...], tuple[float, ...]]]
-    """By size in bytes: samples in ms, and those of the warm-up."""
+    """Samples and warm-up samples in ms, by size in bytes."""
     wrong: dict[int, int]
-    """By size: elements that are not what they should be."""
+    """Number of wrong elements by size."""
     backend: str
 
 
@@ -38,16 +40,18 @@ def measure_case(study: str, case: AllReduceCase, bench: Bench) -> Measurement:
     )
     wrong = tuple(
         Quantity(
-            name="wrong", size=size, value=sum(result.wrong[size] for result in ranks),
+            name="wrong",
+            size=size,
+            value=sum(result.wrong[size] for result in ranks),
             unit="elements",
         )
         for size in case.sizes
-    )  # fmt: skip
+    )
     return Measurement(series=series, quantities=wrong, notes={"backend": ranks[0].backend})
 
 
 def time_collective(world: World, case: AllReduceCase) -> RankTimes:
-    """On each rank."""
+    """Time the collective at every size; runs on each rank."""
     times, wrong = {}, {}
     for number, size in enumerate(case.sizes):
         world.step(number)
@@ -72,7 +76,7 @@ def _sample(world: World, run: Callable[[], object]) -> float:
 def prepare(
     world: World, collective: str, size: int
 ) -> tuple[Callable[[], object], Callable[[], int]]:
-    """A closure that runs it on a message of that size, and one that counts wrong elements."""
+    """Return a function that runs the collective and one that counts wrong elements."""
     import torch
     import torch.distributed as dist
 
@@ -80,27 +84,29 @@ def prepare(
 
     count = size // 4 // world.size * world.size
     part = count // world.size
-    whole = torch.empty(count, device=world.device)
+    full = torch.empty(count, device=world.device)
     own = torch.empty(part, device=world.device)
     ranks = torch.arange(world.size, device=world.device, dtype=torch.float32)
     total = ranks.sum()
-    # What runs, where its result is, and what must be there.
+    # The call, its result and the expected values.
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, torch.Tensor]] = {
-        "all-reduce": (lambda: dist.all_reduce(whole), whole, total),
+        "all-reduce": (lambda: dist.all_reduce(full), full, total),
         "all-gather": (
-            lambda: all_gather(whole, own), whole.view(world.size, part), ranks[:, None],
+            lambda: all_gather(full, own),
+            full.view(world.size, part),
+            ranks[:, None],
         ),
-        "reduce-scatter": (lambda: reduce_scatter(own, whole), own, total),
-        "broadcast": (lambda: dist.broadcast(whole, 0), whole, ranks[0]),
-    }  # fmt: skip
-    run, result, right = calls[collective]
+        "reduce-scatter": (lambda: reduce_scatter(own, full), own, total),
+        "broadcast": (lambda: dist.broadcast(full, 0), full, ranks[0]),
+    }
+    run, result, expected = calls[collective]
 
     def wrong_elements() -> int:
-        whole.fill_(world.rank)
+        full.fill_(world.rank)
         own.fill_(world.rank)
         run()
-        return int((result != right).sum())
+        return int((result != expected).sum())
 
-    whole.zero_()
+    full.zero_()
     own.zero_()
     return run, wrong_elements

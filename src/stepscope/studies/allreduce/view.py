@@ -1,4 +1,4 @@
-"""Findings, figure and tables of the collectives. Pure."""
+"""Findings, figures and tables of the collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMULA = (
 
 
 class Sweep(RankedResult[AllReduceCase]):
-    """One case: a collective at several sizes."""
+    """One collective at several sizes."""
 
     @property
     def title(self) -> str:
@@ -30,16 +30,16 @@ class Sweep(RankedResult[AllReduceCase]):
 
     @property
     def points(self) -> list[Point]:
-        """In order of size; a failed case has none."""
-        ranks, found = self.case.ranks, []
+        """Points in order of size; empty for a failed case."""
+        ranks, points = self.case.ranks, []
         for size in sorted(self.case.sizes) if self.record.status == "ok" else ():
             time = self.summary("collective", size=size)
             if time is not None:
-                # Every rank has as many elements: a few at the end may be left out.
+                # Every rank has the same number of elements: the remainder is left out.
                 carried = size // 4 // ranks * ranks * 4
                 wrong = int(self.record.quantity("wrong", size=size) or 0)
-                found.append(Point(self, carried, time, wrong))
-        return found
+                points.append(Point(self, carried, time, wrong))
+        return points
 
     @property
     def link(self) -> Link | None:
@@ -48,7 +48,7 @@ class Sweep(RankedResult[AllReduceCase]):
 
     @property
     def best(self) -> Point:
-        """Where most bytes move in a second."""
+        """The point with the highest bandwidth."""
         return max(self.points, key=lambda point: point.algorithm_bandwidth)
 
 
@@ -58,7 +58,7 @@ class Point(NamedTuple):
     of: Sweep
     size: int
     time: Summary
-    """Of the slowest rank in each round, in ms."""
+    """Times of the slowest rank in each round, in ms."""
     wrong: int
 
     @property
@@ -68,7 +68,7 @@ class Point(NamedTuple):
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """None for one rank, from which nothing goes over a link."""
+        """Bus bandwidth; None for one rank, which uses no link."""
         case = self.of.case
         factor = bus_factor(case.collective, case.ranks)
         return self.algorithm_bandwidth * factor if case.ranks > 1 else None
@@ -99,8 +99,8 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
         for point in [point for point in sweep.points if point.wrong][:1]:
             yield sweep.finding(
                 "wrong-elements",
-                f"{point.wrong:g} elements of {bytes_(point.size)} are wrong; its times mean"
-                " nothing.",
+                f"{point.wrong:g} elements of {bytes_(point.size)} are wrong; its times are"
+                " meaningless.",
                 {
                     "collective": sweep.case.collective,
                     "elements": point.wrong,
@@ -108,40 +108,42 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 },
                 tone="warn",
             )
-    for place, held in _by_ranks(sweeps).items():
-        yield _single(held[0]) if len(held) == 1 else _compared(place, held)
+    for place, group in _by_ranks(sweeps).items():
+        yield _single(group[0]) if len(group) == 1 else _compared(place, group)
 
 
 def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
-    """Those that have points, by ranks and backend."""
-    found: dict[str, list[Sweep]] = {}
+    """Sweeps with results, grouped by ranks and backend."""
+    groups: dict[str, list[Sweep]] = {}
     for sweep in sweeps:
         if sweep.points:
-            found.setdefault(sweep.place, []).append(sweep)
-    return found
+            groups.setdefault(sweep.place, []).append(sweep)
+    return groups
 
 
 def _single(sweep: Sweep) -> Finding:
     small, best, link = sweep.points[0], sweep.best, sweep.link
     took = duration(small.time.median)
     values: dict[str, Value] = {
-        "collective": sweep.case.collective, "bytes": small.size, "ms": small.time.median,
-    }  # fmt: skip
+        "collective": sweep.case.collective,
+        "bytes": small.size,
+        "ms": small.time.median,
+    }
     if best.bus_bandwidth is None:
-        text = f"a call takes {took} ({bytes_(small.size)}); nothing goes over a link."
+        text = f"a call takes {took} ({bytes_(small.size)}); one rank uses no link."
         return sweep.finding("one-rank", text, values)
     conclusion = ""
     if link is not None:
         values |= {"latency_ms": link.latency_ms, "bytes_per_s": link.bytes_per_ms * 1e3}
         conclusion = (
-            f"As a line: {duration(link.latency_ms)} a message and"
-            f" {rate(link.bytes_per_ms * 1e3, 'B/s')}, off by at most {percent(link.residual)};"
-            f" below {bytes_(link.latency_ms * link.bytes_per_ms)} a message costs more than its"
-            " bytes."
+            f"Linear fit: a latency of {duration(link.latency_ms)} per message and"
+            f" {rate(link.bytes_per_ms * 1e3, 'B/s')}, with a residual of at most"
+            f" {percent(link.residual)}; below {bytes_(link.latency_ms * link.bytes_per_ms)} the"
+            " latency dominates."
         )
     return sweep.finding(
         "link",
-        f"{bytes_(small.size)} take {took}; the links carry up to"
+        f"{bytes_(small.size)} take {took}; the links reach"
         f" {rate(best.bus_bandwidth, 'B/s')} (busbw at {bytes_(best.size)}).",
         values | {"busbw": best.bus_bandwidth},
         conclusion=conclusion,
@@ -149,39 +151,42 @@ def _single(sweep: Sweep) -> Finding:
 
 
 def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
-    """Several collectives among the same ranks; their lines are in a table."""
+    """Compare several collectives on the same ranks; their linear fits are in a table."""
     quick, *_, slow = sorted(sweeps, key=lambda sweep: sweep.points[0].time.median)
     first, last = quick.points[0], slow.points[0]
-    carried = {s.case.collective: width for s in sweeps if (width := s.best.bus_bandwidth)}
-    links = "nothing goes over a link"
-    if carried:
-        least, most = min(carried, key=lambda c: carried[c]), max(carried, key=lambda c: carried[c])
+    reached = {s.case.collective: width for s in sweeps if (width := s.best.bus_bandwidth)}
+    links = "one rank uses no link"
+    if reached:
+        least, most = min(reached, key=lambda c: reached[c]), max(reached, key=lambda c: reached[c])
         links = (
-            f"the links carry up to {rate(carried[least], 'B/s')} ({least}) and"
-            f" {rate(carried[most], 'B/s')} ({most}) as busbw"
+            f"the links reach a busbw of {rate(reached[least], 'B/s')} ({least}) to"
+            f" {rate(reached[most], 'B/s')} ({most})"
         )
     return Finding(
         code="allreduce.compared",
         values={
-            "ranks": quick.case.ranks, "backend": quick.backend,
-            "quickest": quick.case.collective, "quickest_ms": first.time.median,
-            "slowest": slow.case.collective, "slowest_ms": last.time.median,
-            **{f"busbw of {name}": width for name, width in carried.items()},
+            "ranks": quick.case.ranks,
+            "backend": quick.backend,
+            "quickest": quick.case.collective,
+            "quickest_ms": first.time.median,
+            "slowest": slow.case.collective,
+            "slowest_ms": last.time.median,
+            **{f"busbw of {name}": width for name, width in reached.items()},
         },
         records=tuple(sweep.record.id for sweep in sweeps),
         text=f"{place}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",
-    )  # fmt: skip
+    )
 
 
 def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
-    for place, held in _by_ranks(sweeps).items():
-        first = held[0]
+    for place, group in _by_ranks(sweeps).items():
+        first = group[0]
         if first.case.ranks > 1:
             yield Figure(
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
-                title=f"What the links carry: {place}",
+                title=f"Bus bandwidth: {place}",
                 kind="lines",
                 curves=tuple(
                     Curve(
@@ -189,9 +194,9 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
                         x=tuple(float(point.size) for point in sweep.points),
                         y=tuple((point.bus_bandwidth or 0.0) / 1e9 for point in sweep.points),
                     )
-                    for sweep in held
+                    for sweep in group
                 ),
-                x_label="message",
+                x_label="message size",
                 y_label="busbw, GB/s",
                 x_log=True,
                 x_bytes=True,
@@ -201,6 +206,8 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
 
 
 class Row(NamedTuple):
+    """A point of a sweep, or None for a failed case."""
+
     record: Record
     sweep: Sweep
     point: Point | None
@@ -221,7 +228,7 @@ def _table(sweeps: Sequence[Sweep]) -> Table:
             col("backend", lambda r: r.sweep.backend, key=True),
             col("size", lambda r: r.point.size, "bytes"),
             col("count", lambda r: r.point.size // 4, "count"),
-            col("type", lambda _: "float32"),
+            col("dtype", lambda _: "float32"),
             col(
                 "time",
                 lambda r: interval(r.point.time),
@@ -247,7 +254,7 @@ def _link_table(sweeps: Sequence[Sweep]) -> Iterator[Table]:
             rows,
             [
                 col("collective", lambda r: r[0].title),
-                col("α", lambda r: r[1].latency_ms, unit="ms", hint="what a message costs"),
+                col("α", lambda r: r[1].latency_ms, unit="ms", hint="latency of a message"),
                 col(
                     "1/β",
                     lambda r: r[1].bytes_per_ms * 1e3,
@@ -259,8 +266,8 @@ def _link_table(sweeps: Sequence[Sweep]) -> Iterator[Table]:
                     "residual",
                     lambda r: r[1].residual,
                     "percent",
-                    hint="the worst point's distance",
+                    hint="largest relative distance of a point",
                 ),
             ],
-            caption="t = α + β·bytes, fitted to the medians by least relative squares.",
+            caption="t = α + β·bytes, fitted to the medians by least squares of relative errors.",
         )

@@ -1,9 +1,9 @@
-"""What does attention written out as the formula reads cost, in time and in memory?
+"""The attention study: time and memory of naive attention.
 
     stepscope run attention --head 16 64 128 --seq 256 1024 4096
 
-Forward and backward are cases of their own: the backward is timed without the forward, from a
-gradient that is there already. What the forward leaves in memory is counted and predicted.
+Forward and backward are separate cases: the backward is timed without the forward, from an existing
+output gradient. The bytes that the forward saves for backward are counted and predicted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from stepscope.studies.base import Bench, Measurement, Study
 
 class Attention(Study[AttentionFlags, AttentionCase]):
     name = "attention"
-    title = "Attention, written out"
+    title = "Naive attention"
     question = (
-        "What does attention cost as the formula reads, in time and in memory,"
-        " and where does it stop to fit?"
+        "What does naive attention cost in time and in memory,"
+        " and at which length does it no longer fit?"
     )
     examples = (
         "stepscope run attention",
@@ -67,11 +67,11 @@ class Attention(Study[AttentionFlags, AttentionCase]):
             quick = AttentionFlags(head=(16, 64), seq=(128, 256, 512), batch=4, steps=5, warmup=1)
         else:
             quick = AttentionFlags(head=(64, 128), seq=(256, 1024, 4096))
-        whole = AttentionFlags()
-        # On a GPU of 140 GiB the first length that does not fit is longer than the course's.
+        full = AttentionFlags()
+        # On a GPU with 140 GiB the first length that does not fit exceeds those of the course.
         longer = AttentionFlags(head=(64,), seq=(32768, 65536))
-        return dict.fromkeys(("seeds", "cs336-2026", "full"), (whole,)) | {
-            "h200": (whole, longer),
+        return dict.fromkeys(("seeds", "cs336-2026", "full"), (full,)) | {
+            "h200": (full, longer),
             "quick": (quick,),
         }
 

@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the attention study."""
+"""Flags and cases of the attention study."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ MODES: tuple[AttentionMode, ...] = ("forward", "backward")
 
 
 class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: every combination of the values is a case."""
+    """Parameters of the study; every combination of the values is a case."""
 
     head: tuple[int, ...] = (16, 32, 64, 128)
     """Head dimensions."""
     seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
     """Sequence lengths."""
     batch: int = 8
-    """Sequences."""
+    """Sequences per call."""
     heads: int = 1
-    """Heads of each."""
+    """Attention heads per sequence."""
     dtype: tuple[str, ...] = ("float32",)
-    """float32, float16, bfloat16."""
+    """Dtypes: float32, float16, bfloat16."""
     attention: tuple[str, ...] = ("reference",)
     """Implementations: reference, or any other (`stepscope list attentions`)."""
     causal: bool = False
-    """With a causal mask."""
+    """Use a causal mask."""
     warmup: int = 5
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 20
-    """Samples at least."""
+    """Minimum number of samples."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0:
@@ -40,7 +40,7 @@ class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionCase(AttentionWorkload, frozen=True, kw_only=True):
-    """One pass of one attention, and how often to sample it."""
+    """One pass of one attention implementation, with its sampling parameters."""
 
     warmup: int
     steps: int

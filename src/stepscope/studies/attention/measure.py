@@ -1,4 +1,4 @@
-"""Measures one pass of an attention: its time, what it saves, its peak."""
+"""Measure one pass of an attention: time, bytes saved for backward and peak memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def measure_pass(case: AttentionCase, bench: Bench) -> Measurement:
     )
     quantities = list(case.quantities())
     peak = device.peak_bytes()
-    # Where tensors are not counted, the resident set is too coarse for one operation.
+    # Without a tensor count there is only the resident set, too coarse for one operation.
     if saved is not None and peak is not None:
         quantities.append(Quantity(name="saved_bytes", value=saved, unit="B"))
         quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
     if device.kind == "cuda":
         from stepscope.measure.allocator import CudaAllocator
 
-        held = CudaAllocator(device.torch_device).library_bytes()
-        quantities.append(Quantity(name="library_bytes", value=held, unit="B"))
+        workspace = CudaAllocator(device.torch_device).library_bytes()
+        quantities.append(Quantity(name="library_bytes", value=workspace, unit="B"))
     return Measurement(series=timing.series, quantities=tuple(quantities), readings=timing.readings)

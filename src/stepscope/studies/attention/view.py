@@ -1,4 +1,4 @@
-"""Growth and memory of naive attention, and the first length that does not fit. Pure."""
+"""Growth and memory of naive attention, and the first length that does not fit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from stepscope.studies.trusted import all_good
 from stepscope.studies.views.published import Mine, published_tables
 
 _LONGEST = 3
-"""Lengths that an exponent is fitted to: at short ones the host and fixed costs decide."""
+"""Number of longest lengths for the fit: short ones are dominated by host and fixed costs."""
 _SHRINKS = -0.1
-"""An exponent below this is an error of measurement: longer sequences have more work."""
+"""An exponent below this is a measurement error: longer sequences have more work."""
 _AT_THE_PEAK = {
     "forward": ("scores", "probabilities"),
     "backward": ("probabilities", "their gradient", "gradient of the scores"),
 }
-"""Tensors of length × length that are there at once: while the softmax runs, and while its
-gradient is made."""
-_WITHIN_SOFTMAX = "product within the softmax's backward"
-"""CUDA's kernel takes probabilities times their gradient as a tensor."""
-_LIBRARY = "work space of the matrix library"
+"""Tensors of length × length that exist at once: during the softmax and during its backward."""
+_WITHIN_SOFTMAX = "temporary of the softmax's backward"
+"""On CUDA, probabilities times their gradient is a separate tensor."""
+_LIBRARY = "cuBLAS workspace"
 
 Pass = Result[AttentionCase]
 
@@ -51,7 +50,7 @@ def attention_blocks(results: Sequence[Pass]) -> tuple[Block, ...]:
 
 
 def peak_lines(work: AttentionWorkload, on_cuda: bool = False) -> dict[str, int]:
-    """Bytes of every tensor at the peak of the reference form."""
+    """Bytes of every tensor at the peak of naive attention."""
     wide, shape = work.element_bytes, work.shape
     lines = {
         "q, k, v": cost.input_bytes(shape, wide),
@@ -67,7 +66,7 @@ def peak_lines(work: AttentionWorkload, on_cuda: bool = False) -> dict[str, int]
 
 
 def predicted_peak_bytes(work: AttentionWorkload, on_cuda: bool = False) -> int:
-    """The peak of the reference form, from its tensors alone."""
+    """Peak memory of naive attention, predicted from its tensors."""
     return sum(peak_lines(work, on_cuda).values())
 
 
@@ -88,8 +87,8 @@ def _on_cuda(record: Record) -> bool:
 
 def _lines_of(result: Pass) -> dict[str, int]:
     lines = peak_lines(result.case, _on_cuda(result.record))
-    held = result.record.quantity("library_bytes")
-    return lines | {_LIBRARY: int(held)} if held else lines
+    workspace = result.record.quantity("library_bytes")
+    return lines | {_LIBRARY: int(workspace)} if workspace else lines
 
 
 def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Finding]:
@@ -110,19 +109,19 @@ def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Findin
         if peaks:
             yield _prediction(
                 "attention.predicted-peak",
-                f"The peak of the {label} is predicted from the tensors one by one",
+                f"Peak memory of the {label}, predicted as a sum of tensors",
                 peaks,
             )
     saved = {
-        _named(result.case): _Predicted(result.record.id, held, predicted)
+        _named(result.case): _Predicted(result.record.id, measured, predicted)
         for result in timed
-        if (held := result.record.quantity("saved_bytes"))
+        if (measured := result.record.quantity("saved_bytes"))
         and (predicted := result.record.quantity("predicted_saved_bytes"))
     }
     if saved:
         yield _prediction(
             "attention.predicted-saved",
-            "What a forward leaves for its backward is predicted from the shapes",
+            "Bytes saved for backward, predicted from the shapes",
             saved,
         )
     yield from _limit(results)
@@ -133,7 +132,7 @@ def _named(case: AttentionCase) -> str:
 
 
 def _pass(case: AttentionCase) -> str:
-    """Name of a pass: `forward`, and what is not the default."""
+    """Name of a pass: its mode and settings that differ from the default."""
     extras = [
         *([] if case.attention == "reference" else [case.attention]),
         *([] if case.dtype == "float32" else [case.dtype]),
@@ -143,7 +142,7 @@ def _pass(case: AttentionCase) -> str:
 
 
 class _Growth(NamedTuple):
-    """A quantity against the length or the head dimension, at the largest value of the other."""
+    """A quantity over the length or head dimension, at the largest value of the other."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -155,7 +154,7 @@ class _Growth(NamedTuple):
         return fitted_exponent(self.x, self.y)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return f"to the power {number(self.exponent, 3)} over {self.x[0]:g} to {self.x[-1]:g}"
 
     def values(self, label: str) -> dict[str, Value]:
@@ -166,7 +165,7 @@ class _Growth(NamedTuple):
 def _growth(
     results: Sequence[Pass], varied: str, value: Callable[[Record], float | None]
 ) -> _Growth | None:
-    """Over the longest lengths, or over all head dimensions."""
+    """Growth over the longest lengths, or over all head dimensions."""
     fixed = "head" if varied == "seq" else "seq"
     measured = [result for result in results if value(result.record)]
     if not measured:
@@ -200,8 +199,8 @@ def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
             code="attention.time-by-length",
             values=by_length.values(label) | {"head": by_length.at},
             records=by_length.records,
-            text=f"The {label} grows as length {by_length.said} (at d {by_length.at}); the"
-            " arithmetic says 2.",
+            text=f"The time of the {label} grows as length {by_length.text} (at d {by_length.at});"
+            " the FLOPs grow to the power 2.",
         )
     if by_width and not trusted.issuperset(by_width.records):
         yield _not_fitted(label, "d", by_width)
@@ -211,45 +210,47 @@ def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
             code="attention.time-by-width",
             values=by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
             records=by_width.records,
-            text=f"The {label} grows as d {by_width.said} (at length {by_width.at}); the arithmetic"
-            " says 1.",
-            conclusion=f"A straight line through the times leaves {number(at_zero, 3)} ms at d 0:"
-            " moving the tensors of length × length costs that, whatever d is."
+            text=f"The time of the {label} grows as d {by_width.text} (at length {by_width.at});"
+            " the FLOPs grow to the power 1.",
+            conclusion=f"A linear fit has an intercept of {number(at_zero, 3)} ms at d 0: the"
+            " memory traffic of the length × length tensors, which does not depend on d."
             if at_zero > 0
             else "",
         )
 
 
 def _not_fitted(label: str, over: str, growth: _Growth) -> Finding:
-    """No exponent of noise: the times alone, as they were measured."""
+    """Report the measured times only, because a fit to noisy times is meaningless."""
     times = ", ".join(f"{duration(ms)} at {x:g}" for x, ms in zip(growth.x, growth.y, strict=True))
     return Finding(
         code="attention.growth-unknown",
         values=growth.values(label) | {"over": over},
         records=growth.records,
-        text=f"How the {label} grows with {over} cannot be told from its times: {times}.",
+        text=f"The times of the {label} are too noisy to fit their growth with {over}: {times}.",
         tone="warn",
     )
 
 
 def _growth_of_memory(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
     forward = [result for result in results if result.case.mode == "forward"]
-    for name, what, held in (
-        ("saved_bytes", "leaves for its backward", forward),
-        ("peak_bytes", "peaks at", results),
+    for name, what, members in (
+        ("saved_bytes", "memory saved for backward by", forward),
+        ("peak_bytes", "peak memory of", results),
     ):
         for varied, unit in (("seq", "length"), ("head", "d")):
-            growth = _growth(held, varied, partial(Record.quantity, name=name))
+            growth = _growth(members, varied, partial(Record.quantity, name=name))
             if growth:
                 yield Finding(
                     code="attention.memory-growth",
                     values=growth.values(label) | {"quantity": name, "by": unit},
                     records=growth.records,
-                    text=f"What the {label} {what} grows as {unit} {growth.said}.",
+                    text=f"The {what} the {label} grows as {unit} {growth.text}.",
                 )
 
 
 class _Predicted(NamedTuple):
+    """A measured value in bytes and its prediction."""
+
     record: str
     measured: float
     predicted: float
@@ -259,57 +260,57 @@ class _Predicted(NamedTuple):
         return abs(self.measured - self.predicted)
 
 
-def _prediction(code: str, what: str, held: Mapping[str, _Predicted]) -> Finding:
-    """Exact predictions counted, and the farthest."""
-    exact = sum(one.off == 0 for one in held.values())
-    name, farthest = max(held.items(), key=lambda pair: pair[1].off)
-    text = f"{what}: to the byte in {exact} of {len(held)} cases"
-    if exact < len(held):
+def _prediction(code: str, what: str, cases: Mapping[str, _Predicted]) -> Finding:
+    """Count the exact predictions and report the largest error."""
+    exact = sum(one.off == 0 for one in cases.values())
+    name, farthest = max(cases.items(), key=lambda pair: pair[1].off)
+    text = f"{what}: exact in {exact} of {len(cases)} cases"
+    if exact < len(cases):
         text += f", off by {bytes_(farthest.off)} at most ({name}: {bytes_(farthest.measured)})"
     return Finding(
         code=code,
-        values={"exact": exact, "cases": len(held), "off_bytes": farthest.off, "case": name},
-        records=tuple(one.record for one in held.values()),
+        values={"exact": exact, "cases": len(cases), "off_bytes": farthest.off, "case": name},
+        records=tuple(one.record for one in cases.values()),
         text=f"{text}.",
     )
 
 
 def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
-    """The tensors that fill the memory, and the first length that does not fit."""
-    kept = [result for result in results if result.case.attention == "reference"]
-    if not kept:
+    """Report the tensors that fill the memory and the first length that does not fit."""
+    naive = [result for result in results if result.case.attention == "reference"]
+    if not naive:
         return
-    largest = max(kept, key=lambda result: result.case.seq)
+    largest = max(naive, key=lambda result: result.case.seq)
     work, memory = largest.case, largest.record.environment.device_memory_bytes
     on_cuda = _on_cuda(largest.record)
     scores = cost.probability_bytes(work.shape, work.element_bytes)
     text = (
-        f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
-        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
-        f" forward there are {_counted_squares('forward', on_cuda)}, at that of the backward"
-        f" {_counted_squares('backward', on_cuda)}; the output itself, at d {work.head}, is"
+        f"At length {work.seq} one tensor of scores takes {bytes_(scores)}"
+        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). The peak of the"
+        f" forward has {_counted_squares('forward', on_cuda)} such tensors, that of the backward"
+        f" {_counted_squares('backward', on_cuda)}; the output at d {work.head} takes"
         f" {bytes_(cost.output_bytes(work.shape, work.element_bytes))}."
     )
     values: dict[str, Value] = {"length": work.seq, "scores_bytes": scores, "memory_bytes": memory}
-    failed = [result for result in kept if result.record.status == "oom"]
+    failed = [result for result in naive if result.record.status == "oom"]
     first = min(failed, key=lambda result: result.case.seq, default=None)
     if first:
         needed = predicted_peak_bytes(first.case, on_cuda)
         values |= {"first": _named(first.case), "needed_bytes": needed}
         text += (
-            f" The first that does not fit into {bytes_(memory)}: {_named(first.case)}, whose"
-            f" tensors need {bytes_(needed)} at once"
+            f" The first case that does not fit into {bytes_(memory)} is {_named(first.case)},"
+            f" whose tensors need {bytes_(needed)} at once"
         )
         if needed <= memory:
-            text += ", so what the allocator holds in pieces too small for the next is the rest"
+            text += "; the rest is lost to fragmentation of the allocator"
         text += "."
     elif on_cuda:
         fits, beyond = _first_beyond(work, memory)
         values |= {"fits": fits.seq, "beyond": beyond.seq}
         text += (
-            f" All fit into {bytes_(memory)}; so would {fits.seq}"
-            f" ({bytes_(predicted_peak_bytes(fits, True))}), and the backward of {beyond.seq} would"
-            f" not: it needs {bytes_(predicted_peak_bytes(beyond, True))}."
+            f" All cases fit into {bytes_(memory)}; length {fits.seq} would fit too"
+            f" ({bytes_(predicted_peak_bytes(fits, True))}), but the backward of {beyond.seq} needs"
+            f" {bytes_(predicted_peak_bytes(beyond, True))}."
         )
     yield Finding(
         code="attention.memory-limit",
@@ -321,7 +322,7 @@ def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, AttentionCase]:
-    """The last length that fits and the first that does not, by doubling, from the tensors."""
+    """The last length that fits and the first that does not, predicted by doubling the length."""
     fits = work = msgspec.structs.replace(work, mode="backward")
     while predicted_peak_bytes(work, True) <= memory:
         fits, work = work, msgspec.structs.replace(work, seq=2 * work.seq)
@@ -329,7 +330,7 @@ def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, Atte
 
 
 def _mine(record: Record, case: AttentionCase) -> Mine:
-    """A pass in the words of published conditions; written out it is limited by memory."""
+    """A pass for the comparison with published values; naive attention is memory-bound."""
     values: dict[str, float | None] = {case.mode: _median(record)}
     if case.mode == "backward":
         values["before backward"] = record.quantity("saved_bytes")
@@ -338,7 +339,7 @@ def _mine(record: Record, case: AttentionCase) -> Mine:
 
 
 class _Row(NamedTuple):
-    """Both passes of one attention at one shape."""
+    """Forward and backward of one attention implementation at one shape."""
 
     case: AttentionCase
     passes: dict[str, Record]
@@ -363,7 +364,7 @@ def _times_table(results: Sequence[Pass]) -> Table:
     for record, case in results:
         key = (case.attention, case.dtype, case.causal, case.head, case.seq)
         rows.setdefault(key, _Row(case, {})).passes[case.mode] = record
-    issued = "until the host had issued it; on a CPU the same as the time"
+    issued = "host issue time; on a CPU the same as the time"
     columns = [
         col("attention", lambda r: r.case.attention),
         col("dtype", lambda r: r.case.dtype),
@@ -384,13 +385,13 @@ def _times_table(results: Sequence[Pass]) -> Table:
             "before backward",
             lambda r: r.bytes("saved_bytes"),
             "bytes",
-            hint="in use after the forward",
+            hint="bytes saved for backward",
         ),
         col(
             "predicted",
             lambda r: r.bytes("predicted_saved_bytes"),
             "bytes",
-            hint="of that, from the shapes alone",
+            hint="saved bytes predicted from the shapes",
         ),
         col("peak", lambda r: r.bytes("peak_bytes"), "bytes"),
     ]
@@ -399,12 +400,12 @@ def _times_table(results: Sequence[Pass]) -> Table:
         "Forward, backward, memory",
         rows.values(),
         columns,
-        caption="The backward is timed alone, from a gradient that is there already.",
+        caption="The backward is timed alone, from an existing output gradient.",
     )
 
 
 def _peak_table(results: Sequence[Pass]) -> Iterator[Table]:
-    """The largest case of each pass that ran, line by line, against what the device counted."""
+    """Predicted tensors of the largest case of each pass against the measured peak."""
     rows: list[tuple[str, str, float, float | None]] = []
     for mode in _AT_THE_PEAK:
         measured = [
@@ -419,22 +420,22 @@ def _peak_table(results: Sequence[Pass]) -> Iterator[Table]:
         title = f"{mode}, d {largest.case.head}, length {largest.case.seq}"
         lines = _lines_of(largest)
         rows += [(title, name, size, size / peak) for name, size in lines.items()]
-        rows.append((title, "not accounted for", peak - sum(lines.values()), None))
+        rows.append((title, "unattributed", peak - sum(lines.values()), None))
         rows.append((title, "measured peak", peak, 1.0))
     if rows:
         yield table(
             "attention-peak",
-            "What is in memory at the peak",
+            "Tensors in memory at the peak",
             rows,
             [
                 col("pass", lambda r: r[0]),
                 col("tensor", lambda r: r[1]),
                 col("bytes", lambda r: r[2], "bytes"),
-                col("of the peak", lambda r: r[3], "percent"),
+                col("share of peak", lambda r: r[3], "percent"),
             ],
-            caption="The largest case of each pass that ran. Not accounted for: rounding of the"
-            " allocator, and the work space of the matrix library (32 MiB for each thread that"
-            " multiplies on a Hopper GPU) where it was not measured.",
+            caption="The largest case of each pass that ran. Unattributed: rounding of the"
+            " allocator, and the cuBLAS workspace (32 MiB per calling thread on a Hopper GPU)"
+            " where it was not measured.",
         )
 
 
@@ -444,14 +445,14 @@ def _figures(timed: Sequence[Pass]) -> Iterator[Figure]:
         if any(len(curve.x) > 1 for curve in curves):
             yield Figure(
                 name=f"attention-{mode}",
-                title=f"The {mode} against the length",
+                title=f"Time of the {mode} over sequence length",
                 kind="lines",
                 curves=curves,
                 x_label="sequence length, tokens",
                 y_label=f"{mode}, ms",
                 x_log=True,
                 y_log=True,
-                caption="Median of the samples; bars span the middle half of them.",
+                caption="Median of the samples; bars show the interquartile range.",
             )
 
 

@@ -1,6 +1,6 @@
-"""Attention alone, as several studies measure it: its cases and how to build one.
+"""Workloads of attention alone, shared by several studies, and the step that runs one.
 
-Loads without torch; `AttentionStep` imports it.
+Importing this module does not import torch; `AttentionStep` does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class AttentionInputs(Case, frozen=True, kw_only=True):
-    """Tensors of (batch, heads, seq, head) in one dtype."""
+    """Input tensors of shape (batch, heads, seq, head) in one dtype."""
 
     batch: int
     heads: int
@@ -52,12 +52,12 @@ class AttentionInputs(Case, frozen=True, kw_only=True):
 
     @property
     def is_single(self) -> bool:
-        """One head of one sequence."""
+        """Whether there is one head of one sequence."""
         return self.batch * self.heads == 1
 
 
 class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
-    """One attention, fully named."""
+    """One attention call: implementation, inputs, mask and passes."""
 
     attention: str
     causal: bool
@@ -70,7 +70,7 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
         implementation(self.attention)
         if precision(self.dtype).name not in _ELEMENT_BYTES:
             known = ", ".join(name for name in PRECISIONS if name in _ELEMENT_BYTES)
-            raise UsageError(f"dtype {self.dtype!r} is not one of tensors", f"one of: {known}")
+            raise UsageError(f"dtype {self.dtype!r} is not a tensor dtype", f"one of: {known}")
 
     @property
     def key(self) -> str:
@@ -89,15 +89,15 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
         return _ELEMENT_BYTES[self.dtype]
 
     def flops(self) -> int:
-        """As the field counts a kernel: a causal mask halves, the backward is 2.5 forwards."""
+        """FLOPs by the usual convention: a causal mask halves them, a backward is 2.5 forwards."""
         forward = cost.forward_flops(self.shape, causal=self.causal)
         backward = cost.kernel_backward_flops(self.shape, causal=self.causal)
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.mode]
 
     def predicted_saved_bytes(self) -> int:
-        """Bytes that a forward leaves in memory for its backward, the output included.
+        """Bytes that a forward saves for backward, including the output.
 
-        The inputs are there before; a flash form keeps its output and a number for each row.
+        The inputs exist before. Flash attention saves its output and one number per row.
         """
         saved = cost.output_bytes(self.shape, self.element_bytes)
         if implementation(self.attention).saves_scores:
@@ -114,12 +114,12 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
 
 
 class AttentionStep(Subject):
-    """Inputs on the device and the call as phases, ready for a timer."""
+    """Inputs on the device and the call as phases for a timer."""
 
     def __init__(self, workload: AttentionWorkload, device: Device) -> None:
         import torch
 
-        self._refuse_what_cannot_fit(workload, device)
+        self._check_host_memory(workload, device)
         self.workload = workload
         self._device = device
         torch.manual_seed(0)
@@ -131,14 +131,14 @@ class AttentionStep(Subject):
             return torch.randn(shape, device=device.torch_device, dtype=dtype)
 
         self.q, self.k, self.v = (draw().requires_grad_() for _ in range(3))
-        # A gradient of its own: that of a sum would be an expanded scalar, which no training has.
+        # A random output gradient: that of a sum would be an expanded scalar, unlike in training.
         self.grad = draw()
         self._function = _attention(workload.attention)
         self._out: torch.Tensor | None = None
         self._gradients: tuple[torch.Tensor, ...] = ()
 
     def variant(self, **changes: str) -> AttentionStep:
-        """Another `mode` or `attention` of the same call, on the very same tensors."""
+        """The same call with another `mode` or `attention`, on the same tensors."""
         other = copy.copy(self)
         other.workload = msgspec.structs.replace(self.workload, **changes)
         other._function = _attention(other.workload.attention)
@@ -146,7 +146,7 @@ class AttentionStep(Subject):
         return other
 
     def refusal(self) -> str | None:
-        """Why the implementation cannot take these tensors."""
+        """Return why the implementation does not support these tensors, or None."""
         refuses = implementation(self.workload.attention).refuses
         return refuses(self.q, self.k, self.v, self.workload.causal, None, None)
 
@@ -155,17 +155,17 @@ class AttentionStep(Subject):
         self._forward()
         self._backward()
         assert self._out is not None
-        made = (self._out.detach(), *self._gradients)
+        tensors = (self._out.detach(), *self._gradients)
         self._out, self._gradients = None, ()
-        return dict(zip(RESULTS, made, strict=True))
+        return dict(zip(RESULTS, tensors, strict=True))
 
     @staticmethod
-    def _refuse_what_cannot_fit(workload: AttentionWorkload, device: Device) -> None:
-        """A GPU says that it is full; a host swaps and is lost, so there the bound decides."""
+    def _check_host_memory(workload: AttentionWorkload, device: Device) -> None:
+        """Skip a case that does not fit in host memory: a GPU raises, but a host starts to swap."""
         inputs = cost.input_bytes(workload.shape, workload.element_bytes)
         needed = inputs + workload.predicted_saved_bytes()
         if implementation(workload.attention).saves_scores:
-            # Scores and probabilities are there at once while the softmax runs.
+            # Scores and probabilities exist at once during the softmax.
             needed += cost.probability_bytes(workload.shape, workload.element_bytes)
         refuse_beyond_host_memory(needed, device)
 
@@ -178,14 +178,14 @@ class AttentionStep(Subject):
         ]
 
     def reset(self) -> None:
-        """Outside of any sample: drop the last step's results; a lone backward needs a forward."""
+        """Drop the last results, outside any sample; a backward alone needs a forward first."""
         self._out, self._gradients = None, ()
         if self.workload.mode == "backward":
             self._forward()
 
     def saved_bytes(self) -> int | None:
-        """Bytes that one forward leaves in use, where the device counts them."""
-        # The first call of all also leaves work space of the matrix library.
+        """Bytes that one forward saves for backward, or None if the device does not count them."""
+        # The first call also allocates the cuBLAS workspace.
         self._forward()
         self._out, self._gradients = None, ()
         before = self._device.held_bytes()

@@ -1,16 +1,16 @@
-"""What does torch.compile bring, what does it cost before the first step, and where does it break?
+"""The compile study: gain, compile time and graph breaks of torch.compile.
 
     stepscope run compile --part model --size small xl --dtype bfloat16
     stepscope run compile --part attention --head 64 --seq 1024 4096
     stepscope run compile --part trace --device cpu      # graphs and breaks, nothing is compiled
 
-Every case has a process and a cache folder of its own. Its first step is compiled with the folder
-empty (cold). Then, once everything is compiled, steps are timed, eager and compiled in turns; last,
-another process compiles the same with the folder as the first one left it (warm). Graph breaks and
-recompilations are counted and named, and one that happens while steps are timed is told.
+Every case has its own process and cache folder. The first step compiles with an empty cache (cold).
+After warm-up, eager and compiled steps are timed interleaved. Then another process compiles the
+same case from the filled cache (warm). Graph breaks and recompilations are counted with their
+reasons, and a recompilation during timing is reported.
 
-On one H200: a cell of attention takes 15 to 25 s, of `model` 40 to 120 s by size and scope, with
-max-autotune several minutes.
+On one H200 a case of `attention` takes 15 to 25 s and a case of `model` 40 to 120 s, depending on
+size and scope; max-autotune takes several minutes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Compile(Study[CompileFlags, CompileCase]):
     name = "compile"
     title = "torch.compile"
     question = (
-        "What does compiling bring to attention alone and to a whole step, what does it cost"
-        " before the first one, and where does the graph break?"
+        "What does compiling gain for attention alone and for a full step, how long does it take"
+        " before the first step, and where does the graph break?"
     )
     examples = (
         "stepscope run compile --part model --size small medium large --dtype float32 bfloat16",
@@ -55,23 +55,32 @@ class Compile(Study[CompileFlags, CompileCase]):
 
     def cases(self, flags: CompileFlags) -> tuple[CompileCase, ...]:
         effort: dict[str, Any] = {
-            "warmup": flags.warmup, "rounds": flags.rounds, "warm": flags.warm,
-        }  # fmt: skip
+            "warmup": flags.warmup,
+            "rounds": flags.rounds,
+            "warm": flags.warm,
+        }
         models = tuple(workloads(flags, ("train-step",)))
-        made: list[CompileCase] = []
+        cases: list[CompileCase] = []
         if "trace" in flags.part:
-            made += [case_of(model, TraceCase, **effort) for model in models]
+            cases += [case_of(model, TraceCase, **effort) for model in models]
         if "attention" in flags.part:
-            made += [
+            cases += [
                 AttentionCase(
-                    attention="reference", batch=flags.sequences, heads=1, seq=seq, head=head,
-                    dtype=precision(dtype).name, causal=flags.causal, mode="both", **effort,
+                    attention="reference",
+                    batch=flags.sequences,
+                    heads=1,
+                    seq=seq,
+                    head=head,
+                    dtype=precision(dtype).name,
+                    causal=flags.causal,
+                    mode="both",
+                    **effort,
                 )
                 for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
-            ]  # fmt: skip
+            ]
         if "model" in flags.part:
-            made += [case_of(model, ModelCase, **effort) for model in models]
-        return tuple(made)
+            cases += [case_of(model, ModelCase, **effort) for model in models]
+        return tuple(cases)
 
     def measure(self, case: CompileCase, bench: Bench) -> Measurement:
         from stepscope.studies.compile.measure import measure_compile, measure_trace
@@ -87,7 +96,7 @@ class Compile(Study[CompileFlags, CompileCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CompileFlags]]:
         if environment.device_kind == "cpu":
-            # Compiling takes longer here than all other studies together.
+            # On a CPU, compiling takes longer than all other studies together.
             quick = CompileFlags(
                 part=("trace",), size=("tiny",), context=(64,), batch=(2,), compile=("model",)
             )
@@ -106,11 +115,17 @@ class Compile(Study[CompileFlags, CompileCase]):
         published = (
             traced,
             change(models, size=("small",), compile=("block", "model"), warm=True),
-            change(models, size=("small",), dtype=("bfloat16",), compile=("model",), warm=True,
-                   compile_mode=("default", "reduce-overhead", "max-autotune")),
+            change(
+                models,
+                size=("small",),
+                dtype=("bfloat16",),
+                compile=("model",),
+                warm=True,
+                compile_mode=("default", "reduce-overhead", "max-autotune"),
+            ),
             change(models, size=("xl", "2.7b")),
             change(grid, head=(64,)),
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (models, grid),

@@ -13,26 +13,27 @@ PARTS: tuple[Part, ...] = ("trace", "attention", "model")
 
 
 class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to compile: every combination of the values is a case."""
+    """Parameters of the study; every combination of the values is a case."""
 
     part: tuple[Part, ...] = PARTS
-    """trace (graphs and breaks of a model, without compiling), attention (alone), model."""
+    """Parts to run: trace (graphs and breaks of a model, without compiling), attention (alone),
+    model."""
     compile: tuple[str, ...] = ("block", "model")
-    """What is compiled: block (each block alone), model (whole)."""
+    """Scope of torch.compile: block (each block separately) or model (the full model)."""
     head: tuple[int, ...] = (16, 32, 64, 128)
     """Head dimensions of attention alone."""
     seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Its sequence lengths."""
+    """Sequence lengths of attention alone."""
     sequences: int = 8
-    """Its batch, with one head each."""
+    """Batch size of attention alone, with one head."""
     causal: bool = False
-    """Attention alone with a causal mask."""
+    """Use a causal mask for attention alone."""
     warmup: int = 3
-    """Steps before the first sample, after compiling."""
+    """Warm-up steps before the first sample, after compiling."""
     rounds: int = 10
-    """Samples of each, eager and compiled in turns."""
+    """Samples of each; eager and compiled steps are interleaved."""
     warm: bool = True
-    """Compile a second time in another process, from the cache that the first left."""
+    """Compile a second time in another process, from the cache filled by the first."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.warmup < 1:
@@ -40,11 +41,13 @@ class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
                 f"rounds is {self.rounds} and warmup {self.warmup}", "both must be at least 1"
             )
         if "no" in self.compile:
-            raise UsageError("compile is 'no'", "eager is measured beside: block, model or both")
+            raise UsageError(
+                "compile is 'no'", "use block, model or both; eager is always measured"
+            )
 
 
 class TraceCase(Workload, frozen=True, kw_only=True, tag_field="kind", tag="trace"):
-    """A model that is traced and not compiled."""
+    """A model that is traced but not compiled."""
 
     warmup: int
     rounds: int

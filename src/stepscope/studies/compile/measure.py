@@ -1,4 +1,4 @@
-"""Measures one case: compiled with an empty cache, timed in turns, compiled from a full one."""
+"""Measure one case: compile with an empty cache, time interleaved, compile from a filled cache."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 TimedCase = ModelCase | AttentionCase
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_AGAIN_WITHIN_S = 900.0
+_WARM_TIMEOUT_S = 900.0
 _MOST_NAMED = 8
 _EXPLAINED = "Explanation: "
 
 
 class FirstStep(msgspec.Struct, frozen=True):
-    """What a fresh process reports of its first step."""
+    """Report of a fresh process about its first step."""
 
     first_s: float
 
 
 class StepVariant(NamedTuple):
-    """One way to run the subject."""
+    """The subject, eager or compiled."""
 
     name: str
     step: Subject
     replays: bool = False
-    """torch makes CUDA graphs of it."""
+    """Whether torch replays it as CUDA graphs."""
 
 
 def eager_variant(case: TimedCase, device: Device) -> StepVariant:
-    """The subject as it is."""
+    """The subject without compilation."""
     if isinstance(case, AttentionCase):
         return StepVariant("eager", AttentionStep(case, device))
     return StepVariant("eager", make_step(msgspec.structs.replace(case, compile="no"), device))
 
 
 def compiled_variant(case: TimedCase, device: Device, eager: StepVariant) -> StepVariant:
-    """The same subject compiled, on the tensors of the eager one."""
+    """The same subject compiled, sharing the tensors of the eager one."""
     source: Any = eager.step
     if isinstance(case, AttentionCase):
         return StepVariant("compiled", source.variant(attention="compiled"))
@@ -66,8 +66,8 @@ def compiled_variant(case: TimedCase, device: Device, eager: StepVariant) -> Ste
 
 
 def load_compiler() -> float:
-    """Seconds of it. Whatever else has used the compiler before decides whether they would be in a
-    first step."""
+    """Import the compiler and return the seconds it takes; loading it first keeps this time out of
+    the first step, where it would depend on what ran before."""
     start = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
@@ -76,7 +76,7 @@ def load_compiler() -> float:
 
 
 def first_run_s(step: Subject, device: Device) -> float:
-    """A first step, from the call until the device is done with it."""
+    """Seconds of a first step, until the device has finished it."""
     device.synchronize()
     start = time.perf_counter()
     step.run()
@@ -93,116 +93,124 @@ def measure_compile(case: TimedCase, bench: Bench) -> Measurement:
 def _measure(case: TimedCase, bench: Bench) -> Measurement:
     device = bench.device
     eager = eager_variant(case, device)
-    # Twice: the first step also makes the optimizer's state and loads libraries.
+    # Twice: the first step also creates the optimizer state and loads libraries.
     eager.step.run()
     eager.step.run()
     compiled = compiled_variant(case, device, eager)
     bench.progress(0, 3, "compiling")
     load_s = load_compiler()
     cold_s = first_run_s(compiled.step, device)
-    for form in (eager, compiled):
+    for variant in (eager, compiled):
         for _ in range(case.warmup):
-            form.step.run()
+            variant.step.run()
     before = compilations()
     bench.progress(1, 3, "timing")
-    series = _in_turns((eager, compiled), device, case.rounds, bench)
-    # Not by their number: torch keeps the last so many of them.
+    series = _time_interleaved((eager, compiled), device, case.rounds, bench)
+    # Compared by identity, not by count: torch keeps only the most recent entries.
     late = sum(all(one is not known for known in before) for one in compilations())
     quantities = [
         Quantity(name="load_s", value=load_s, unit="s"),
         Quantity(name="cold_s", value=cold_s, unit="s"),
         Quantity(name="recompiled_while_timed", value=late, unit="graphs"),
-        *_counted(),
+        *_graph_counts(),
         *_memory((eager, compiled), device),
     ]
     notes: dict[str, str] = {}
     if case.warm:
         bench.progress(2, 3, "compiling again from the cache")
-        del eager, compiled, form
+        del eager, compiled, variant
         gc.collect()
         device.release()
         try:
-            warm_s = _again(case, device)
+            warm_s = _warm_start_s(case, device)
             quantities.append(Quantity(name="warm_s", value=warm_s, unit="s"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             notes["warm"] = f"{type(error).__name__}: {error}"[:500]
     return Measurement(
-        series=series, quantities=tuple(quantities), notes=notes, attachments=_named()
+        series=series, quantities=tuple(quantities), notes=notes, attachments=_reasons()
     )
 
 
-def _again(case: TimedCase, device: Device) -> float:
-    """The same first step in a process that has compiled nothing yet."""
+def _warm_start_s(case: TimedCase, device: Device) -> float:
+    """Seconds of the same first step in a fresh process, from the filled cache."""
     done = subprocess.run(
         [sys.executable, "-m", "stepscope.studies.compile.recompilation", device.kind],
-        input=msgspec.json.encode(case), capture_output=True, timeout=_AGAIN_WITHIN_S,
+        input=msgspec.json.encode(case),
+        capture_output=True,
+        timeout=_WARM_TIMEOUT_S,
         check=True,
-    )  # fmt: skip
+    )
     for line in reversed(done.stdout.splitlines()):
-        # A library may print after it.
+        # A library may print after the report.
         with suppress(msgspec.DecodeError):
             return from_json(line, FirstStep).first_s
     raise ValueError("the process did not report its time")
 
 
-def _in_turns(
-    forms: tuple[StepVariant, ...], device: Device, rounds: int, bench: Bench
+def _time_interleaved(
+    variants: tuple[StepVariant, ...], device: Device, rounds: int, bench: Bench
 ) -> tuple[Series, ...]:
-    """A step of each in every round; phases are marked in all of them."""
+    """Time one step of each variant per round; phases are marked in all of them."""
     from stepscope.measure.timer import time_step
 
-    held: dict[tuple[str, str, Clock], list[float]] = {}
+    samples: dict[tuple[str, str, Clock], list[float]] = {}
     for number in range(rounds):
-        for form in forms if number % 2 == 0 else forms[::-1]:
+        for variant in variants if number % 2 == 0 else variants[::-1]:
             timing = time_step(
-                form.step.phases(), device, warmup=0, steps=1, inner_marks="always",
-                before=form.step.reset,
-            )  # fmt: skip
+                variant.step.phases(),
+                device,
+                warmup=0,
+                steps=1,
+                inner_marks="always",
+                before=variant.step.reset,
+            )
             for one in timing.series:
-                held.setdefault((form.name, one.name, one.clock), []).extend(one.values)
+                samples.setdefault((variant.name, one.name, one.clock), []).extend(one.values)
         bench.progress(number + 1, rounds, "rounds")
-    order = {form.name: place for place, form in enumerate(forms)}
+    order = {variant.name: index for index, variant in enumerate(variants)}
     return tuple(
-        Series(name=name, variant=form, unit="ms", clock=clock, values=tuple(values))
-        for (form, name, clock), values in sorted(held.items(), key=lambda item: order[item[0][0]])
+        Series(name=name, variant=variant_name, unit="ms", clock=clock, values=tuple(values))
+        for (variant_name, name, clock), values in sorted(
+            samples.items(), key=lambda item: order[item[0][0]]
+        )
     )
 
 
-def _memory(forms: tuple[StepVariant, ...], device: Device) -> tuple[Quantity, ...]:
-    """Of each form: what the forward leaves in use, and the peak of a step.
+def _memory(variants: tuple[StepVariant, ...], device: Device) -> tuple[Quantity, ...]:
+    """Bytes saved for backward and peak of a step, for each variant.
 
-    A replayed graph allocates nothing, so what a step writes is then the memory that was set aside
-    for it, as a whole: it is in the peak, and what the forward leaves of it is not known.
+    A replayed CUDA graph allocates nothing: the peak then includes the full memory pool of the
+    graph, and the bytes saved for backward are unknown.
     """
-    found: list[tuple[str, str, int]] = []
-    for form in forms:
-        form.step.reset()
+    sizes: list[tuple[str, str, int]] = []
+    for variant in variants:
+        variant.step.reset()
         device.release()
         before = device.held_bytes()
         if before is None:
             return ()
         device.reset_peak()
         left = 0
-        for phase in form.step.phases():
+        for phase in variant.step.phases():
             if phase.name == "backward":
                 left = (device.held_bytes() or 0) - before
             phase.run()
         device.synchronize()
         peak, replayed = device.peak_bytes() or 0, 0
-        if form.replays:
+        if variant.replays:
             replayed = device.replayed_bytes()
         else:
-            found.append(("before_backward", form.name, left))
-        found.append(("peak_bytes", form.name, peak + replayed))
-        form.step.reset()
+            sizes.append(("before_backward", variant.name, left))
+        sizes.append(("peak_bytes", variant.name, peak + replayed))
+        variant.step.reset()
     return tuple(
-        Quantity(name=name, variant=form_name, value=size, unit="B")
-        for name, form_name, size in found
+        Quantity(name=name, variant=variant_name, value=size, unit="B")
+        for name, variant_name, size in sizes
     )
 
 
 def measure_trace(case: TraceCase, bench: Bench) -> Measurement:
-    """Torch's tracer alone: it finds graphs and breaks, and what it found runs as it is."""
+    """Run TorchDynamo alone: it captures graphs and breaks, and the graphs run eagerly."""
     import torch
 
     step = make_step(msgspec.structs.replace(case, compile="no"), bench.device)
@@ -211,33 +219,33 @@ def measure_trace(case: TraceCase, bench: Bench) -> Measurement:
     first_s = first_run_s(step, bench.device)
     again_s = first_run_s(step, bench.device)
     if not torch._dynamo.utils.counters["stats"]:
-        raise CaseSkipped("torch's tracer was not asked: is TORCHDYNAMO_DISABLE set?")
+        raise CaseSkipped("TorchDynamo did not run: is TORCHDYNAMO_DISABLE set?")
     return Measurement(
         series=(Series(name="first", unit="ms", values=(first_s * 1e3, again_s * 1e3)),),
         quantities=(
             Quantity(name="trace_s", value=first_s - again_s, unit="s"),
-            *_counted(),
+            *_graph_counts(),
         ),
-        attachments=_named(),
+        attachments=_reasons(),
     )
 
 
 def compilations() -> list[Any]:
-    """What torch says of every frame that it has compiled in this process."""
+    """Compilation metrics of every frame that torch has compiled in this process."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return list(get_compilation_metrics())
 
 
-def _counted() -> tuple[Quantity, ...]:
+def _graph_counts() -> tuple[Quantity, ...]:
     from torch._dynamo.utils import counters
 
-    stats, again = counters["stats"], _recompiled()
+    stats, recompiled = counters["stats"], _recompiled()
     return (
         Quantity(name="graphs", value=stats.get("unique_graphs", 0), unit="graphs"),
         Quantity(name="operators", value=stats.get("calls_captured", 0), unit="operators"),
         Quantity(name="breaks", value=sum(counters["graph_break"].values()), unit="breaks"),
-        Quantity(name="recompilations", value=len(again), unit="graphs"),
+        Quantity(name="recompilations", value=len(recompiled), unit="graphs"),
     )
 
 
@@ -250,20 +258,20 @@ def _recompiled() -> list[str]:
 
 
 def _guard(reason: str) -> str:
-    """The guard that failed, without the code that asks for it, torch's advice and the stack."""
+    """The failed guard, without its source code, torch's hints and the stack."""
     first = reason.strip().splitlines()[0]
     return re.sub(r"^\d+/\d+: ", "", first).partition("  #")[0].strip()
 
 
 def _cause(graph_break: str) -> str:
-    """Torch's explanation, which names what it could not trace; else what it says first."""
+    """Torch's explanation of what it could not trace, else the first line of its message."""
     lines = [line.strip() for line in graph_break.strip().splitlines()]
-    told = next((line for line in lines if line.startswith(_EXPLAINED)), lines[0])
-    return told.removeprefix(_EXPLAINED)
+    line = next((line for line in lines if line.startswith(_EXPLAINED)), lines[0])
+    return line.removeprefix(_EXPLAINED)
 
 
-def _named() -> dict[str, list[str]]:
-    """Reasons of graph breaks and recompilations, the most frequent first."""
+def _reasons() -> dict[str, list[str]]:
+    """Reasons of graph breaks and recompilations, most frequent first."""
     from torch._dynamo.utils import counters
 
     breaks = counters["graph_break"].most_common(_MOST_NAMED)

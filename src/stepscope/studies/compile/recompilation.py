@@ -1,4 +1,4 @@
-"""One first step in a fresh process, with whatever cache the environment names.
+"""Run one first step in a fresh process, with the cache folder named by the environment.
 
 echo '{"kind": …}' | python -m stepscope.studies.compile.recompilation cuda
 """
@@ -27,7 +27,7 @@ def main() -> None:
     eager.step.run()
     load_compiler()
     first_s = first_run_s(compiled_variant(case, device, eager).step, device)
-    # On a line of its own, whatever a library has left unfinished on this one.
+    # On a new line, because a library may have left the current line unfinished.
     sys.stdout.write("\n" + json.dumps({"first_s": first_s}) + "\n")
 
 

@@ -19,12 +19,14 @@ from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 PHASES = ("forward", "backward", "step")
 FORMS = ("eager", "compiled")
 _SLOWER = 0.97
-"""Below this a compiled form is slower, above it may be noise."""
+"""A speedup below this counts as slower; values closer to 1 may be noise."""
 _LEFT = "before_backward"
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Row(NamedTuple):
+    """A case with its record and derived values."""
+
     record: Record
     case: CompileCase
 
@@ -51,12 +53,12 @@ class Row(NamedTuple):
         return median_ms(self.record, phase, variant=form)
 
     def gain(self, phase: str) -> float | None:
-        """How many times as fast compiled as eager."""
+        """Speedup of compiled over eager."""
         eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
         return eager / compiled if eager is not None and compiled else None
 
     def host(self, form: str) -> HostShare | None:
-        """How much of a form's step the device waited for the host."""
+        """Share of the step in which the device waits for the host."""
         return host_bound(self.record, form)
 
     def host_share(self, form: str) -> float | None:
@@ -72,7 +74,7 @@ class Row(NamedTuple):
         return self.mode in GRAPHS_OF_TORCH and self.record.environment.device_kind == "cuda"
 
     def pays_after(self) -> float | None:
-        """Steps after which the first one's compiling is paid back."""
+        """Number of steps after which the compile time is amortized."""
         cold = self.record.quantity("cold_s")
         eager, compiled = self.ms("eager", "step"), self.ms("compiled", "step")
         if cold is None or eager is None or compiled is None or compiled >= eager:
@@ -98,28 +100,30 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
         paced = [row for row in timed if not row.host_bound("eager")]
         ranked = sorted(paced or timed, key=_step_gain)
         worst, best = ranked[0], ranked[-1]
-        where = "Compiled, a step is"
+        where = "A compiled step is"
         if len(ranked) < len(timed):
-            where = "Where the device does not wait for the host, a compiled step is"
-        text = (
-            f"{where} {number(_step_gain(best), 3)} times as fast in the best case ({_told(best)})"
-        )
+            where = "In cases that are not host-bound, a compiled step is"
+        gain = number(_step_gain(best), 3)
+        text = f"{where} {gain} times as fast as eager in the best case ({_described(best)})"
         if best is not worst:
-            text += f" and {number(_step_gain(worst), 3)} in the worst ({_told(worst)})"
+            text += f" and {number(_step_gain(worst), 3)} in the worst ({_described(worst)})"
         slower = [row for row in timed if _step_gain(row) < _SLOWER]
         if slower:
-            text += f"; of all {len(timed)} cases {len(slower)} are slower than eager"
+            text += f"; {len(slower)} of all {len(timed)} cases are slower than eager"
         yield Finding(
             code="compile.gain",
             values={
-                "best": _step_gain(best), "best_case": best.record.case,
-                "worst": _step_gain(worst), "worst_case": worst.record.case,
-                "cases": len(timed), "slower": len(slower),
+                "best": _step_gain(best),
+                "best_case": best.record.case,
+                "worst": _step_gain(worst),
+                "worst_case": worst.record.case,
+                "cases": len(timed),
+                "slower": len(slower),
             },
             records=_ids(timed),
             text=f"{text}.",
             tone="warn" if slower else "good",
-        )  # fmt: skip
+        )
         yield from _starved(timed)
         yield from _waiting(timed)
     late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
@@ -129,8 +133,8 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
             values={"case": row.record.case},
             records=(row.record.id,),
             timed=False,
-            text=f"{_told(row)} was compiled again while its steps were timed: its times are not"
-            " those of a steady state.",
+            text=f"{_described(row)} was recompiled during timing: its times are not"
+            " steady-state times.",
             tone="warn",
         )
     ok = [row for row in rows if row.record.status == "ok"]
@@ -143,8 +147,8 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
             values={"broken": len(broken), "cases": len(ok), "reason": reason},
             records=_ids(ok),
             timed=False,
-            text=f"The graph breaks in {len(broken)} of {len(ok)} cases; in {_told(first)} first"
-            f" by: {reason}",
+            text=f"The graph breaks in {len(broken)} of {len(ok)} cases. First reason in"
+            f" {_described(first)}: {reason}",
             tone="warn",
         )
     elif ok:
@@ -174,11 +178,11 @@ def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
     gains = [_step_gain(row) for row in eager]
     ends = dict.fromkeys(number(end, 3) for end in (min(gains), max(gains)))
     text = (
-        f"In {len(eager)} of {len(timed)} cases the device waits for the host when eager: what"
-        f" compiling changes there is what the host takes to launch ({' to '.join(ends)} times)"
+        f"{len(eager)} of {len(timed)} cases are host-bound when eager: there the speedup"
+        f" ({' to '.join(ends)} times) comes from fewer or cheaper launches"
     )
     if still:
-        text += f", and in {len(still)} of them it still waits"
+        text += f", and {len(still)} of them are still host-bound when compiled"
     yield Finding(
         code="compile.host-bound",
         values={"eager": len(eager), "compiled": len(still), "cases": len(timed)},
@@ -192,23 +196,28 @@ def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
     cold, warm = (longest.record.quantity(name) for name in ("cold_s", "warm_s"))
     if cold is None:
         return
-    text = f"The first step of {_told(longest)} takes {duration(cold * 1e3)} with an empty cache"
+    text = (
+        f"The first step of {_described(longest)} takes {duration(cold * 1e3)} with an empty cache"
+    )
     if warm is not None:
-        text += f" and {duration(warm * 1e3)} in a new process with a full one"
+        text += f" and {duration(warm * 1e3)} in a new process with a filled cache"
     after = longest.pays_after()
     if after is not None:
-        text += f"; {count(round(after))} steps pay that back"
+        text += f"; the speedup amortizes this after {count(round(after))} steps"
     yield Finding(
         code="compile.first-step",
         values={
-            "case": longest.record.case, "cold_s": cold, "warm_s": warm, "pays_after": after,
+            "case": longest.record.case,
+            "cold_s": cold,
+            "warm_s": warm,
+            "pays_after": after,
         },
         records=(longest.record.id,),
         text=f"{text}.",
-    )  # fmt: skip
+    )
 
 
-def _told(row: Row) -> str:
+def _described(row: Row) -> str:
     mode = "" if row.mode == "default" else f", {row.mode}"
     scope = "" if row.kind == "attention" else f" by {row.scope}"
     return f"{row.name}{scope}{mode}"
@@ -220,61 +229,71 @@ def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
         if len(shown) < 2:
             continue
         parts = {row.record.case: _parts(row) for row in shown}
-        told = _telling(list(parts.values()))
+        shown_parts = _distinguishing(list(parts.values()))
         yield Figure(
             name=f"compile-gain-{kind}",
-            title=f"How many times as fast compiled as eager: {what}",
+            title=f"Speedup of compiled over eager: {what}",
             kind="bars",
             curves=tuple(
                 Curve(
                     label=phase,
                     x=tuple(
-                        " ".join(text for what in told if (text := parts[row.record.case][what]))
+                        " ".join(
+                            text for what in shown_parts if (text := parts[row.record.case][what])
+                        )
                         for row in shown
                     ),
                     y=tuple(row.gain(phase) or 0.0 for row in shown),
                 )
                 for phase in PHASES
             ),
-            x_label=", ".join(told),
-            y_label="eager over compiled",
+            x_label=", ".join(shown_parts),
+            y_label="eager time over compiled time",
         )
 
 
 def _parts(row: Row) -> dict[str, str]:
-    """What names a case, by what each word is."""
+    """Parts of the name of a case, by their meaning."""
     case = row.case
     dtype = _SHORT.get(case.dtype, case.dtype)
     if isinstance(case, AttentionCase):
-        return {"length": f"{case.seq}", "head dimension": f"d {case.head}", "format": dtype,
-                "mask": "causal" if case.causal else ""}  # fmt: skip
+        return {
+            "length": f"{case.seq}",
+            "head dimension": f"d {case.head}",
+            "dtype": dtype,
+            "mask": "causal" if case.causal else "",
+        }
     return {
-        "size": case.size, "context": f"{case.context}", "batch": f"× {case.batch}",
-        "format": dtype, "compiled": row.scope, "mode": "" if row.mode == "default" else row.mode,
+        "size": case.size,
+        "context": f"{case.context}",
+        "batch": f"× {case.batch}",
+        "dtype": dtype,
+        "compiled": row.scope,
+        "mode": "" if row.mode == "default" else row.mode,
         "attention": case.attention,
-    }  # fmt: skip
+    }
 
 
-def _telling(cases: Sequence[dict[str, str]]) -> list[str]:
-    """As little as tells these cases apart."""
-    told: list[str] = []
-    apart = 0
-    for what in cases[0]:
-        found = len({tuple(case[word] for word in (*told, what)) for case in cases})
-        if found > apart or not told:
-            told, apart = [*told, what], found
-    return told
+def _distinguishing(cases: Sequence[dict[str, str]]) -> list[str]:
+    """The parts of the names that are needed to distinguish these cases."""
+    needed: list[str] = []
+    distinct = 0
+    for part in cases[0]:
+        groups = len({tuple(case[word] for word in (*needed, part)) for case in cases})
+        if groups > distinct or not needed:
+            needed, distinct = [*needed, part], groups
+    return needed
 
 
 def _times_table(timed: Sequence[Row]) -> Table:
     without_loading = (
-        " Cold and warm are without the seconds that a process takes to load the compiler."
+        " Cold and warm exclude the time to load the compiler."
         if all(row.record.quantity("load_s") is not None for row in timed)
         else ""
     )
     return table(
         "compile-times",
-        "Eager and compiled, in turns",
+        "Eager and compiled, interleaved",
         timed,
         [
             *_IDENTITY,
@@ -285,17 +304,17 @@ def _times_table(timed: Sequence[Row]) -> Table:
                 "host-bound, eager",
                 lambda row: row.host_share("eager"),
                 "percent",
-                hint="share of the step in phases that were no faster than their launches",
+                hint="share of the step in phases limited by their launches",
             ),
             col("compiled", lambda row: row.host_share("compiled"), "percent"),
             col(
-                "pays after",
+                "amortized after",
                 lambda row: row.pays_after(),
                 unit="steps",
-                hint="steps whose gain is as long as the first step took",
+                hint="steps until the speedup has made up for the first step",
             ),
         ],
-        caption="Medians of steps that alternate, after all compiling was done." + without_loading,
+        caption="Medians of interleaved steps, after compiling and warm-up." + without_loading,
     )
 
 
@@ -334,20 +353,20 @@ def _memory_table(timed: Sequence[Row]) -> Table:
         [row for row in timed if _has_memory(row)],
         [
             *_IDENTITY,
-            column("before backward, eager", "eager", _LEFT, "what the forward leaves"),
+            column("before backward, eager", "eager", _LEFT, "bytes saved for backward"),
             column("before backward, compiled", "compiled", _LEFT),
             column("peak, eager", "eager", "peak_bytes"),
             column("peak, compiled", "compiled", "peak_bytes"),
         ],
-        caption="A peak counts all memory that torch set aside for replaying its CUDA graphs; what"
-        " a forward leaves in it is not known."
+        caption="The peak includes the full memory pool of torch's CUDA graphs; the bytes saved for"
+        " backward in it are unknown."
         if replayed
         else "",
     )
 
 
 def _bytes(row: Row, form: str, name: str) -> float | None:
-    # A replay that was counted by what it allocates was not counted at all.
+    # Old records counted the allocations of a replay, which are zero: leave them out.
     if row.replayed and form == "compiled" and row.record.quantity(_LEFT, variant=form) is not None:
         return None
     return row.record.quantity(name, variant=form)
@@ -375,11 +394,16 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
                 col("part", lambda row: row.kind),
                 *rest,
                 counted("graphs"),
-                counted("operators", "calls that the tracer captured"),
-                col("tracing", _seconds("trace_s"), unit="s", hint="where nothing was compiled"),
+                counted("operators", "calls captured by TorchDynamo"),
+                col(
+                    "tracing",
+                    _seconds("trace_s"),
+                    unit="s",
+                    hint="time of tracing without compiling",
+                ),
                 counted("breaks"),
-                named("by", "breaks"),
+                named("break reasons", "breaks"),
                 counted("recompilations"),
-                named("because", "recompiled"),
+                named("recompile reasons", "recompiled"),
             ],
         )

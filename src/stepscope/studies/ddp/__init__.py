@@ -1,11 +1,11 @@
-"""What does data parallelism cost, and how much of it is hidden behind the backward?
+"""The ddp study: cost of averaging gradients, and its overlap with the backward.
 
     stepscope run ddp --size small --context 128 --ranks 2
 
-All strategies to average gradients run interleaved in the same ranks: every round has one step of
-each, in an order that changes, and one without any communication. `exposed` is what a step takes
-longer than that one; the wait at the end of the backward is split into waiting for the slowest rank
-and waiting for bytes.
+All strategies for averaging gradients run interleaved on the same ranks: every round has one step
+of each, in shuffled order, and one step without communication. `exposed` is the step time minus the
+time without communication; the wait after the backward is split into waiting for the slowest rank
+and waiting for the transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 class DataParallel(Study[DDPFlags, DDPCase]):
     name = "ddp"
     title = "Data parallelism"
-    question = "What does averaging gradients cost, and how much of it hides behind the backward?"
+    question = "What does averaging gradients cost, and how much of it overlaps with the backward?"
     examples = (
         "stepscope run ddp --size small --context 128 --ranks 2",
         "stepscope run ddp --size medium --ranks 2 4 --bucket-mb 1 10 100 1000",
@@ -54,14 +54,17 @@ class DataParallel(Study[DDPFlags, DDPCase]):
             quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(1.0,), rounds=5, ranks=(2,))
         else:
             quick = DDPFlags(ranks=(1,))
-        # Two ranks on one GPU go over gloo: the ways compare, the times are not a cluster's.
+        # Two ranks on one GPU need gloo: strategies compare, but times are not those of a cluster.
         h200 = (
             DDPFlags(ranks=(1,), bucket_mb=(10.0,), rounds=5),
             DDPFlags(
-                ranks=(2,), backend=("gloo",), dtype=("float32", "bfloat16-pure"),
-                bucket_mb=(1.0, 100.0), rounds=5,
+                ranks=(2,),
+                backend=("gloo",),
+                dtype=("float32", "bfloat16-pure"),
+                bucket_mb=(1.0, 100.0),
+                rounds=5,
             ),
-        )  # fmt: skip
+        )
         return {
             "quick": (quick,),
             "seeds": (DDPFlags(size=("medium",), ranks=(2,)),),

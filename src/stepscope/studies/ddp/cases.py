@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the study of data parallelism."""
+"""Flags and cases of the data parallelism study."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ TORCH = "torch DDP"
 
 
 class DDPFlags(RankedFlags, frozen=True, kw_only=True):
-    """What to measure: sizes, contexts and numbers of ranks are cases."""
+    """Parameters of the study; sizes, contexts and numbers of ranks are cases."""
 
     context: tuple[int, ...] = (128,)
     """Sequence lengths in tokens."""
     backend: tuple[str, ...] = ("auto",)
-    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    """Backend: nccl, gloo, or auto, which is nccl if every rank has its own GPU."""
     dtype: tuple[str, ...] = ("float32",)
-    """float32, bfloat16 (autocast: gradients stay float32) or bfloat16-pure (half the bytes)."""
+    """Dtypes: float32, bfloat16 (autocast: gradients stay float32) or bfloat16-pure (half the
+    bytes)."""
     bucket_mb: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
     """Bucket sizes to try, in MiB."""
 
@@ -34,7 +35,7 @@ class DDPFlags(RankedFlags, frozen=True, kw_only=True):
 
 
 class DDPCase(RankedStep, frozen=True, kw_only=True):
-    """Every strategy on one step; strategies are variants of its series."""
+    """One step with every strategy; strategies are variants of its series."""
 
     bucket_mb: tuple[float, ...]
     # From a factory: a plain default would be left out of the config.

@@ -1,4 +1,4 @@
-"""Times steps with each strategy on ranks. Loads without torch."""
+"""Time steps with each gradient-averaging strategy on ranks. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ if TYPE_CHECKING:
     from stepscope.studies.training.workload import Workload
 
 _DRAWN = 3
-"""Steps that are tried for a picture."""
+"""Steps from which the most typical is drawn as a timeline."""
 Lanes = dict[str, list[tuple[float, float, str]]]
 
 
 class RankSteps(NamedTuple):
+    """Measurements of one rank."""
+
     samples: Samples
     gradient_bytes: int
     reductions: dict[str, int]
     lanes: dict[str, Lanes]
-    """By way: what one step did when, in ms from its start."""
+    """Timeline of one step by strategy, in ms from its start."""
     backend: str
 
 
 class GradientStrategy:
-    """One way to average gradients, with a model and an optimizer of its own."""
+    """A strategy for averaging gradients, with its own model and optimizer."""
 
     def __init__(
         self, name: str, model: nn.Module, parameters: nn.Module, dtype: str = "float32"
@@ -62,15 +64,15 @@ class GradientStrategy:
 
 
 def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
-    ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
+    ranks: list[RankSteps] = on_ranks(study, case, bench, time_strategies)
     first = ranks[0]
     return Measurement(
         series=series_of([result.samples for result in ranks]),
         quantities=(
             Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
             *(
-                Quantity(name="reductions", variant=way, value=count, unit="messages")
-                for way, count in first.reductions.items()
+                Quantity(name="reductions", variant=strategy, value=count, unit="messages")
+                for strategy, count in first.reductions.items()
             ),
         ),
         notes={"backend": first.backend},
@@ -78,39 +80,44 @@ def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
     )
 
 
-def time_ways(world: World, case: DDPCase) -> RankSteps:
-    """On each rank."""
+def time_strategies(world: World, case: DDPCase) -> RankSteps:
+    """Time all strategies; runs on each rank."""
     import torch
     import torch.distributed as dist
 
     model, fed = make_model(world, case, case.batch // world.size, case.dtype)
-    ways = make_ways(model, case.dtype, case.bucket_mb)
+    strategies = make_strategies(model, case.dtype, case.bucket_mb)
     gradient_bytes = sum(
         p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
     )
     samples = interleaved(
-        world, {way.name: partial(one_step, world, way, fed) for way in ways}, case.rounds, 0
+        world,
+        {strategy.name: partial(one_step, world, strategy, fed) for strategy in strategies},
+        case.rounds,
+        0,
     )
-    step = len(ways) * (WARMUP + case.rounds)
+    step = len(strategies) * (WARMUP + case.rounds)
     reductions = {}
-    for way in ways:
-        if not way.averages_itself:
+    for strategy in strategies:
+        if not strategy.averages_itself:
             continue
-        sizes: Any = way.model.message_bytes
-        reductions[way.name] = len(sizes)
-        dtype = next(way.model.parameters()).dtype
+        sizes: Any = strategy.model.message_bytes
+        reductions[strategy.name] = len(sizes)
+        dtype = next(strategy.model.parameters()).dtype
         messages = [
             torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
         ]
-        alone = samples[way.name, "communication"] = []
+        alone = samples[strategy.name, "communication"] = []
         for _ in range(case.rounds):
             world.step(step)
             step += 1
-            alone.append(_alone(world, way, messages))
+            alone.append(_communication_ms(world, strategy, messages))
     lanes = {
-        way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
-        for way in ways
-        if way.averages_itself
+        strategy.name: _typical_lanes(
+            world, strategy, fed, statistics.median(samples[strategy.name, "step"])
+        )
+        for strategy in strategies
+        if strategy.averages_itself
     }
     dist.barrier()
     return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
@@ -123,55 +130,57 @@ def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str
     return make_subject(world, case, share, world.device, pure)
 
 
-def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[GradientStrategy]:
-    """Without communication first, then our four, then torch's."""
+def make_strategies(
+    alone: nn.Module, dtype: str, bucket_mb: Sequence[float]
+) -> list[GradientStrategy]:
+    """Strategies: without communication, then our four, then torch's DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
 
     def model() -> nn.Module:
-        # Copying is faster than drawing weights again.
+        # Copying is faster than initializing weights again.
         return copy.deepcopy(alone)
 
     def ours(name: str, wrapped: DDP) -> GradientStrategy:
         return GradientStrategy(name, wrapped, wrapped.module, dtype)
 
-    ways = [GradientStrategy(ALONE, alone, alone, dtype)]
+    strategies = [GradientStrategy(ALONE, alone, alone, dtype)]
     for strategy in ("naive", "flat", "overlap"):
-        ways.append(ours(strategy, DDP(model(), strategy)))
+        strategies.append(ours(strategy, DDP(model(), strategy)))
     for size in bucket_mb:
-        ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
+        strategies.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
-    return ways
+    strategies.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
+    return strategies
 
 
-def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
-    """Times of the phases in ms; the device is idle at each mark."""
+def one_step(world: World, strategy: GradientStrategy, fed: Fed) -> dict[str, float]:
+    """Run one step and return the times of its phases in ms; the device is idle at each mark."""
     import torch
     import torch.distributed as dist
 
     settle(world)
     dist.barrier()
     began = time.perf_counter()
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
-        loss = fed.loss_of(way.model)
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=strategy.autocast):
+        loss = fed.loss_of(strategy.model)
     settle(world)
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
-    # On a GPU this waits for the backward, and for what it overlaps with, like the ones below.
+    # On a GPU this waits for the backward and for overlapping reductions, like the calls below.
     settle(world)
     backward = time.perf_counter()
     marks = {}
-    if way.averages_itself:
-        way.model.finish_gradient_synchronization()  # type: ignore[operator]
+    if strategy.averages_itself:
+        strategy.model.finish_gradient_synchronization()  # type: ignore[operator]
         settle(world)
-        timing: Any = way.model.timing
+        timing: Any = strategy.model.timing
         marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
     waited = time.perf_counter()
-    way.optimizer.step()
-    way.optimizer.zero_grad()
+    strategy.optimizer.step()
+    strategy.optimizer.zero_grad()
     settle(world)
     ended = time.perf_counter()
     return {
@@ -184,50 +193,50 @@ def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
     }
 
 
-def _alone(world: World, way: GradientStrategy, messages: list[Tensor]) -> float:
-    """The reductions of a step with nothing to hide behind, in ms."""
+def _communication_ms(world: World, strategy: GradientStrategy, messages: list[Tensor]) -> float:
+    """Time of a step's reductions without overlap, in ms."""
     import torch.distributed as dist
 
     settle(world)
     dist.barrier()
     began = time.perf_counter()
-    flying = []
+    pending = []
     for message in messages:
         work = dist.all_reduce(message, async_op=True)
-        if way.name == "naive":
+        if strategy.name == "naive":
             work.wait()
         else:
-            flying.append(work)
-    for work in flying:
+            pending.append(work)
+    for work in pending:
         work.wait()
     settle(world)
     return (time.perf_counter() - began) * 1e3
 
 
-def _typical_lanes(world: World, way: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
-    """Of a few more steps the one nearest to what they take."""
-    tried = [_lanes(world, way, fed) for _ in range(_DRAWN)]
+def _typical_lanes(world: World, strategy: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
+    """Timeline of the step closest to the median, of a few more steps."""
+    tried = [_lanes(world, strategy, fed) for _ in range(_DRAWN)]
     return min(tried, key=lambda lanes: abs(lanes["compute"][-1][1] - median_ms))
 
 
-def _lanes(world: World, way: GradientStrategy, fed: Fed) -> Lanes:
-    """One more step, with every reduction's start and end."""
+def _lanes(world: World, strategy: GradientStrategy, fed: Fed) -> Lanes:
+    """Timeline of one more step, with start and end of every reduction."""
     now, ms_before = _clock(world)
-    flights: list[list[Any]] = []
+    transfers: list[list[Any]] = []
 
     def observer(size: int, work: Any) -> None:
-        flight = [now(), None, size]
-        flights.append(flight)
+        transfer = [now(), None, size]
+        transfers.append(transfer)
 
-        def landed(_: Any) -> None:
-            flight[1] = now()
+        def finished(_: Any) -> None:
+            transfer[1] = now()
 
-        work.get_future().then(landed)
+        work.get_future().then(finished)
 
-    observed = getattr(way.model, "observed", lambda _: nullcontext())
+    observed = getattr(strategy.model, "observed", lambda _: nullcontext())
     with observed(observer):
-        marks = one_step(world, way, fed)
-    # The step began after a barrier; its end is what both clocks share.
+        marks = one_step(world, strategy, fed)
+    # The step began after a barrier; its end is the common point of both clocks.
     end = now()
     settle(world)
     phases, at = [], 0.0
@@ -236,25 +245,28 @@ def _lanes(world: World, way: GradientStrategy, fed: Fed) -> Lanes:
         at += marks[name]
     in_flight = [
         (
-            max(0.0, marks["step"] - ms_before(left, end)),
-            marks["step"] - ms_before(landed, end),
+            max(0.0, marks["step"] - ms_before(start, end)),
+            marks["step"] - ms_before(finish, end),
             f"{size / 2**20:.3g} MiB",
         )
-        for left, landed, size in flights
-        if landed is not None
+        for start, finish, size in transfers
+        if finish is not None
     ]
     return {"compute": phases, "reductions": in_flight}
 
 
 def _clock(world: World) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """A moment, and the ms between two. NCCL's ends are known to the device's queue alone: a
-    callback runs when a reduction is issued, on a stream that waits for it."""
+    """Functions for the current time and for the ms between two times.
+
+    Only the device queue knows when an NCCL reduction ends: its callback runs when the reduction is
+    issued, on a stream that waits for it. CUDA events therefore mark the times.
+    """
     import torch
 
     def event() -> torch.cuda.Event:
-        made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        made.record()
-        return made
+        recorded = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        recorded.record()
+        return recorded
 
     if world.backend == "nccl":
         return event, lambda earlier, later: float(earlier.elapsed_time(later))

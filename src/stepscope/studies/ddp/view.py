@@ -1,4 +1,4 @@
-"""Findings, figures and tables of data parallelism. Pure."""
+"""Findings, figures and tables of the data parallelism study."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from stepscope.studies.views.published import published_tables, ranked_step
 PHASES = ("forward", "backward", "waited", "optimizer")
 
 Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
-"""What a step did when, by strategy and lane: start, end, label."""
+"""Timeline of a step by strategy and lane: start, end, label."""
 
 
 class Ways(RankedResult[DDPCase]):
-    """One case: every strategy that was timed in it."""
+    """All strategies timed in one case."""
 
     @property
     def names(self) -> list[str]:
@@ -41,9 +41,9 @@ class Ways(RankedResult[DDPCase]):
         at = f" at context {self.case.context}" if self.case.context else ""
         return f"{self.case.size}{at}, {self.place}, {self.case.dtype}"
 
-    def phases(self, way: str) -> dict[str, float]:
-        """In the round whose step is the median, of its slowest rank: they add up to the step."""
-        steps = [s for s in self.record.series if (s.variant, s.name) == (way, "step")]
+    def phases(self, strategy: str) -> dict[str, float]:
+        """Phases of the slowest rank in the median round; they add up to its step time."""
+        steps = [s for s in self.record.series if (s.variant, s.name) == (strategy, "step")]
         rounds = [
             max((series.values[number], series.rank, number) for series in steps)
             for number in range(min((len(series.values) for series in steps), default=0))
@@ -51,14 +51,16 @@ class Ways(RankedResult[DDPCase]):
         if not rounds:
             return {}
         _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
-        # Nothing is waited for after a backward that averages inside, or not at all.
-        shown = [phase for phase in PHASES if phase != "waited" or self.summary("slowest", way)]
-        found = {phase: self.record.find(phase, variant=way, rank=rank) for phase in shown}
-        return {phase: s.values[number] for phase, s in found.items() if s is not None}
+        # There is no wait after a backward that averages inside or not at all.
+        shown = [
+            phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
+        ]
+        series = {phase: self.record.find(phase, variant=strategy, rank=rank) for phase in shown}
+        return {phase: s.values[number] for phase, s in series.items() if s is not None}
 
-    def exposed(self, way: str) -> float | None:
-        """What a step takes longer than one without communication."""
-        step, alone = self.median("step", way), self.median("step", ALONE)
+    def exposed(self, strategy: str) -> float | None:
+        """Step time minus that of the step without communication."""
+        step, alone = self.median("step", strategy), self.median("step", ALONE)
         return step - alone if step is not None and alone is not None else None
 
 
@@ -67,15 +69,15 @@ def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
     done = [ways for ways in known if ways.record.status == "ok"]
     return (
         *(finding for ways in done for finding in _findings(ways)),
-        *(figure for ways in done for figure in _pictures(ways)),
+        *(figure for ways in done for figure in _figures(ways)),
         _table(known),
         *_rank_table(done),
         *published_tables(
             "ddp",
             [
-                ranked_step(*ways, way, ways.median("step", way))
+                ranked_step(*ways, strategy, ways.median("step", strategy))
                 for ways in done
-                for way in ways.names
+                for strategy in ways.names
             ],
         ),
     )
@@ -87,14 +89,14 @@ def _findings(ways: Ways) -> Iterator[Finding]:
     alone = ways.median("step", ALONE)
     if not steps or alone is None:
         return
-    # Below zero is noise: communication does not make a step faster.
+    # Negative values are noise: communication does not make a step faster.
     exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
     if ways.case.ranks == 1:
         cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
         yield ways.finding(
             "one-rank",
-            "one rank has nobody to average with. What the wrappers cost shows: a step takes"
-            f" {duration(alone)} without one and longer by {cost}.",
+            "with one rank there is no communication; this is the overhead of the wrappers. A step"
+            f" takes {duration(alone)} without a wrapper; the overhead is {cost}.",
             {"alone_ms": alone, **exposed},
         )
     else:
@@ -108,59 +110,64 @@ def _fastest(
     ways: Ways, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
 ) -> Finding:
     size = ways.record.quantity("gradient_bytes") or 0.0
-    # Rounds are interleaved, so those of two ways are pairs.
+    # Rounds are interleaved, so the samples of two strategies are paired.
     samples = ways.samples("step", best)
     alike = [
         name
         for name in steps
         if name != best and paired_ratio(samples, ways.samples("step", name)).low <= 1
     ]
-    rank = "takes the least," if alike else "is the fastest at"
-    more = [f"Not told from it: {', '.join(alike)}."] if alike else []
+    rank = "has the lowest median," if alike else "is the fastest at"
+    more = [f"Statistically indistinguishable: {', '.join(alike)}."] if alike else []
     if "naive" in steps and best != "naive":
         more.append(
-            f"Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
+            f"Exposed communication: {duration(exposed[best])} with {best},"
+            f" {duration(exposed['naive'])} with naive."
         )
     return ways.finding(
         "fastest",
-        f"{best} {rank} {duration(steps[best])} a step for {bytes_(size)} of gradients; without"
-        f" communication it is {duration(alone)}.",
+        f"{best} {rank} {duration(steps[best])} per step for {bytes_(size)} of gradients; without"
+        f" communication a step takes {duration(alone)}.",
         {
-            "strategy": best, "step_ms": steps[best], "alone_ms": alone, "gradient_bytes": size,
-            "exposed_ms": exposed[best], "exposed_naive_ms": exposed.get("naive"),
+            "strategy": best,
+            "step_ms": steps[best],
+            "alone_ms": alone,
+            "gradient_bytes": size,
+            "exposed_ms": exposed[best],
+            "exposed_naive_ms": exposed.get("naive"),
             "alike": ", ".join(alike),
         },
         conclusion=" ".join(more),
-    )  # fmt: skip
+    )
 
 
 def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
-    """The share of the best strategy's reductions that the backward hides."""
+    """Report the share of the best strategy's reductions that overlaps with the backward."""
     communication = ways.median("communication", best)
     if not communication:
         return
     share = min(1.0, 1 - exposed / communication)
     words = (
-        f"{percent(share)} of that is hidden behind the backward."
+        f"{percent(share)} of that overlaps with the backward."
         if share > 0
-        else f"its step is longer by {duration(exposed)}, so nothing of that is hidden."
+        else f"its step is longer by {duration(exposed)}, so none of that overlaps."
     )
     yield ways.finding(
         "hidden",
-        f"the reductions of {best} take {duration(communication)} on their own; {words}",
+        f"the reductions of {best} take {duration(communication)} without overlap; {words}",
         {"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
     )
 
 
 _OUTCOMES: dict[int, tuple[str, Tone]] = {
     -1: ("it is faster", "good"),
-    0: ("no difference is shown", "info"),
+    0: ("statistically indistinguishable", "info"),
     1: ("it is slower", "warn"),
 }
 
 
 def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
-    """The fastest bucketed strategy, and its step over that of torch's own wrapper."""
+    """The fastest bucketed strategy and its step time over that of torch's DDP."""
     theirs = ways.samples("step", TORCH)
     buckets = [name for name in ways.names if name.startswith("bucketed")]
     if not buckets or not theirs:
@@ -170,40 +177,39 @@ def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
 
 
 def _against_torch(ways: Ways) -> Iterator[Finding]:
-    if (found := against_torch(ways)) is None:
+    if (result := against_torch(ways)) is None:
         return
-    best, ratio = found
+    best, ratio = result
     outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
     yield ways.finding(
         "against-torch",
-        f"{best} takes {number(ratio.value, 3)}× the step of torch's DistributedDataParallel"
+        f"{best} takes {number(ratio.value, 3)}× the step time of torch's DistributedDataParallel"
         f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
         {"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
         tone=tone,
     )
 
 
-def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
+def _figures(ways: Ways) -> Iterator[Figure | Timeline]:
     phases = {name: ways.phases(name) for name in ways.names if ways.summary("forward", name)}
     if not phases:
         return
     yield Figure(
         name=f"ddp-phases-{ways.record.case}",
-        title=f"Where a step goes: {ways.title}",
+        title=f"Phases of a step: {ways.title}",
         kind="stacks",
         curves=tuple(
             Curve(
                 label=phase,
                 x=tuple(phases),
-                y=tuple(found.get(phase, 0.0) for found in phases.values()),
+                y=tuple(times.get(phase, 0.0) for times in phases.values()),
             )
             for phase in PHASES
         ),
-        x_label="way",
+        x_label="strategy",
         y_label="ms",
-        caption="The slowest rank in the round whose step is the median; `waited` is from the end"
-        " of the backward until the gradients are averaged. torch's wrapper waits inside its"
-        " backward.",
+        caption="The slowest rank in the median round; `waited` is the time from the end of the"
+        " backward until the gradients are averaged. torch's DDP waits inside its backward.",
     )
     timeline = ways.record.attachment("timeline", Lanes) or {}
     lanes = [
@@ -211,79 +217,91 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
             label=f"{name}: {lane}",
             stretches=tuple(
                 LaneSpan(
-                    start=start, end=end, label=label,
+                    start=start,
+                    end=end,
+                    label=label,
                     group=label if lane == "compute" else "reduction",
                 )
-                for start, end, label in _readable(stretches)
+                for start, end, label in _without_covered_labels(spans)
             ),
         )
-        for name, held in timeline.items()
-        for lane, stretches in held.items()
-        if stretches
-    ]  # fmt: skip
+        for name, by_lane in timeline.items()
+        for lane, spans in by_lane.items()
+        if spans
+    ]
     if lanes:
         yield Timeline(
             name=f"ddp-timeline-{ways.record.case}",
-            title=f"When reductions are under way: {ways.title}",
+            title=f"Timeline of reductions: {ways.title}",
             lanes=tuple(lanes),
             x_label="ms",
-            caption="One step of rank 0 for each, of a few the one nearest to its median. Where"
-            " reductions lie beside the backward, they overlap.",
+            caption="One step of rank 0 for each strategy, the closest to the median of a few."
+            " Reductions drawn below the backward overlap with it.",
         )
 
 
-def _readable(stretches: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """Without the labels of those that a later one lies upon."""
-    for place, (start, end, label) in enumerate(stretches):
-        covered = any(later[0] < end for later in stretches[place + 1 :])
+def _without_covered_labels(
+    spans: Sequence[tuple[float, float, str]],
+) -> Iterator[tuple[float, float, str]]:
+    """Remove the labels of spans that a later span overlaps."""
+    for index, (start, end, label) in enumerate(spans):
+        covered = any(later[0] < end for later in spans[index + 1 :])
         yield start, end, "" if covered else label
 
 
 def _table(known: Sequence[Ways]) -> Table:
     return table(
         "ddp-steps",
-        "A step with each way to average gradients",
+        "A step with each strategy for averaging gradients",
         strategy_rows(known, lambda ways: ways.names),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),
             col("ranks", lambda r: r.of.case.ranks, "count", key=True),
             col("dtype", lambda r: r.of.case.dtype, key=True),
-            col("way", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.way, key=True),
             step_column(),
             *cols(PHASES, lambda r, phase: r.of.phases(r.way).get(phase), unit="ms"),
-            col("communication", lambda r: r.of.median("communication", r.way), unit="ms",
-                hint="its reductions with nothing to hide behind"),
-            col("exposed", lambda r: None if r.way == ALONE else r.of.exposed(r.way), unit="ms",
-                hint="step minus the step without communication"),
+            col(
+                "communication",
+                lambda r: r.of.median("communication", r.way),
+                unit="ms",
+                hint="its reductions without overlap",
+            ),
+            col(
+                "exposed",
+                lambda r: None if r.way == ALONE else r.of.exposed(r.way),
+                unit="ms",
+                hint="step minus the step without communication",
+            ),
             col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
         ],
-        caption="Steps of the slowest rank in each round; all ways take turns in the same ranks."
-        " Phases are those of the round whose step is the median.",
-    )  # fmt: skip
+        caption="Step times of the slowest rank in each round; all strategies are interleaved on"
+        " the same ranks. Phases are those of the median round.",
+    )
 
 
 def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
     rows = [
-        (ways, way, rank, waited, transfer)
+        (ways, strategy, rank, waited, transfer)
         for ways in done
-        for way in ways.names
+        for strategy in ways.names
         for rank in range(ways.case.ranks)
-        if (waited := ways.record.find("slowest", variant=way, rank=rank))
-        and (transfer := ways.record.find("transfer", variant=way, rank=rank))
+        if (waited := ways.record.find("slowest", variant=strategy, rank=rank))
+        and (transfer := ways.record.find("transfer", variant=strategy, rank=rank))
     ]
     if rows:
         yield table(
             "ddp-waits",
-            "What each rank waits for",
+            "Wait of each rank after the backward",
             rows,
             [
                 col("case", lambda r: r[0].title),
-                col("way", lambda r: r[1]),
+                col("strategy", lambda r: r[1]),
                 col("rank", lambda r: r[2], "count"),
                 col("slowest rank", lambda r: summarize(r[3].values).median, unit="ms"),
                 col("transfer", lambda r: summarize(r[4].values).median, unit="ms"),
             ],
-            caption="At the end of the backward: until the last rank has arrived, and from then"
-            " until its gradients are there.",
+            caption="After the backward: time until the slowest rank arrives, then time until the"
+            " gradients are averaged.",
         )

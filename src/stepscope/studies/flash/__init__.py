@@ -1,17 +1,17 @@
-"""How fast and how exact is each attention, and which kernel is it?
+"""The flash study: speed, memory, accuracy and kernels of all attention implementations.
 
-    stepscope run flash                       # the whole study: for a GPU
+    stepscope run flash                       # the full study: for a GPU
     stepscope run flash --part race           # the implementations against each other
     stepscope run flash --part grid --attention sdpa tiled --seq 128 256 --head 64 --device cpu
 
-Three parts. `grid`: one case for each implementation, format, length and head dimension, with
-forward, backward and both in one record. `race`: every implementation on the same tensors in
-turns, because a GPU under its power limit lowers its clock and only times taken in turns compare.
-`tiles`: our kernels with every tile, to see what the chosen one is worth.
+The study has three parts. `grid` has one case for each implementation, dtype, length and head
+dimension, with forward, backward and both in one record. `race` times all implementations
+interleaved on the same tensors: a GPU at its power limit lowers its clock, so only interleaved
+times are comparable. `tiles` times our kernels with every tile size, to check the chosen ones.
 
-On one H200 the whole study is estimated at 16 minutes, by what a case costs: the grid's 420 cells
-that are called as they are, 5 minutes; its 80 cells that torch compiles first, 6 minutes; 100 tiles
-at 2 s, 3.5 minutes; 16 races, 1.5 minutes. `--attention triton sdpa_cudnn` leaves out most of it.
+The full study takes an estimated 16 minutes on one H200: 5 minutes for the 420 eager cells of the
+grid, 6 minutes for its 80 cells that torch compiles first, 3.5 minutes for 100 tiles at 2 s, and
+1.5 minutes for 16 races. `--attention triton sdpa_cudnn` leaves out most of it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from stepscope.studies.flash.cases import (
 
 class Flash(Study[FlashFlags, FlashCase]):
     name = "flash"
-    title = "Attention, every implementation"
+    title = "Attention implementations"
     question = (
-        "How fast is each attention against the others and against this machine's limit,"
-        " how much memory does it take, how exact is it, and which kernel ran?"
+        "How fast is each attention compared with the others and with the limit of this machine,"
+        " how much memory does it take, how accurate is it, and which kernel ran?"
     )
     examples = (
         "stepscope run flash",
@@ -51,7 +51,7 @@ class Flash(Study[FlashFlags, FlashCase]):
     def cases(self, flags: FlashFlags) -> tuple[FlashCase, ...]:
         races = tuple(race_cases(flags)) if "race" in flags.part else ()
         return (
-            # The host's time counts in the short races: they run before a profiler ever did.
+            # Short races include host time, and a profiler can slow later launches: they run first.
             *(race for race in races if race.is_short),
             *(grid_cases(flags) if "grid" in flags.part else ()),
             *(race for race in races if not race.is_short),
@@ -99,19 +99,19 @@ class Flash(Study[FlashFlags, FlashCase]):
                 race=PUBLISHED_SHAPES,
                 racers=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "auto"),
             )
-        # The write-ups hold their kernel against the naive form, and its leaderboard shape.
+        # The course's write-ups compare with naive attention and time the leaderboard shape.
         course = FlashFlags(
             part=("grid",),
             attention=("triton", "sdpa_flash", "reference", "tiled"),
             shape=("1x16x16384x64",),
         )
-        whole = FlashFlags()
+        full = FlashFlags()
         return {
             "quick": (quick,),
             "seeds": (course,),
             "cs336-2026": (course,),
-            "h200": (whole,),
-            "full": (whole,),
+            "h200": (full,),
+            "full": (full,),
         }
 
 

@@ -1,4 +1,4 @@
-"""Errors against float64, of an implementation and of the reference in the same dtype."""
+"""Errors against float64 of an implementation and of the reference in the same dtype."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
 
 LONGEST = 4096
 _MOST_SCORES = 16 * LONGEST**2
-"""In float64 one tensor of scores then takes 2 GiB."""
-_KEPT = 64
+"""Limit on scores: one float64 tensor of this many takes 2 GiB."""
+_CACHED = 64
 
 
 class Truth(NamedTuple):
-    """Results in float64, in host memory so that no later peak has them inside."""
+    """Results in float64, in host memory so that no later peak memory includes them."""
 
     exact: dict[str, Tensor]
     reference_error: dict[str, float]
     last_place: dict[str, float]
-    """One unit in the last place of the largest value: no format can do better."""
+    """One unit in the last place (ULP) of the largest value: the resolution of the dtype."""
 
 
 def errors(step: AttentionStep, device: Device) -> tuple[Quantity, ...]:
-    """Largest errors of output and gradients; nothing where float64 would cost too much."""
+    """Largest errors of output and gradients; empty where float64 would cost too much."""
     work = step.workload
     if work.seq > LONGEST or work.batch * work.heads * work.seq**2 > _MOST_SCORES:
         return ()
     plain = msgspec.structs.replace(work, attention="reference", mode="both")
     truth = _truth(plain, device)
-    found: dict[tuple[str, str], float] = {}
+    values: dict[tuple[str, str], float] = {}
     for result, value in step.results().items():
         exact = truth.exact[result].to(value.device)
-        found["error", result] = _largest(value.double() - exact)
-        found["reference_error", result] = truth.reference_error[result]
-        found["last_place", result] = truth.last_place[result]
-    # A record holds finite numbers only: what is not a number has no distance from the truth.
+        values["error", result] = _largest(value.double() - exact)
+        values["reference_error", result] = truth.reference_error[result]
+        values["last_place", result] = truth.last_place[result]
+    # Records contain finite numbers only; a NaN has no error.
     return tuple(
         Quantity(name=name, variant=result, value=value, unit="1")
-        for (name, result), value in found.items()
+        for (name, result), value in values.items()
         if math.isfinite(value)
     )
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED)
 def _truth(plain: AttentionWorkload, device: Device) -> Truth:
-    """The seed is fixed, so the reference draws the tensors that every implementation gets."""
+    """Results in float64. The seed is fixed, so every implementation gets the same tensors."""
     import torch
 
     from stepscope.attention.reference import reference_attention

@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the flash study."""
+"""Flags and cases of the flash study."""
 
 from __future__ import annotations
 
@@ -20,62 +20,80 @@ PARTS: tuple[Part, ...] = ("grid", "race", "tiles")
 PASSES: tuple[Pass, ...] = ("forward", "key_value", "query")
 
 _LONGEST = {"tiled": 4096, "compiled": 16384}
-"""Python's loop over tiles takes seconds beyond; a compiled S × S form says nothing new."""
+"""Longest sequence by implementation: longer loops over tiles take seconds in Python, and compiled
+naive attention gives no new information."""
 _COMPILED_FOR_EACH_SHAPE = ("compiled", "flex")
-"""Seconds for each shape: they come last, and for two head dimensions alone."""
+"""Compiling takes seconds per shape: these run last, and for two head dimensions only."""
 _COMPILED_HEADS = (64, 128)
 _SIXTEEN_BIT_ONLY = ("sdpa_flash", "sdpa_cudnn")
 _SHORT = 1024
-"""Up to this length, with one head, the host decides: calls in a row are timed as well."""
+"""Up to this length, with one head, calls are host-bound; consecutive calls are timed as well."""
 _CALLS_IN_A_ROW = {True: 20, False: 5}
-"""For a short shape and for others."""
+"""Consecutive calls of a sample, for short shapes and for others."""
 CHOSEN = "chosen"
-"""The variant of the tile that the table of tiles gives, with its own warps."""
+"""Variant name of the tile chosen by the tile table, with its own number of warps."""
 
 PUBLISHED_SHAPES = (
-    "1x16x16384x64", "4x16x4096x64", "4x16x4096x128", "2x16x16384x128", "8x16x1024x64",
-)  # fmt: skip
+    "1x16x16384x64",
+    "4x16x4096x64",
+    "4x16x4096x128",
+    "2x16x16384x128",
+    "8x16x1024x64",
+)
 MODEL_SHAPES = ("4x32x512x80", "4x32x2048x80")
 MANY_HEADS = (*PUBLISHED_SHAPES, *MODEL_SHAPES, "1x16x4096x64:float32")
 SHORT = tuple(f"1x1x{seq}x{head}" for head in (64, 128) for seq in (128, 256, 512, 1024))
 
 
 class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: in the grid every combination of the values is a case."""
+    """Parameters of the study; in the grid every combination of the values is a case."""
 
     part: tuple[Part, ...] = PARTS
-    """grid, race, tiles."""
+    """Parts to run: grid, race, tiles."""
     attention: tuple[str, ...] = (
-        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+        "triton",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "flex",
+        "compiled",
+        "reference",
         "tiled",
-    )  # fmt: skip
+    )
     """Implementations of the grid (`stepscope list attentions`)."""
     dtype: tuple[str, ...] = ("bfloat16", "float32")
-    """bfloat16, float16, float32."""
+    """Dtypes of the grid: bfloat16, float16, float32."""
     seq: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     """Sequence lengths of the grid, with batch 1 and one head."""
     head: tuple[int, ...] = (16, 32, 64, 128)
     """Head dimensions of the grid."""
     shape: tuple[str, ...] = MANY_HEADS
-    """Further shapes of the grid: batch x heads x length x d, bfloat16 or as `:float32` says."""
+    """Further shapes of the grid: batch x heads x length x d, in bfloat16 unless followed by
+    `:float32`."""
     race: tuple[str, ...] = (*MANY_HEADS, *SHORT)
     """Shapes of the races."""
     racers: tuple[str, ...] = (
-        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa", "flex", "auto",
-    )  # fmt: skip
-    """Implementations that race; one that cannot take a shape is noted."""
+        "triton",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "sdpa",
+        "flex",
+        "auto",
+    )
+    """Implementations to race; those that do not support a shape are reported."""
     tile_head: tuple[int, ...] = (64, 128)
-    """Head dimensions of the tiles."""
+    """Head dimensions of the tile measurements."""
     warmup: int = 2
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 5
-    """Samples at least, of each pass in the grid."""
+    """Minimum number of samples of each pass in the grid."""
     min_seconds: float = 0.05
-    """Go on sampling a pass until this much time has passed (at most 200 samples)."""
+    """Keep sampling a pass until this much time has passed (at most 200 samples)."""
     rounds: int = 20
-    """Rounds of a race at least."""
+    """Minimum number of rounds of a race."""
     race_seconds: float = 0.5
-    """Go on racing until this much time has passed (at most 200 rounds)."""
+    """Keep racing until this much time has passed (at most 200 rounds)."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rounds"):
@@ -88,22 +106,26 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(AttentionInputs, frozen=True, kw_only=True):
-    """The inputs of one causal attention."""
+    """Input shape of one causal attention call."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From `1x16x4096x64`, or `1x16x4096x64:float32`."""
+        """Parse `1x16x4096x64` or `1x16x4096x64:float32`."""
         sizes, _, dtype = text.partition(":")
         parts = sizes.split("x")
         if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
             raise UsageError(
-                f"shape {text!r} is not four sizes", "batch x heads x length x d: 1x16x4096x64"
+                f"shape {text!r} does not have four sizes",
+                "use batch x heads x length x d: 1x16x4096x64",
             )
         batch, heads, seq, head = map(int, parts)
         return cls(
-            batch=batch, heads=heads, seq=seq, head=head,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            head=head,
             dtype=precision(dtype or "bfloat16").name,
-        )  # fmt: skip
+        )
 
     @property
     def key(self) -> str:
@@ -115,9 +137,15 @@ class Shape(AttentionInputs, frozen=True, kw_only=True):
 
     def workload(self, attention: str) -> AttentionWorkload:
         return AttentionWorkload(
-            attention=attention, batch=self.batch, heads=self.heads, seq=self.seq,
-            head=self.head, dtype=self.dtype, causal=True, mode="both",
-        )  # fmt: skip
+            attention=attention,
+            batch=self.batch,
+            heads=self.heads,
+            seq=self.seq,
+            head=self.head,
+            dtype=self.dtype,
+            causal=True,
+            mode="both",
+        )
 
 
 class GridCase(AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", tag="grid"):
@@ -139,7 +167,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
     racers: tuple[str, ...]
     back_to_back: int
     host_ahead: bool = False
-    """Whether the device was kept busy until the host had issued a call."""
+    """Whether the device was kept busy until the host had issued the call."""
     warmup: int
     rounds: int
     min_seconds: float
@@ -150,7 +178,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
 
 
 class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
-    """Every tile of one of our kernels: compiling them is most of the time."""
+    """Every tile size of one of our kernels; most of the time is compiling."""
 
     kernel: Pass = msgspec.field(name="pass")
     causal: bool = True
@@ -167,18 +195,18 @@ FlashCase = GridCase | AttentionRaceCase | TilesCase
 
 
 def left_out(attention: str, shape: Shape) -> str | None:
-    """Why the grid has no such cell; what is known before a tensor exists."""
+    """Return why the grid leaves out a cell, from what is known before a tensor is allocated."""
     if shape.seq > _LONGEST.get(attention, shape.seq):
         return f"{attention} stops at length {_LONGEST[attention]}"
     if attention in _COMPILED_FOR_EACH_SHAPE and shape.head not in _COMPILED_HEADS:
-        return f"{attention} is compiled for d 64 and 128 alone"
+        return f"{attention} is compiled for d 64 and 128 only"
     if attention in _SIXTEEN_BIT_ONLY and shape.dtype == "float32":
-        return f"{attention} takes no float32"
+        return f"{attention} does not support float32"
     return None
 
 
 def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
-    """By shape, so that what is kept for a shape serves all; what compiles long comes last."""
+    """Cells ordered by shape, so that cached float64 results serve all; compiled cells last."""
     for name in flags.attention:
         implementation(name)
     shapes = [
@@ -188,7 +216,7 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
         ),
         *map(Shape.parse, flags.shape),
     ]
-    # Stable: within the light and the heavy ones the order stays.
+    # A stable sort: the order within compiled and other cells stays.
     cells = sorted(
         itertools.product(shapes, flags.attention),
         key=lambda cell: cell[1] in _COMPILED_FOR_EACH_SHAPE,
@@ -199,11 +227,13 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     return tuple(
         GridCase(
             **msgspec.structs.asdict(shape.workload(attention)),
-            warmup=flags.warmup, steps=flags.steps, min_seconds=flags.min_seconds,
+            warmup=flags.warmup,
+            steps=flags.steps,
+            min_seconds=flags.min_seconds,
         )
         for (shape, attention), reason in zip(cells, reasons, strict=True)
         if reason is None
-    )  # fmt: skip
+    )
 
 
 def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
@@ -212,14 +242,25 @@ def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
     for shape in map(Shape.parse, flags.race if flags.racers else ()):
         yield AttentionRaceCase(
             **msgspec.structs.asdict(shape),
-            racers=flags.racers, back_to_back=_CALLS_IN_A_ROW[shape.is_short], host_ahead=True,
-            warmup=flags.warmup, rounds=flags.rounds, min_seconds=flags.race_seconds,
-        )  # fmt: skip
+            racers=flags.racers,
+            back_to_back=_CALLS_IN_A_ROW[shape.is_short],
+            host_ahead=True,
+            warmup=flags.warmup,
+            rounds=flags.rounds,
+            min_seconds=flags.race_seconds,
+        )
 
 
 def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
     for head, kernel in itertools.product(flags.tile_head, PASSES):
         yield TilesCase(
-            kernel=kernel, batch=1, heads=16, seq=4096, head=head, dtype="bfloat16",
-            tile_sizes=(16, 32, 64, 128), warps=4, samples=7,
-        )  # fmt: skip
+            kernel=kernel,
+            batch=1,
+            heads=16,
+            seq=4096,
+            head=head,
+            dtype="bfloat16",
+            tile_sizes=(16, 32, 64, 128),
+            warps=4,
+            samples=7,
+        )

@@ -1,4 +1,4 @@
-"""Figures of the flash study: rate and memory against the length."""
+"""Figures of the flash study: throughput and memory over the sequence length."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from stepscope.studies.flash.rows import GridRow
 
 _MEMORY_HEAD = 64
 _FIRST = (
-    "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+    "triton",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flex",
+    "compiled",
+    "reference",
     "tiled",
-)  # fmt: skip
+)
 _ORDER = (*_FIRST, *(name for name in IMPLEMENTATION_NAMES if name not in _FIRST))
-"""An implementation has the same colour in every figure, and those of the grid differ."""
+"""Fixed order of colours: an implementation has the same colour in every figure."""
 
 
 def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
-    """One for each dtype: memory grows alike at every d, so that one of them shows it."""
+    """One figure for each dtype at one d, because memory grows the same at every d."""
     groups = by_dtype_and_head(rows)
     for dtype in dict.fromkeys(dtype for dtype, _ in groups):
         head = shown_head([head for other, head in groups if other == dtype])
@@ -28,7 +34,7 @@ def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
 
 
 def by_dtype_and_head(rows: Sequence[GridRow]) -> dict[tuple[str, int], list[GridRow]]:
-    """Cells with one head that ran, by length."""
+    """Successful cells with one head, grouped by dtype and d, sorted by length."""
     single = [row for row in rows if row.case.is_single and row.record.status == "ok"]
     groups: dict[tuple[str, int], list[GridRow]] = {}
     for row in sorted(single, key=lambda row: (row.case.dtype, row.case.head, row.case.seq)):
@@ -52,25 +58,29 @@ def rate_figure(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figu
         return
     yield Figure(
         name=f"flash-rate-{dtype}-d{head}",
-        title=f"Rate against the length, {dtype}, d {head}",
+        title=f"Throughput over sequence length, {dtype}, d {head}",
         kind="lines",
         curves=curves,
         x_label="sequence length, tokens",
         y_label=f"forward + backward, {unit}",
         x_log=True,
         marks=tuple(LimitLine(label=label, value=at.value / scale) for label, at in _limits(rows)),
-        caption="Batch 1, one head, causal, counted at half the products. The line is the matrix"
-        " rate measured on this machine in that format."
-        + (" Shorter lengths are left out: there the host decides for all." if left_out else ""),
+        caption="Batch 1, one head, causal; FLOPs count half of the score matrix. The line is the"
+        " matmul rate measured on this machine in that dtype."
+        + (
+            " Shorter lengths are left out: there every implementation is host-bound."
+            if left_out
+            else ""
+        ),
     )
 
 
 def _limits(rows: Sequence[GridRow]) -> Iterator[tuple[str, Ceiling]]:
     ceiling = matrix_ceiling(rows[0].record)
     if ceiling:
-        yield "matrix products alone", ceiling
+        yield "matmuls alone", ceiling
     others = (matmul_ceiling(row.record) for row in rows)
-    other = next((held for held in others if held and ceiling and held.name != ceiling.name), None)
+    other = next((one for one in others if one and ceiling and one.name != ceiling.name), None)
     if other:
         yield other.name, other
 
@@ -81,23 +91,23 @@ def _memory(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
         return
     yield Figure(
         name=f"flash-memory-{dtype}",
-        title=f"Peak memory against the length, {dtype}, d {head}",
+        title=f"Peak memory over sequence length, {dtype}, d {head}",
         kind="lines",
         curves=curves,
         x_label="sequence length, tokens",
-        y_label="peak of forward + backward, MiB",
+        y_label="peak memory of forward + backward, MiB",
         x_log=True,
         y_log=True,
-        caption="Inputs, output and gradients included.",
+        caption="Including inputs, output and gradients.",
     )
 
 
 def _curves(rows: Sequence[GridRow], value: Callable[[GridRow], float]) -> tuple[Curve, ...]:
-    held: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         y = value(row)
         if y > 0.0:
-            held.setdefault(row.attention, []).append((float(row.case.seq), y))
+            curves.setdefault(row.attention, []).append((float(row.case.seq), y))
     return tuple(
         Curve(
             label=name,
@@ -105,5 +115,5 @@ def _curves(rows: Sequence[GridRow], value: Callable[[GridRow], float]) -> tuple
             y=tuple(y for _, y in points),
             style=_ORDER.index(name),
         )
-        for name, points in held.items()
+        for name, points in curves.items()
     )

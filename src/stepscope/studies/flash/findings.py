@@ -1,4 +1,4 @@
-"""Findings of the grid, and of what failed or is in doubt anywhere in the study."""
+"""Findings of the grid, and of failed cases and lints in all parts of the study."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stepscope.studies.flash.rows import OURS, GridRow, sort_key
 HOST_MARK = "*"
 POLICY = (
     "at most 1.0× (output, 16 bit), 1.5× (gradients, 16 bit) or 2× (float32) the error of the"
-    " reference form in the same format, plus one unit in the last place"
+    " reference in the same dtype, plus one unit in the last place"
 )
 _SEVERAL = 3
 _OF_THE_HOST = ("wide-spread", "first-call-inside")
-"""Lints of times that scatter, as those of a busy host do."""
+"""Lints about spread, which host-bound times are expected to have."""
 _WHAT = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
 
 
@@ -43,23 +43,26 @@ def _ids(rows: Iterable[GridRow]) -> tuple[str, ...]:
 
 
 def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """By dtype: the best of ours and the best of all."""
+    """Report, for each dtype, the highest rate of all implementations and of ours."""
     for dtype in dict.fromkeys(row.case.dtype for row in rows):
         alike = [row for row in rows if row.case.dtype == dtype]
         best = max(alike, key=_rate)
         ours = max((row for row in alike if row.attention == OURS), key=_rate, default=best)
         share, ceiling, own = best.share(), matrix_ceiling(best.record), _rate(ours)
         values: dict[str, Value] = {
-            "dtype": dtype, "rate": _rate(best), "attention": best.attention,
-            "shape": best.case.sizes, "share": share,
-        }  # fmt: skip
+            "dtype": dtype,
+            "rate": _rate(best),
+            "attention": best.attention,
+            "shape": best.case.sizes,
+            "share": share,
+        }
         text = (
             f"The highest rate in {dtype} is {rate(_rate(best), 'FLOP/s')} forward and backward,"
             f" {best.attention} at {best.case.sizes}"
         )
         if share and ceiling:
             text += (
-                f", {percent(share)} of the {rate(ceiling.value, 'FLOP/s')} that matrix products"
+                f", {percent(share)} of the {rate(ceiling.value, 'FLOP/s')} that matmuls"
                 " alone reach here"
             )
         if ours is not best and best.attention != OURS:
@@ -70,11 +73,11 @@ def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
         if limit and ceiling and limit.name != ceiling.name:
             values |= {"limit": limit.name, "limit_rate": limit.value}
             text += (
-                f" Each of its {dtype} products is made as {limit.name}, whose limit is"
+                f" Its {dtype} matmuls are computed as {limit.name}, whose limit is"
                 f" {rate(limit.value, 'FLOP/s')}."
             )
-        rests_on = (best, ours) if "ours" in values else (best,)
-        yield Finding(code="flash.highest-rate", values=values, records=_ids(rests_on), text=text)
+        cited = (best, ours) if "ours" in values else (best,)
+        yield Finding(code="flash.highest-rate", values=values, records=_ids(cited), text=text)
 
 
 def _rate(row: GridRow) -> float:
@@ -82,14 +85,14 @@ def _rate(row: GridRow) -> float:
 
 
 class Rival(NamedTuple):
-    """Ours at one shape, and the fastest of the others."""
+    """Our implementation and the fastest other at one shape."""
 
     ours: GridRow
     peer: GridRow
 
     @property
     def ratio(self) -> float:
-        """The peer's time over ours: above 1 ours is faster."""
+        """The peer's time over ours; above 1 ours is faster."""
         return self.peer.median / self.ours.median
 
     @property
@@ -98,79 +101,87 @@ class Rival(NamedTuple):
 
 
 def rivals(rows: Sequence[GridRow]) -> list[Rival]:
-    """By shape; only where both were timed."""
+    """Ours against the fastest other, by shape, where both were timed."""
     by_shape: dict[str, list[GridRow]] = {}
     for row in rows:
         if row.record.status == "ok" and row.time() is not None:
-            by_shape.setdefault(row.place, []).append(row)
-    found = []
+            by_shape.setdefault(row.label, []).append(row)
+    pairs = []
     for members in by_shape.values():
         ours = next((row for row in members if row.attention == OURS), None)
         others = [row for row in members if row.attention != OURS]
         if ours and others:
-            found.append(Rival(ours, min(others, key=lambda row: row.median)))
-    return sorted(found, key=lambda rival: sort_key(rival.ours.case))
+            pairs.append(Rival(ours, min(others, key=lambda row: row.median)))
+    return sorted(pairs, key=lambda rival: sort_key(rival.ours.case))
 
 
 def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    found = rivals(rows)
-    if not found:
+    pairs = rivals(rows)
+    if not pairs:
         return
-    by_kernels = [rival for rival in found if not rival.host_decides]
-    by_host = [rival for rival in found if rival.host_decides]
+    by_kernels = [rival for rival in pairs if not rival.host_decides]
+    by_host = [rival for rival in pairs if rival.host_decides]
     lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
-    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.place}" for r in lost]
+    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.label}" for r in lost]
     slower = sum(rival.ratio < 1.0 for rival in by_host)
     faster = len(by_kernels) - len(lost)
     yield Finding(
         code="flash.fastest-peer",
         values={
-            "shapes": len(found), "by_kernels": len(by_kernels), "faster": faster,
-            "behind": len(lost), "lowest": lost[0].ratio if lost else None,
-            "by_host": len(by_host), "behind_by_host": slower,
+            "shapes": len(pairs),
+            "by_kernels": len(by_kernels),
+            "faster": faster,
+            "behind": len(lost),
+            "lowest": lost[0].ratio if lost else None,
+            "by_host": len(by_host),
+            "behind_by_host": slower,
         },
-        records=_ids(row for rival in found for row in rival),
-        text=f"Against the fastest other at each of {len(found)} shapes, one after the other and"
-        f" not in turns: where kernels decide, ours is faster at {faster} of {len(by_kernels)}"
-        + (f" and behind at {len(lost)} ({_some(behind)})." if lost else "."),
-        conclusion=f"At the other {len(by_host)} the host decides, and ours is behind at {slower}."
+        records=_ids(row for rival in pairs for row in rival),
+        text=f"Compared with the fastest other implementation at each of {len(pairs)} shapes (timed"
+        f" one after the other, not interleaved), ours is faster at {faster} of {len(by_kernels)}"
+        " device-bound shapes"
+        + (f" and slower at {len(lost)} ({_some(behind)})." if lost else "."),
+        conclusion=f"The other {len(by_host)} shapes are host-bound; ours is slower at {slower}."
         if by_host
         else "",
-    )  # fmt: skip
+    )
 
 
 def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """A rate that the host made says nothing about a kernel."""
+    """Report host-bound cells, whose rate is not that of the kernels."""
     slow = [row for row in rows if row.host_decides]
     if not slow:
         return
     single = [row.case.seq for row in rows if row.case.is_single and not row.host_decides]
     ours = [row.issued_ms() or 0.0 for row in slow if row.attention == OURS]
     text = (
-        f"In {len(slow)} of {len(rows)} cells the host issued for more than half of the time; their"
-        f" rates are not the kernels' ({HOST_MARK} in the tables)."
+        f"{len(slow)} of {len(rows)} cells are host-bound (host issue time above half of the time);"
+        f" their rates are not those of the kernels ({HOST_MARK} in the tables)."
     )
     if single:
-        text += f" With one head no cell below length {min(single)} is free of it."
+        text += f" With one head, every cell below length {min(single)} is host-bound."
     if ours:
         text += (
-            f" To issue a forward and a backward of {OURS} it took {duration(min(ours))} to"
-            f" {duration(max(ours))} there."
+            f" In these cells issuing a forward and a backward of {OURS} takes"
+            f" {duration(min(ours))} to {duration(max(ours))}."
         )
     yield Finding(
         code="flash.host-bound",
         values={
-            "cells": len(slow), "of": len(rows), "free_from_length": min(single, default=None),
-            "issue_ms_low": min(ours, default=None), "issue_ms_high": max(ours, default=None),
+            "cells": len(slow),
+            "of": len(rows),
+            "free_from_length": min(single, default=None),
+            "issue_ms_low": min(ours, default=None),
+            "issue_ms_high": max(ours, default=None),
         },
         records=_ids(rows),
         text=text,
         tone="warn",
-    )  # fmt: skip
+    )
 
 
 def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """A 16-bit dtype that is slower than float32 is a kernel that misses the tensor cores."""
+    """Report 16-bit kernels slower than float32, a sign that they miss the tensor cores."""
     ours = {(row.case.sizes, row.case.dtype): row for row in rows if row.attention == OURS}
     pairs = [
         (row, wide)
@@ -187,14 +198,14 @@ def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
             code="flash.narrow-dtype",
             values={"shapes": len(pairs), "slower": len(slower)},
             records=_ids(row for pair in pairs for row in pair),
-            text=f"Our kernels in a 16-bit format against float32, {len(pairs)} shapes:"
+            text=f"Our kernels in a 16-bit dtype against float32, {len(pairs)} shapes:"
             f" slower {f'at {_some(slower)}' if slower else 'nowhere'}.",
             tone="warn" if slower else "good",
         )
 
 
 def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Bytes that a forward saves for its backward, measured against predicted."""
+    """Compare the bytes that a forward saves for backward with the prediction."""
     pairs = [
         (saved - (row.predicted_saved or 0.0), row)
         for row in rows
@@ -202,35 +213,35 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
     ]
     if not pairs:
         return
-    off = dict.fromkeys(row.attention for extra, row in pairs if extra)
+    inexact = dict.fromkeys(row.attention for extra, row in pairs if extra)
     equal = sum(extra == 0.0 for extra, _ in pairs)
-    most, name = max((abs(extra), f"{row.attention} {row.place}") for extra, row in pairs)
+    most, name = max((abs(extra), f"{row.attention} {row.label}") for extra, row in pairs)
     text = (
-        f"What a forward saves is what the shapes predict, to the byte, in {equal} of"
+        f"The bytes saved for backward match the prediction from the shapes exactly in {equal} of"
         f" {len(pairs)} cells"
     )
-    if off:
-        text += f"; off are {', '.join(off)}, at most by {bytes_(most)} ({name})"
+    if inexact:
+        text += f"; cells of {', '.join(inexact)} differ by at most {bytes_(most)} ({name})"
     yield Finding(
         code="flash.saved",
         values={"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},
         records=_ids(row for _, row in pairs),
         text=f"{text}.",
-        tone="info" if off else "good",
+        tone="info" if inexact else "good",
     )
 
 
 def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Growth of the peak with the length, by implementation, at one d and dtype."""
+    """Report how peak memory grows with the length, at one d and dtype."""
     single = [row for row in rows if row.case.is_single and row.peak]
     if not single:
         return
     dtype, head = single[0].case.dtype, max(row.case.head for row in single)
-    held: dict[str, dict[int, GridRow]] = {}
+    by_length: dict[str, dict[int, GridRow]] = {}
     for row in single:
         if (row.case.dtype, row.case.head) == (dtype, head):
-            held.setdefault(row.attention, {})[row.case.seq] = row
-    longest = {name: list(points.values())[-3:] for name, points in held.items()}
+            by_length.setdefault(row.attention, {})[row.case.seq] = row
+    longest = {name: list(points.values())[-3:] for name, points in by_length.items()}
     longest = {name: points for name, points in longest.items() if len(points) == 3}
     exponents = {
         name: fitted_exponent([row.case.seq for row in points], [row.peak or 0.0 for row in points])
@@ -245,8 +256,8 @@ def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
             code="flash.memory-growth",
             values={"dtype": dtype, "head": head, **exponents},
             records=_ids(row for points in longest.values() for row in points),
-            text=f"Peak memory grows as a power of the length, over the longest three in {dtype}"
-            f" at d {head}: {', '.join(grown)}.",
+            text="Peak memory grows as a power of the length; exponents over the three longest in"
+            f" {dtype} at d {head}: {', '.join(grown)}.",
         )
 
 
@@ -258,29 +269,33 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
             judged.setdefault(row.attention, []).append((ratio, row))
     for attention, own in judged.items():
         missed = [row for _, row in own if row.misses]
-        # Others are held to no promise of ours: only their misses are reported.
+        # The policy binds our kernels only: of the others, only misses are reported.
         if attention != OURS and not missed:
             continue
         ratio, worst = max(own, key=lambda pair: pair[0])
         text = (
-            f"{attention} errs by at most {number(ratio, 3)} times what the reference in the same"
-            f" format does, over {len(own)} shapes ({worst.place})."
+            f"The error of {attention} is at most {number(ratio, 3)} times that of the reference in"
+            f" the same dtype, over {len(own)} shapes ({worst.label})."
         )
         if missed:
-            named = [f"{row.place} {'/'.join(row.misses)}" for row in missed]
-            text += f" Beyond the policy of our own kernels at {len(missed)}: {_some(named)}."
+            named = [f"{row.label} {'/'.join(row.misses)}" for row in missed]
+            text += f" It exceeds the policy of our kernels at {len(missed)}: {_some(named)}."
         else:
             text += f" All are within the policy: {POLICY}."
         yield Finding(
             code="flash.accuracy",
             values={
-                "attention": attention, "ratio": ratio, "shapes": len(own), "worst": worst.place,
-                "missed": len(missed), "tensors": "/".join(missed[0].misses) if missed else "",
+                "attention": attention,
+                "ratio": ratio,
+                "shapes": len(own),
+                "worst": worst.label,
+                "missed": len(missed),
+                "tensors": "/".join(missed[0].misses) if missed else "",
             },
             records=_ids(row for _, row in own),
             text=text,
             tone="info" if attention != OURS else "warn" if missed else "good",
-        )  # fmt: skip
+        )
 
 
 def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -291,14 +306,14 @@ def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
             code="flash.own-kernels",
             values={"records": len(ours)},
             records=_ids(ours),
-            text=f"In all {len(ours)} records of {OURS} the profiler saw our kernels, forward and"
-            " backward, and no other attention kernel.",
+            text=f"In all {len(ours)} records of {OURS} the profiler saw our forward and backward"
+            " kernels and no other attention kernel.",
             tone="good",
         )
 
 
 def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Cases without a result and lints, of all parts."""
+    """Findings about failed cases and lints of all parts."""
     failed = [record for record in records if record.status != "ok"]
     for status in dict.fromkeys(record.status for record in failed):
         alike = [record for record in failed if record.status == status]
@@ -307,21 +322,21 @@ def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Itera
             values={"status": status, "cases": len(alike), "of": len(records)},
             records=tuple(record.id for record in alike),
             text=f"{len(alike)} of {len(records)} cases {_WHAT.get(status, 'failed')}:"
-            f" {_some([record.case for record in alike])}. The first said: {alike[0].reason}",
+            f" {_some([record.case for record in alike])}. First reason: {alike[0].reason}",
             tone="info" if status == "skipped" else "warn",
         )
     host_bound = {row.record.id for row in rows if row.host_decides}
     lints = [(lint, record.id) for record in records for lint in lint_record(record)]
     for code, times in Counter(lint.code for lint, _ in lints).items():
-        found = [(lint.message, record) for lint, record in lints if lint.code == code]
-        by_host = sum(record in host_bound for _, record in found) * (code in _OF_THE_HOST)
-        text = f"Lint {code}, {times}×, first: {found[0][0]}"
+        matches = [(lint.message, record) for lint, record in lints if lint.code == code]
+        by_host = sum(record in host_bound for _, record in matches) * (code in _OF_THE_HOST)
+        text = f"Lint {code}, {times}×, first: {matches[0][0]}"
         if by_host:
-            text += f". Of these, {by_host} are cells in which the host decides"
+            text += f". Of these, {by_host} are host-bound cells"
         yield Finding(
             code="flash.lint",
             values={"lint": code, "times": times, "host_decides": by_host},
-            records=tuple(dict.fromkeys(record for _, record in found)),
+            records=tuple(dict.fromkeys(record for _, record in matches)),
             text=f"{text}.",
             tone="warn",
             timed=False,

@@ -1,4 +1,4 @@
-"""Our kernels: which ran, what the compiler made of each, and every tile of them."""
+"""Our attention kernels: which ran, their compiled resources, and all of their tile sizes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from stepscope.studies.flash.rows import OURS, GridRow, Tiles, integer_quantity
 _LONGEST_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
 _RESULTS: dict[Pass, tuple[str, ...]] = {
-    "forward": ("output",), "key_value": ("dk", "dv"), "query": ("dq",),
-}  # fmt: skip
+    "forward": ("output",),
+    "key_value": ("dk", "dv"),
+    "query": ("dq",),
+}
 _NOT_SLOWER = 1.02
-"""Times in two dtypes that differ by less are equal."""
+"""Times in two dtypes within this factor count as equal."""
 _LITTLE = 0.05
-"""So much may a chosen tile lose at one shape."""
+"""Largest share by which a chosen tile may be slower than the fastest at one shape."""
 
 
 def kernels_seen(row: GridRow, mode: str) -> str | None:
-    """The attention kernels among those that ran, else how many there were."""
+    """Names of the attention kernels that ran, or the number of kernels if none is fused."""
     text = row.kernels.get(mode)
     if not text:
         return None
@@ -43,11 +45,11 @@ def _shortened(name: str) -> str:
 
 
 def kernels_table(rows: Sequence[GridRow]) -> Iterator[Table]:
-    """One row for each set of attention kernels that an implementation ran."""
+    """Table with one row for each set of attention kernels that an implementation ran."""
 
     def kernels(row: GridRow, mode: str) -> str | None:
         seen = kernels_seen(row, mode)
-        return "none: products and a softmax" if seen and seen.endswith(" unfused") else seen
+        return "none: matmuls and a softmax" if seen and seen.endswith(" unfused") else seen
 
     seen = Counter(
         (row.attention, row.case.dtype, kernels(row, "forward"), kernels(row, "backward"))
@@ -67,8 +69,8 @@ def kernels_table(rows: Sequence[GridRow]) -> Iterator[Table]:
             "Kernels that ran",
             sorted(seen.items(), key=lambda item: item[0][:2]),
             columns,
-            caption="Kernels of attention by their names, shortened. The full names of all are in"
-            " the records.",
+            caption="Names of attention kernels, shortened. The records have the full names of all"
+            " kernels.",
         )
 
 
@@ -78,9 +80,9 @@ class _Card(NamedTuple):
     kernel: Pass
     longest: GridRow
     exact: GridRow | None
-    """The longest whose error is known."""
+    """The longest cell whose error is known."""
     wide: GridRow | None
-    """The same as `longest` in float32."""
+    """The same cell as `longest` in float32."""
 
     def fact(self, name: str) -> int | None:
         return integer_quantity(self.longest.record, self.kernel, name)
@@ -103,7 +105,7 @@ class _Card(NamedTuple):
 
     @property
     def not_slower(self) -> str | None:
-        """A 16-bit dtype that is slower than float32 does not use what the GPU has for it."""
+        """Speedup over float32; a 16-bit dtype slower than float32 misses the tensor cores."""
         if self.wide is None or self.longest.case.dtype == "float32":
             return None
         mode = _MODE[self.kernel]
@@ -115,7 +117,7 @@ class _Card(NamedTuple):
 
 
 def skipped_tiles(seq: int, rows: int, columns: int) -> float:
-    """Share of a causal square's tiles that hold no visible score: a kernel skips them."""
+    """Share of tiles that are fully masked under a causal mask, which a kernel skips."""
     across, down = math.ceil(seq / columns), math.ceil(seq / rows)
     seen = sum(math.ceil(min(seq, (row + 1) * rows) / columns) for row in range(down))
     return 1.0 - seen / (across * down)
@@ -143,8 +145,8 @@ def _cards(rows: Sequence[GridRow]) -> Iterator[_Card]:
 
 def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
     skipped = "not visited under the causal mask, at the length in the next column"
-    slower = "the pass in float32 over the same in this format, at that length"
-    error = "largest error against float64, over that of the reference in this format"
+    slower = "time of the pass in float32 over its time in this dtype, at that length"
+    error = "largest error against float64, over that of the reference in this dtype"
     columns = [
         col("kernel", lambda r: r.kernel.replace("_", "-")),
         col("d", lambda r: r.longest.case.head, "count"),
@@ -154,48 +156,49 @@ def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
             "registers",
             lambda r: r.fact("registers"),
             "count",
-            hint="of each thread; 255 is the most",
+            hint="per thread; at most 255",
         ),
-        col("spills", lambda r: r.fact("spills"), "count", hint="registers that went to memory"),
-        col("shared memory", lambda r: r.fact("shared_bytes"), "bytes", hint="of each block"),
+        col("spills", lambda r: r.fact("spills"), "count", hint="registers spilled to memory"),
+        col("shared memory", lambda r: r.fact("shared_bytes"), "bytes", hint="per block"),
         col("skipped tiles", lambda r: r.skipped, "percent", hint=skipped),
         col("at length", lambda r: r.longest.case.seq, "count"),
-        col("16-bit not slower?", lambda r: r.not_slower, hint=slower),
+        col("16-bit not slower", lambda r: r.not_slower, hint=slower),
         col("error", lambda r: r.error, unit="×", hint=error),
         col("error at length", lambda r: r.exact and r.exact.case.seq, "count"),
     ]
     cards = list(_cards(rows))
     if cards:
-        yield table("flash-health", "Health card of our kernels", cards, columns)
+        yield table("flash-health", "Resources and accuracy of our kernels", cards, columns)
 
 
 def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
-    """The chosen tiles against the fastest."""
+    """Compare the chosen tiles with the fastest."""
     chosen = _chosen(studies)
     if not chosen:
         return
     beaten = [study for study in chosen if study.lost > _LITTLE]
     text = (
-        f"The chosen tiles of {len(chosen)} kernels against {len(chosen[0].names)} sizes with"
-        f" {chosen[0].case.warps} warps: at most {percent(_LITTLE)} slower than the"
-        f" fastest in {len(chosen) - len(beaten)}"
+        f"The chosen tiles of {len(chosen)} kernels compared with {len(chosen[0].names)} sizes with"
+        f" {chosen[0].case.warps} warps: {len(chosen) - len(beaten)} are at most"
+        f" {percent(_LITTLE)} slower than the fastest"
     )
     for study in beaten:
         text += (
             f"; at {study.case.sizes} the {study.kernel} kernel takes"
-            f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen one and"
+            f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen tile and"
             f" {duration(study.timed[study.fastest])} with {_sized(study.fastest)}"
         )
     yield Finding(
         code="flash.tile-choice",
         values={
-            "kernels": len(chosen), "beaten": len(beaten),
+            "kernels": len(chosen),
+            "beaten": len(beaten),
             "most_lost": max(study.lost for study in chosen),
         },
         records=tuple(study.record.id for study in chosen),
         text=text + ".",
         tone="warn" if beaten else "good",
-    )  # fmt: skip
+    )
 
 
 def _chosen(studies: Sequence[Tiles]) -> list[Tiles]:
@@ -203,7 +206,7 @@ def _chosen(studies: Sequence[Tiles]) -> list[Tiles]:
 
 
 class _Tile(NamedTuple):
-    """One tile of a kernel."""
+    """One tile size of a kernel."""
 
     study: Tiles
     name: str
@@ -224,7 +227,7 @@ class _Tile(NamedTuple):
         return f"{self.fact('tile_m')} × {self.fact('tile_n')}"
 
     def with_keys(self, times: float) -> Cell:
-        """The cell of the same tile with more or fewer keys."""
+        """Cell of the tile with `times` as many keys."""
         keys = int(times * (self.fact("tile_n") or 0))
         return _cell(self.study, f"{self.fact('tile_m')}x{keys}")
 
@@ -241,19 +244,19 @@ def tile_tables(studies: Sequence[Tiles]) -> Iterator[Table]:
         col("tile", lambda r: _sized(r.name), hint="query rows × key rows"),
         col("time", lambda r: r.ms, unit="ms"),
         *_compiled("stages", "registers", "spills"),
-        col("otherwise", lambda r: r.study.refused.get(r.name)),
+        col("reason", lambda r: r.study.refused.get(r.name)),
     ]
     tiles = [_Tile(study, name) for study in studies for name in (CHOSEN, *study.names)]
     if tiles:
-        yield table("flash-tile-facts", "What the compiler made of each tile", tiles, columns)
+        yield table("flash-tile-facts", "Compiled resources of each tile", tiles, columns)
 
 
 def _compiled(*counts: str) -> Iterator[Declared]:
     for what in counts:
         yield col(what, partial(_Tile.fact, what=what), "count")
     yield col("shared memory", lambda r: r.fact("shared_bytes"), "bytes")
-    held = "that one multiprocessor holds at a time"
-    yield col("blocks", lambda r: r.blocks, "count", hint=held)
+    resident = "resident blocks per multiprocessor"
+    yield col("blocks", lambda r: r.blocks, "count", hint=resident)
 
 
 def _choices(studies: Sequence[Tiles]) -> Table:
@@ -273,7 +276,12 @@ def _choices(studies: Sequence[Tiles]) -> Table:
         col("half the keys", lambda r: r.with_keys(0.5), unit="ms"),
         col("fastest, ms", lambda r: timed(r.study, r.study.fastest)),
         col("slowest, ms", lambda r: timed(r.study, [*r.study.timed][-1])),
-        col("spilling", lambda r: spilling(r.study), "count", hint="how many of the sizes spill"),
+        col(
+            "spilling",
+            lambda r: spilling(r.study),
+            "count",
+            hint="number of sizes that spill registers",
+        ),
         col(
             "did not run",
             lambda r: len(r.study.names) - len(r.study.timed),
@@ -284,10 +292,10 @@ def _choices(studies: Sequence[Tiles]) -> Table:
     shapes = dict.fromkeys(study.case.sizes for study in studies)
     return table(
         "flash-tile-choice",
-        "The chosen tiles, and what surrounds them",
+        "The chosen tiles and their neighbours",
         [_Tile(study, CHOSEN) for study in studies],
         columns,
-        caption=f"bfloat16, causal, at {' and '.join(shapes)}. A choice also has to hold at other"
+        caption=f"bfloat16, causal, at {' and '.join(shapes)}. The chosen tiles also serve other"
         " lengths.",
     )
 
@@ -306,7 +314,7 @@ def _square(study: Tiles) -> Table:
             ),
         ],
         caption=f"Median time of the kernel alone at {case.sizes} {case.dtype}, causal,"
-        f" {case.warps} warps; with fewer stages where the chosen tile's do not fit.",
+        f" {case.warps} warps; with fewer pipeline stages where the usual number does not fit.",
     )
 
 

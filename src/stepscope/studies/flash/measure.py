@@ -1,4 +1,4 @@
-"""Measures the flash study: a cell of the grid, a race, the tiles of one of our kernels."""
+"""Measure a case of the flash study: a grid cell, a race, or the tiles of one kernel."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from stepscope.measure.timer import Timing
 
 _MOST_FLOPS_ON_A_CPU = 5e10
-"""About a second a call on two cores."""
+"""FLOPs per call: about one second on two cores."""
 _YARDSTICK = "sdpa"
-"""Names the tensors of a race; what races is a variant of it."""
+"""Implementation that allocates the tensors of a race; all others are variants of it."""
 
 Facts = dict[str, tuple[float, str]]
 """Values with their units."""
@@ -44,19 +44,19 @@ def measure_case(case: FlashCase, bench: Bench) -> Measurement:
 
 
 def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
-    """Three passes, memory, accuracy, and which kernels ran."""
+    """Measure three passes, memory, accuracy and the kernels that ran."""
     device = bench.device
     _refuse_long_on_a_cpu(case, device)
-    held_before = device.held_bytes()
+    allocated_before = device.held_bytes()
     step = AttentionStep(case, device)
     refusal = step.refusal()
     if refusal is not None:
         raise CaseSkipped(f"{case.attention}: {refusal}")
-    # The first call compiles, and a block mask is made once: neither is the peak of a step.
+    # The first call compiles and creates the block mask: neither belongs to the peak of a step.
     step.results()
     device.synchronize()
     device.reset_peak()
-    quantities = [*_flops(case), *_memory(step, held_before, device)]
+    quantities = [*_flops(case), *_memory(step, allocated_before, device)]
     series: dict[AttentionMode, tuple[Series, ...]] = {}
     readings: list[Reading] = []
     for mode in MODES:
@@ -64,9 +64,9 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
         series[mode] = _named(timing, mode)
         readings += timing.readings
     peak = device.peak_bytes()
-    # Where tensors are not counted, the resident set is too coarse for one operation.
-    if held_before is not None and peak is not None:
-        quantities.append(Quantity(name="peak_bytes", value=peak - held_before, unit="B"))
+    # Without a tensor count there is only the resident set, too coarse for one operation.
+    if allocated_before is not None and peak is not None:
+        quantities.append(Quantity(name="peak_bytes", value=peak - allocated_before, unit="B"))
     quantities += errors(step, device)
     if case.attention == "triton":
         quantities += launch_facts(step.results)
@@ -81,13 +81,13 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
 def _refuse_long_on_a_cpu(work: AttentionWorkload, device: Device) -> None:
     if device.kind == "cpu" and work.flops() > _MOST_FLOPS_ON_A_CPU:
         raise CaseSkipped(
-            f"{work.flops() / 1e9:.0f} GFLOP a call: on a CPU this study stops at"
+            f"{work.flops() / 1e9:.0f} GFLOP per call: on a CPU this study is limited to"
             f" {_MOST_FLOPS_ON_A_CPU / 1e9:.0f}"
         )
 
 
 def _kernels(step: AttentionStep, device: Device) -> dict[str, str]:
-    """Names of the kernels of one forward and one backward; none on a CPU."""
+    """Names of the kernels of one forward and one backward; empty on a CPU."""
     from stepscope.measure.kernels import kernel_names, profile_kernels
 
     kernels = {}
@@ -114,14 +114,16 @@ def _flops(work: AttentionWorkload) -> tuple[Quantity, ...]:
     return (*work.quantities(), *passes)
 
 
-def _memory(step: AttentionStep, held_before: int | None, device: Device) -> tuple[Quantity, ...]:
+def _memory(
+    step: AttentionStep, allocated_before: int | None, device: Device
+) -> tuple[Quantity, ...]:
     saved = step.saved_bytes()
-    held = device.held_bytes()
-    if saved is None or held is None or held_before is None:
+    allocated = device.held_bytes()
+    if saved is None or allocated is None or allocated_before is None:
         return ()
     return (
         Quantity(name="saved_bytes", value=saved, unit="B"),
-        Quantity(name="input_bytes", value=held - held_before, unit="B"),
+        Quantity(name="input_bytes", value=allocated - allocated_before, unit="B"),
     )
 
 
@@ -140,15 +142,17 @@ def _time(step: AttentionStep, case: GridCase, bench: Bench) -> Timing:
 
 
 def _named(timing: Timing, mode: str) -> tuple[Series, ...]:
-    """The pass by its name on both clocks: the host's, on a GPU, is the time to issue it."""
-    held = {(series.name, series.clock): series for series in timing.series}
-    on_device, issued = held.get(("step", "device")), held.get(("issue", "host"))
-    chosen = (held["step", "host"],) if on_device is None or issued is None else (on_device, issued)
+    """Rename the series of a pass; on a GPU the host clock measures its issue time."""
+    by_name = {(series.name, series.clock): series for series in timing.series}
+    on_device, issued = by_name.get(("step", "device")), by_name.get(("issue", "host"))
+    chosen = (
+        (by_name["step", "host"],) if on_device is None or issued is None else (on_device, issued)
+    )
     return tuple(msgspec.structs.replace(series, name=mode) for series in chosen)
 
 
 def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
-    """Every implementation that takes the input, interleaved on the same tensors."""
+    """Time every implementation that supports the input, interleaved on the same tensors."""
     from stepscope.measure.interleaved import time_interleaved
     from stepscope.measure.kernels import kernel_names, profile_kernels
 
@@ -167,9 +171,9 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
             excluded[name] = reason
             device.release()
     if not racers:
-        said = "; ".join(f"{name}: {why}" for name, why in excluded.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in excluded.items())
         broken = any(why.startswith("failed") for why in excluded.values())
-        raise RuntimeError(said) if broken else CaseSkipped(said)
+        raise RuntimeError(reasons) if broken else CaseSkipped(reasons)
     timing = time_interleaved(
         {name: step.results for name, step in racers.items()},
         device,
@@ -181,7 +185,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
     kernels: dict[str, str] = {}
-    # Afterwards, and not where the host's time counts: a profiler may leave launches slower.
+    # Profile last, and not where host time counts: a profiler can slow later launches.
     for name, step in racers.items() if not case.is_short else ():
         runs = profile_kernels(step.results, device)
         if runs is not None:
@@ -196,7 +200,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
 
 
 def _first_call(step: AttentionStep) -> str | None:
-    """Compiles, and shows whether it runs at all: one that does not leaves the race to others."""
+    """Run the first call, which compiles; return why it failed, which excludes it from the race."""
     refusal = step.refusal()
     if refusal is not None:
         return f"refused: {refusal}"
@@ -215,18 +219,18 @@ def _choice(step: AttentionStep) -> str:
 
 
 def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
-    """Each tile is compiled, launched and timed, or does not fit.
+    """Compile, launch and time each tile that fits.
 
-    The other kernels of a call keep their own tiles; the profiler gives the time of this one alone.
+    The other kernels of a call keep their tiles; the profiler reports the time of this kernel only.
     """
     if bench.device.kind != "cuda":
-        raise CaseSkipped("tiles are those of a GPU kernel, and this is a CPU")
+        raise CaseSkipped("tiles belong to a GPU kernel, and this device is a CPU")
     import torch
 
     step = AttentionStep(case.workload("triton"), bench.device)
     capability = torch.cuda.get_device_capability(bench.device.torch_device)
     chosen = tiles(case.kernel, case.head, 2, capability)[0]
-    # The limit on registers is part of the choice and not of the size.
+    # The register limit belongs to the chosen tile, not to its size.
     wanted = {CHOSEN: chosen} | {
         f"{m}x{n}": chosen._replace(m=m, n=n, warps=case.warps, registers=0)
         for m, n in product(case.tile_sizes, repeat=2)
@@ -237,11 +241,11 @@ def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
     refused: dict[str, str] = {}
     for done, (name, tile) in enumerate(wanted.items()):
         bench.progress(done, len(wanted), "tiles")
-        found = measure_tile(case.kernel, tile, step.results, case.samples, bench)
-        if isinstance(found, str):
-            refused[name] = found
+        result = measure_tile(case.kernel, tile, step.results, case.samples, bench)
+        if isinstance(result, str):
+            refused[name] = result
             continue
-        times, facts = found
+        times, facts = result
         series.append(Series(name="step", variant=name, unit="ms", values=times, clock="device"))
         quantities += _quantities(name, facts)
     return Measurement(
@@ -252,9 +256,9 @@ def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
 def measure_tile(
     which: Pass, tile: Tile, run: Callable[[], object], samples: int, bench: Bench
 ) -> tuple[tuple[float, ...], Facts] | str:
-    """Times and compiler's facts of a tile, or why there are none.
+    """Return times and compiled resources of a tile, or the reason why it did not run.
 
-    Fewer stages of the pipeline need less shared memory, so they are tried before giving up.
+    Fewer pipeline stages need less shared memory, so they are tried before giving up.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -275,9 +279,9 @@ def measure_tile(
                 why = f"does not fit: {error}"
                 continue
             except Exception as error:
-                # The compiler cannot lay out some tiles; the others are still measured.
+                # The compiler does not support some tiles; the others are still measured.
                 return f"does not compile: {_named_error(error)}"
-            launch = next((held for held in launches if held.kind == which), None)
+            launch = next((one for one in launches if one.kind == which), None)
             if launch is None:
                 return "was not launched"
             runs = profile_kernels(repeat, bench.device) or ()
@@ -293,9 +297,9 @@ def _named_error(error: Exception) -> str:
 
 
 def _processor(properties: Any) -> Facts:
-    """The resources of one streaming multiprocessor, for all blocks that run on it at a time."""
+    """Resources of one streaming multiprocessor, shared by its resident blocks."""
     return {
-        # Every GPU of the last ten years has 65536; not every torch has the attribute.
+        # Every GPU of the last ten years has 65536; older torch versions lack the attribute.
         "registers": (getattr(properties, "regs_per_multiprocessor", 65536), "registers"),
         "shared_bytes": (properties.shared_memory_per_multiprocessor, "B"),
         "threads": (properties.max_threads_per_multi_processor, "threads"),
@@ -304,17 +308,17 @@ def _processor(properties: Any) -> Facts:
 
 
 def launch_facts(run: Callable[[], object]) -> tuple[Quantity, ...]:
-    """Tile and compiled size of each kernel that `run` launches; the variant is its pass."""
+    """Tile and compiled resources of each kernel that `run` launches; the variant is its pass."""
     from stepscope.attention.triton import launch as triton_launch
 
     with triton_launch.recorded_launches() as launches:
         run()
     facts = {one.kind: _facts(one) for one in launches}
-    return tuple(one for kind, held in facts.items() for one in _quantities(kind, held))
+    return tuple(one for kind, values in facts.items() for one in _quantities(kind, values))
 
 
 def _facts(launch: Any) -> Facts:
-    """The delta kernel has rows and no tile; Triton's interpreter compiles nothing."""
+    """Tile and resources; the delta kernel has no tile, and the interpreter compiles nothing."""
     facts: Facts = {}
     tile, kernel = launch.tile, launch.kernel
     if tile is not None:

@@ -1,4 +1,4 @@
-"""Speed against peers, from the races of the flash study: ratios, findings and tables."""
+"""Speed relative to peers, from the races of the flash study: ratios, findings and tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stepscope.studies.flash.rows import OURS, AttentionRace, sort_key
 
 PUBLISHED = tuple(shape.replace("x", ",") for shape in PUBLISHED_SHAPES)
 LEADERBOARD = PUBLISHED[0]
-"""The shape that the course's leaderboard times."""
+"""The shape timed by the course's leaderboard."""
 SHORT_PEER = "sdpa"
 
 
 class Comparison(NamedTuple):
-    """A peer, and the shapes at which ours is compared with it."""
+    """A peer and the shapes at which ours is compared with it."""
 
     peer: str
     shapes: tuple[str, ...]
@@ -38,7 +38,7 @@ COMPARISONS = (
 
 
 class Compared(NamedTuple):
-    """A race at one shape, and the peer's time over ours in it."""
+    """A race at one shape and the peer's time over ours in it."""
 
     race: AttentionRace
     ratio: Ratio
@@ -55,7 +55,7 @@ def compared(wanted: Comparison, ran: Sequence[AttentionRace]) -> list[Compared]
 
 
 def short_races(ran: Sequence[AttentionRace], ours: str) -> list[Compared]:
-    """One head and a short length, consecutive calls: the host's time is inside."""
+    """Ratios of consecutive calls with one head and a short length, which include host time."""
     return [
         Compared(race, ratio)
         for race in ran
@@ -65,25 +65,25 @@ def short_races(ran: Sequence[AttentionRace], ours: str) -> list[Compared]:
     ]
 
 
-def lowest(found: Sequence[Compared]) -> Compared:
-    return min(found, key=lambda pair: pair.ratio.value)
+def lowest(pairs: Sequence[Compared]) -> Compared:
+    return min(pairs, key=lambda pair: pair.ratio.value)
 
 
-def geometric_mean(found: Sequence[Compared]) -> Interval:
-    """The mean of ratios; its ends are the means of theirs, so the interval is on the wide side."""
+def geometric_mean(pairs: Sequence[Compared]) -> Interval:
+    """Geometric mean of ratios; averaging the interval ends too makes the interval conservative."""
 
     def mean(name: str) -> float:
-        logs = (math.log(getattr(pair.ratio, name)) for pair in found)
-        return math.exp(math.fsum(logs) / len(found))
+        logs = (math.log(getattr(pair.ratio, name)) for pair in pairs)
+        return math.exp(math.fsum(logs) / len(pairs))
 
     return Interval(value=mean("value"), low=mean("low"), high=mean("high"))
 
 
 def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
     for wanted in COMPARISONS:
-        found = compared(wanted, ran)
-        if found:
-            yield _against(wanted, found)
+        pairs = compared(wanted, ran)
+        if pairs:
+            yield _against(wanted, pairs)
     leaderboard = [
         (race, times)
         for race in ran
@@ -114,51 +114,61 @@ def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
                 )
 
 
-def _against(wanted: Comparison, found: Sequence[Compared]) -> Finding:
-    least, mean = lowest(found), geometric_mean(found)
+def _against(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
+    least, mean = lowest(pairs), geometric_mean(pairs)
     shapes = counted(len(wanted.shapes), "shape")
-    missing = len(wanted.shapes) - len(found)
-    over = f"{len(found)} of {shapes}" if missing else shapes
+    missing = len(wanted.shapes) - len(pairs)
+    over = f"{len(pairs)} of {shapes}" if missing else shapes
     return Finding(
         code="flash.against-peer",
         values={
-            "peer": wanted.peer, "dtype": wanted.dtype, "mean": mean.value, "low": mean.low,
-            "high": mean.high, "lowest": least.ratio.value, "shape": least.race.case.sizes,
+            "peer": wanted.peer,
+            "dtype": wanted.dtype,
+            "mean": mean.value,
+            "low": mean.low,
+            "high": mean.high,
+            "lowest": least.ratio.value,
+            "shape": least.race.case.sizes,
             "missing": missing,
         },
-        text=f"Against {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
+        text=f"Relative to {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
         f" fast (geometric mean of {over}; lowest {number(least.ratio.value, 3)} at"
         f" {least.race.case.sizes}).",
         tone="good" if mean.low > 1 and not missing else "warn" if mean.high < 1 else "info",
-        records=_ids(found),
-    )  # fmt: skip
+        records=_ids(pairs),
+    )
 
 
-def _short(ours: str, found: Sequence[Compared]) -> Finding:
-    least, mean = lowest(found), geometric_mean(found).value
-    slower = sum(pair.ratio.high < 1.0 for pair in found)
-    verdict = "slower than torch's own call at"
+def _short(ours: str, pairs: Sequence[Compared]) -> Finding:
+    least, mean = lowest(pairs), geometric_mean(pairs).value
+    slower = sum(pair.ratio.high < 1.0 for pair in pairs)
+    verdict = "slower than torch's SDPA at"
     return Finding(
         code="flash.short-calls",
         values={
-            "ours": ours, "peer": SHORT_PEER, "mean": mean, "lowest": least.ratio.value,
-            "shape": least.race.case.sizes, "slower": slower, "shapes": len(found),
+            "ours": ours,
+            "peer": SHORT_PEER,
+            "mean": mean,
+            "lowest": least.ratio.value,
+            "shape": least.race.case.sizes,
+            "slower": slower,
+            "shapes": len(pairs),
         },
-        text=f"With the host's share inside, {ours} is {number(mean, 3)} times as fast as"
-        f" {SHORT_PEER} over {counted(len(found), 'shape')} with one head"
+        text=f"In consecutive calls, host time included, {ours} is {number(mean, 3)} times as fast"
+        f" as {SHORT_PEER} over {counted(len(pairs), 'shape')} with one head"
         f" (lowest {number(least.ratio.value, 3)} at {least.race.case.sizes}):"
-        f" {f'{verdict} {slower}' if slower else f'shown {verdict} none'} of them.",
+        f" {f'{verdict} {slower}' if slower else f'{verdict} none'} of them.",
         tone="warn" if slower else "good",
-        records=_ids(found),
-    )  # fmt: skip
+        records=_ids(pairs),
+    )
 
 
-def _ids(found: Sequence[Compared]) -> tuple[str, ...]:
-    return tuple(pair.race.record.id for pair in found)
+def _ids(pairs: Sequence[Compared]) -> tuple[str, ...]:
+    return tuple(pair.race.record.id for pair in pairs)
 
 
 class _Speed(NamedTuple):
-    """A ratio to a peer, and the medians that it is made of."""
+    """A ratio to a peer and the medians it is computed from."""
 
     against: str
     shape: str
@@ -169,14 +179,14 @@ class _Speed(NamedTuple):
 
 
 def speed_table(ran: Sequence[AttentionRace], name: str = "flash-speed") -> Table | None:
-    shape = "batch, heads, length, d; bfloat16 unless it says fp32"
+    shape = "batch, heads, length, d; bfloat16 unless marked fp32"
     measured = "the peer's median over ours, with its 95 % interval; above 1 ours is faster"
-    in_a_row = "the same ratio of calls that follow each other, by the host's clock"
+    in_a_row = "the same ratio of consecutive calls, by the host clock"
     columns = [
         col("against", lambda r: r.against),
         col("shape", lambda r: r.shape, hint=shape),
         col("measured", lambda r: r.ratio, unit="×", hint=measured),
-        col("in a row", lambda r: r.in_a_row, unit="×", hint=in_a_row),
+        col("consecutive", lambda r: r.in_a_row, unit="×", hint=in_a_row),
         col("ours", lambda r: r.ours, unit="ms"),
         col("peer", lambda r: r.peer, unit="ms"),
     ]
@@ -187,39 +197,46 @@ def speed_table(ran: Sequence[AttentionRace], name: str = "flash-speed") -> Tabl
         name,
         "Speed against peers, forward + backward, causal",
         rows,
-        # A terminal is narrow: there the ratios come without the times that they are made of.
+        # A terminal is narrow: show the ratios without their times.
         columns[:-2] if name == "headline" else columns,
-        caption=f"Ours is {OURS}, called as everyone calls it. All ran in turns, sample by sample,"
-        f" on the same tensors in one process, by the device's clock {_start(ran)}. Means are"
-        " geometric. Short: the lowest of the shapes with one head, calls in a row by the host's"
-        " clock; auto: the same with auto as ours.",
+        caption=f"Ours is {OURS}, called through the public function. Samples are interleaved on"
+        f" the same tensors in one process, timed by the device clock {_start(ran)}. Means are"
+        " geometric. Short: the lowest ratio of the shapes with one head, consecutive calls by the"
+        " host clock; auto: the same with auto as ours.",
     )
 
 
 def _peer_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for wanted in COMPARISONS:
-        found, peer = compared(wanted, ran), wanted.peer
+        pairs, peer = compared(wanted, ran), wanted.peer
         suffix = "" if wanted.dtype == "bfloat16" else " fp32"
-        for race, ratio in found:
+        for race, ratio in pairs:
             in_a_row = race.ratio(peer, in_a_row=True)
             yield _Speed(
-                peer, race.case.sizes + suffix, _interval(ratio),
-                in_a_row.value if in_a_row else None, race.median(OURS), race.median(peer),
-            )  # fmt: skip
-        if len(wanted.shapes) > 1 and found:
-            yield _Speed(peer, f"mean of {len(found)}{suffix}", geometric_mean(found))
+                peer,
+                race.case.sizes + suffix,
+                _interval(ratio),
+                in_a_row.value if in_a_row else None,
+                race.median(OURS),
+                race.median(peer),
+            )
+        if len(wanted.shapes) > 1 and pairs:
+            yield _Speed(peer, f"mean of {len(pairs)}{suffix}", geometric_mean(pairs))
 
 
 def _short_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for ours in (OURS, "auto"):
-        found = short_races(ran, ours)
-        if found:
-            race, ratio = lowest(found)
+        pairs = short_races(ran, ours)
+        if pairs:
+            race, ratio = lowest(pairs)
             yield _Speed(
-                f"{SHORT_PEER}, {'short' if ours == OURS else ours}", race.case.sizes,
-                _interval(ratio), ratio.value, race.median(ours, in_a_row=True),
+                f"{SHORT_PEER}, {'short' if ours == OURS else ours}",
+                race.case.sizes,
+                _interval(ratio),
+                ratio.value,
+                race.median(ours, in_a_row=True),
                 race.median(SHORT_PEER, in_a_row=True),
-            )  # fmt: skip
+            )
 
 
 def _interval(ratio: Ratio) -> Interval:
@@ -229,11 +246,11 @@ def _interval(ratio: Ratio) -> Interval:
 def _start(ran: Sequence[AttentionRace]) -> str:
     if all(race.case.host_ahead for race in ran):
         return "with the host ahead, as in a training step whose queue is full"
-    return "from an idle device, so that the host's time is inside where kernels are short"
+    return "from an idle device, so that times of short kernels include host time"
 
 
 class _Calls(NamedTuple):
-    """One way of timing a race."""
+    """A race timed by single calls or by consecutive calls."""
 
     race: AttentionRace
     in_a_row: bool
@@ -249,7 +266,7 @@ class _Calls(NamedTuple):
 
 
 def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table | None:
-    """Every race in full: a row for each shape, a column for each implementation."""
+    """All races: a row for each shape, a column for each implementation."""
     racers = list(dict.fromkeys(racer for race in ran for racer in race.case.racers))
     rows = [
         _Calls(race, in_a_row)
@@ -258,16 +275,16 @@ def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table 
         if not in_a_row or any(race.median(racer, in_a_row=True) for racer in racers)
     ]
     calls = (
-        f"alone: by the device's clock {_start(ran)}; in a row: several calls by the host's clock,"
-        " the time of one"
+        f"single: by the device clock {_start(ran)}; consecutive: time per call of several calls,"
+        " by the host clock"
     )
     columns = [
         col("batch,heads,length,d", lambda r: r.race.case.sizes, key=True),
         col("dtype", lambda r: r.race.case.dtype, key=True),
-        col("calls", lambda r: "in a row" if r.in_a_row else "alone", hint=calls),
+        col("calls", lambda r: "consecutive" if r.in_a_row else "single", hint=calls),
         *(col(racer, partial(_Calls.cell, racer=racer), unit="ms") for racer in racers),
     ]
     if not rows:
         return None
-    caption = "Medians of samples taken in turns."
-    return table(name, "Races in full, forward + backward", rows, columns, caption=caption)
+    caption = "Medians of interleaved samples."
+    return table(name, "All races, forward + backward", rows, columns, caption=caption)

@@ -1,4 +1,4 @@
-"""Records of the flash study with what their views ask for: a cell of the grid, a race, tiles."""
+"""Results of the flash study with derived values: grid cells, races and tiles."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from stepscope.studies.flash.cases import (
 OURS = "triton"
 GRADIENTS = RESULTS[1:]
 HOST_FROM = 0.5
-"""Share of the time that the host issued for, from which on it is not the kernels' alone: a device
-that starts idle waits for what comes last."""
+"""A cell is host-bound from this ratio of host issue time to total time on: a device that starts
+idle waits for the last launch."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
-"""Errors that the policy allows an output and a gradient, in units of the reference's own."""
+"""Errors that the policy allows for output and gradients, relative to the reference's error."""
 _WARP = 32
 _REGISTERS_AT_ONCE = 256
-"""A warp's registers are given out in such pieces."""
+"""Allocation granularity of registers per warp."""
 _RESERVED_SHARED = 1024
 _MOST_BLOCKS = 32
 
 
 class GridRow(Result[GridCase]):
-    """One implementation at one shape."""
+    """Result of one implementation at one shape."""
 
     @property
     def attention(self) -> str:
         return self.case.attention
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
+        """Shape and dtype for messages."""
         return f"{self.case.sizes} {self.case.dtype}"
 
     @cached_property
@@ -64,33 +65,35 @@ class GridRow(Result[GridCase]):
 
     @property
     def median(self) -> float:
-        """Milliseconds of both passes; the row must be timed."""
+        """Median of both passes in ms; the row must be timed."""
         time = self.time()
         assert time is not None
         return time.median
 
     def issued_ms(self) -> float | None:
-        """Time in which the host issued both passes, where that is not the time itself."""
+        """Host issue time of both passes in ms; None where the host clock is the only clock."""
         on_device = self.record.find("both", "device") is not None
         return median_ms(self.record, "both", "host") if on_device else None
 
     @cached_property
     def host_decides(self) -> bool:
+        """Whether the cell is host-bound."""
         issued, time = self.issued_ms(), self.time()
         return bool(issued and time and issued >= HOST_FROM * time.median)
 
     def rate(self, mode: str = "both") -> float | None:
-        """FLOP/s of the median, a causal mask counted as half."""
+        """FLOP/s at the median time; a causal mask halves the FLOPs."""
         flops = self.record.quantity("flops", phase="" if mode == "both" else mode)
         time = self.time(mode)
         return flops / (time.median * 1e-3) if flops and time and time.median > 0.0 else None
 
     def share(self) -> float | None:
+        """Rate of both passes over the measured matmul rate of the dtype."""
         rate, ceiling = self.rate(), matrix_ceiling(self.record)
         return rate / ceiling.value if rate and ceiling and ceiling.value > 0.0 else None
 
     def error_ratio(self, *results: str) -> float | None:
-        """The largest of these errors in units of the reference's own."""
+        """The largest of these errors relative to the reference's error."""
         ratios = []
         for name in results:
             error = self.record.quantity("error", variant=name)
@@ -101,15 +104,15 @@ class GridRow(Result[GridCase]):
         return max(ratios, default=None)
 
     def allowed_error(self, name: str) -> float:
-        """A multiple of the reference's own error, plus one unit in the last place."""
+        """Error allowed by the policy: a multiple of the reference's error plus one ULP."""
         of_output, of_gradients = _FACTORS.get(self.case.dtype, _SIXTEEN_BIT_FACTORS)
         own = self.record.quantity("reference_error", variant=name) or 0.0
-        place = self.record.quantity("last_place", variant=name) or 0.0
-        return (of_output if name == "output" else of_gradients) * own + place
+        ulp = self.record.quantity("last_place", variant=name) or 0.0
+        return (of_output if name == "output" else of_gradients) * own + ulp
 
     @cached_property
     def misses(self) -> tuple[str, ...]:
-        """Results that err by more than the policy allows."""
+        """Results whose error exceeds the policy."""
         return tuple(
             name
             for name in RESULTS
@@ -129,14 +132,14 @@ class AttentionRace(Result[AttentionRaceCase]):
         return times.median if times else None
 
     def ratio(self, peer: str, ours: str = OURS, *, in_a_row: bool = False) -> Ratio | None:
-        """The peer's time over ours: above 1 we are faster."""
+        """The peer's time over ours; above 1 ours is faster."""
         own, other = (self._series(name, in_a_row=in_a_row) for name in (ours, peer))
         if own is None or other is None or not own.values or not other.values:
             return None
         return ratio_interval(own.values, other.values, level=0.95)
 
     def out(self, name: str) -> str | None:
-        """Why it did not run."""
+        """Reason why an implementation did not run."""
         return (self.record.attachment("excluded", dict[str, str]) or {}).get(name)
 
     def _series(self, name: str, *, in_a_row: bool) -> Series | None:
@@ -156,13 +159,13 @@ class Tiles(Result[TilesCase]):
 
     @cached_property
     def timed(self) -> dict[str, float]:
-        """The sizes that ran, fastest first, without the chosen tile's own entry."""
+        """Median times of the sizes that ran, fastest first, without the chosen tile."""
         timed = {name: ms for name in self.names if (ms := self.ms(name)) is not None}
         return dict(sorted(timed.items(), key=lambda item: item[1]))
 
     @cached_property
     def refused(self) -> Mapping[str, str]:
-        """Why a size did not run."""
+        """Reason why a size did not run, by name."""
         return self.record.attachment("refused", dict[str, str]) or {}
 
     @property
@@ -171,7 +174,7 @@ class Tiles(Result[TilesCase]):
 
     @property
     def lost(self) -> float:
-        """By how much the chosen tile is slower than the fastest."""
+        """Share by which the chosen tile is slower than the fastest."""
         return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
 
     def ms(self, name: str) -> float | None:
@@ -181,7 +184,7 @@ class Tiles(Result[TilesCase]):
         return integer_quantity(self.record, name, what)
 
     def blocks(self, name: str) -> int | None:
-        """Blocks of the kernel that one multiprocessor holds at a time."""
+        """Resident blocks of the kernel per multiprocessor."""
         own = [self.fact(name, what) for what in ("registers", "shared_bytes", "warps")]
         limits = [self.fact("sm", what) for what in ("registers", "shared_bytes", "threads")]
         known = [value for value in (*own, *limits) if value is not None]
@@ -194,14 +197,18 @@ def integer_quantity(record: Record, variant: str, name: str) -> int | None:
 
 
 def resident_blocks(
-    registers: float, shared: float, warps: float,
-    sm_registers: float, sm_shared: float, sm_threads: float,
-) -> int:  # fmt: skip
-    """Blocks of a kernel that one multiprocessor holds at a time."""
-    of_a_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    registers: float,
+    shared: float,
+    warps: float,
+    sm_registers: float,
+    sm_shared: float,
+    sm_threads: float,
+) -> int:
+    """Resident blocks of a kernel per multiprocessor."""
+    per_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
     return int(
         min(
-            sm_registers // of_a_warp // warps if of_a_warp else _MOST_BLOCKS,
+            sm_registers // per_warp // warps if per_warp else _MOST_BLOCKS,
             sm_shared // (shared + _RESERVED_SHARED),
             sm_threads // (warps * _WARP),
             _MOST_BLOCKS,

@@ -1,4 +1,4 @@
-"""Blocks of the flash study, from its records alone: the grid at a glance and cell by cell."""
+"""Report blocks of the flash study: overview tables of the grid and a table of all cells."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from stepscope.studies.flash.races import race_findings, race_table, speed_table
 from stepscope.studies.flash.rows import GRADIENTS, GridRow, Tiles, grid_rows, races
 
 _LEGEND = (
-    "Forward and backward: ms · {unit} · share of the matrix rate measured here in that format."
-    f" {HOST_MARK} The host issued for more than half of that time: the kernels alone are faster."
+    "Forward and backward: ms · {unit} · share of the matmul rate measured here in that dtype."
+    f" {HOST_MARK} Host-bound: host issue time is above half of the total, the kernels are faster."
 )
 _UNITS = {"cpu": ("GFLOP/s", 1e9)}
 _USUAL_UNIT = ("TFLOP/s", 1e12)
@@ -83,11 +83,11 @@ def headline_table(results: Results) -> Table | None:
 
 
 def _length_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
-    """A figure and a table for each dtype and head dimension, then the shapes of many heads."""
+    """A figure and a table for each dtype and head dimension, then the multi-head shapes."""
     for (dtype, head), members in list(by_dtype_and_head(rows).items())[:_MOST_GROUPS]:
         yield from rate_figure(dtype, head, members)
         limit = matrix_ceiling(members[0].record)
-        above = f"; matrix products alone: {rate(limit.value, 'FLOP/s')}" if limit else ""
+        above = f"; matmuls alone: {rate(limit.value, 'FLOP/s')}" if limit else ""
         yield _by_implementation(
             f"flash-lengths-{dtype}-d{head}",
             f"{dtype}, d {head}, by length{above}",
@@ -106,7 +106,7 @@ def _shapes_table(rows: Sequence[GridRow], name: str = "flash-shapes") -> Table 
         return None
     return _by_implementation(
         name,
-        "Shapes of several heads",
+        "Multi-head shapes",
         many,
         (_SIZES, "text", _shape),
         caption=_LEGEND.format(unit=_unit(many[0])[0]),
@@ -115,14 +115,14 @@ def _shapes_table(rows: Sequence[GridRow], name: str = "flash-shapes") -> Table 
 
 def _memory_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
     yield from memory_figures(rows)
-    held = [row for row in rows if row.peak]
+    measured = [row for row in rows if row.peak]
     heads: dict[str, list[int]] = {}
-    for row in held:
+    for row in measured:
         if row.case.is_single:
             heads.setdefault(row.case.dtype, []).append(row.case.head)
     shown = [
         row
-        for row in held
+        for row in measured
         if not row.case.is_single or row.case.head == shown_head(sorted(heads[row.case.dtype]))
     ]
     if shown:
@@ -133,13 +133,13 @@ def _memory_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
             (_SIZES, "text", _shape),
             cell=lambda row: row.peak,
             kind="bytes",
-            caption="Inputs, output and gradients included. With one head at one d: it grows alike"
-            " at others.",
+            caption="Including inputs, output and gradients. Single-head shapes at one d only:"
+            " memory grows the same at others.",
         )
 
 
 def _shape(row: GridRow) -> str:
-    return row.case.sizes if row.case.dtype == "bfloat16" else row.place
+    return row.case.sizes if row.case.dtype == "bfloat16" else row.label
 
 
 def _unit(row: GridRow) -> tuple[str, float]:
@@ -158,7 +158,7 @@ def _speed(row: GridRow) -> Cell:
 
 
 def _brief(value: float, least: float) -> str:
-    """Three digits at most; smaller than `least` is shown as such."""
+    """Format with at most three digits; values below `least` as `<least`."""
     if value < least:
         return f"<{least:g}"
     return f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 1.0 else f"{value:.2g}"
@@ -174,11 +174,11 @@ def _by_implementation(
     kind: Kind = "text",
     caption: str,
 ) -> Table:
-    """A row for each key, a column for each implementation; None where there is no cell."""
+    """Table with a row for each key and a column for each implementation."""
     key_title, key_kind, key_of = key
-    held: dict[Cell, dict[str, Cell]] = {}
+    cells: dict[Cell, dict[str, Cell]] = {}
     for row in rows:
-        held.setdefault(key_of(row), {})[row.attention] = cell(row)
+        cells.setdefault(key_of(row), {})[row.attention] = cell(row)
 
     def of(attention: str, item: tuple[Cell, dict[str, Cell]]) -> Cell:
         return item[1].get(attention)
@@ -186,7 +186,7 @@ def _by_implementation(
     return table(
         name,
         title,
-        held.items(),
+        cells.items(),
         [
             col(key_title, lambda r: r[0], key_kind),
             *(
@@ -199,32 +199,32 @@ def _by_implementation(
 
 
 def _rival_table(rows: Sequence[GridRow]) -> Iterator[Table]:
-    found = rivals(rows)
-    decided = "host: it issued for more than half of either time"
+    pairs = rivals(rows)
+    decided = "host: host issue time is above half of either time"
     columns = [
         col(_SIZES, lambda r: r.ours.case.sizes),
         col("dtype", lambda r: r.ours.case.dtype),
         col("fastest other", lambda r: r.peer.attention),
-        col("ratio", lambda r: r.ratio, unit="×", hint="its time over ours"),
+        col("ratio", lambda r: r.ratio, unit="×", hint="the other's time over ours"),
         col("decided by", lambda r: "host" if r.host_decides else "device", hint=decided),
         col("ours", lambda r: r.ours.median, unit="ms"),
         col("our host", lambda r: r.ours.issued_ms(), unit="ms"),
         col("other", lambda r: r.peer.median, unit="ms"),
         col("its host", lambda r: r.peer.issued_ms(), unit="ms"),
     ]
-    if found:
+    if pairs:
         yield table(
             "flash-fastest-peer",
-            "Ours against the fastest other, shape by shape",
-            found,
+            "Ours against the fastest other, by shape",
+            pairs,
             columns,
-            caption="Forward and backward, medians. These ran one after the other and not in turns,"
-            " so a few per cent are the clock's; the races compare.",
+            caption="Forward and backward, medians. Timed one after the other and not interleaved,"
+            " so the clock accounts for a few percent; use the races for comparisons.",
         )
 
 
 class _Errors(NamedTuple):
-    """Cells of one implementation in one dtype whose errors are known."""
+    """Cells with known errors of one implementation in one dtype."""
 
     attention: str
     dtype: str
@@ -240,7 +240,7 @@ class _Errors(NamedTuple):
 
 
 def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
-    """Errors against float64 by implementation, and every one beyond the policy."""
+    """Errors against float64 by implementation, and each error that exceeds the policy."""
     judged = [
         row for row in rows if row.record.status == "ok" and row.error_ratio(*RESULTS) is not None
     ]
@@ -248,7 +248,7 @@ def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
     for row in judged:
         key = (row.attention, row.case.dtype)
         groups.setdefault(key, _Errors(*key, [])).rows.append(row)
-    hint = "the largest over all shapes, in units of the reference's own error"
+    hint = "the largest over all shapes, relative to the reference's error"
     columns = [
         col("attention", lambda r: r.attention),
         col("dtype", lambda r: r.dtype),
@@ -264,8 +264,9 @@ def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             "Errors against float64",
             groups.values(),
             columns,
-            caption=f"Lengths up to 4096. The policy of our own kernels: {POLICY}. Where the"
-            " reference errs by little more than that unit, a ratio may be larger and within.",
+            caption=f"Lengths up to 4096. The policy of our kernels: {POLICY}. Where the error of"
+            " the reference is close to one unit in the last place, a larger ratio can be within"
+            " the policy.",
         )
     misses = [(row, name) for row in judged for name in row.misses]
     columns = [
@@ -275,15 +276,15 @@ def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
         col("tensor", lambda r: _TENSORS[r[1]]),
         col("error", lambda r: r[0].record.quantity("error", variant=r[1]), "number"),
         col("allowed", lambda r: r[0].allowed_error(r[1]), "number"),
-        col("of the reference's", lambda r: r[0].error_ratio(r[1]), unit="×"),
+        col("vs reference", lambda r: r[0].error_ratio(r[1]), unit="×"),
     ]
     if misses:
         yield table(
             "flash-error-misses",
-            "Errors beyond the policy, each",
+            "Errors that exceed the policy",
             sorted(misses, key=lambda miss: miss[0].attention),
             columns,
-            caption="The policy binds our own kernels; others promise nothing of it.",
+            caption="The policy binds our kernels; other implementations do not promise it.",
         )
 
 
@@ -298,9 +299,9 @@ _IDENTITY = (
 
 
 def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
-    counted = "causal, at half the products; a backward counts as two and a half forwards"
-    issued = "until the host had issued both passes; near the time, the host decides"
-    limit = "both passes, over the matrix rate measured here in that format"
+    counted = "a causal mask halves the FLOPs; a backward counts as 2.5 forwards"
+    issued = "host issue time of both passes; close to the total, the cell is host-bound"
+    limit = "both passes, over the matmul rate measured here in that dtype"
     columns = [
         *_IDENTITY,
         *(col(mode, partial(_interval, mode), unit="ms") for mode in MODES),
@@ -316,28 +317,28 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             for mode in MODES
         ),
         col("of the limit", lambda r: r.share(), "percent", hint=limit),
-        col("otherwise", lambda r: r.record.reason or None, key=True),
+        col("reason", lambda r: r.record.reason or None, key=True),
     ]
     if rows:
         yield table(
             "flash-times",
-            "Every cell: times and rates",
+            "All cells: times and rates",
             rows,
             columns,
-            caption="Median with its 95 % interval. The backward is timed alone, from a gradient"
-            " that is there already; both is a forward and a backward timed as one.",
+            caption="Median with its 95 % interval. The backward is timed alone, from an existing"
+            " output gradient; both is a forward and a backward timed together.",
         )
     shown = [
         row
         for row in rows
         if row.record.status == "ok" and (row.peak or row.error_ratio("output") is not None)
     ]
-    error = "largest error against float64, over that of the reference in this format"
-    saved = "in use after the forward, its output too"
-    predicted = "of that, from the shapes alone"
+    error = "largest error against float64, over that of the reference in this dtype"
+    saved = "allocated by the forward, including its output"
+    predicted = "saved bytes predicted from the shapes"
     columns = [
         *_IDENTITY,
-        col("peak", lambda r: r.peak, "bytes", hint="of forward and backward, inputs included"),
+        col("peak", lambda r: r.peak, "bytes", hint="of forward and backward, including inputs"),
         col("saved", lambda r: r.record.quantity("saved_bytes"), "bytes", hint=saved),
         col("predicted", lambda r: r.predicted_saved, "bytes", hint=predicted),
         col("output error", lambda r: r.error_ratio("output"), unit="×", hint=error),
@@ -353,11 +354,11 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
     if shown:
         yield table(
             "flash-memory-accuracy",
-            "Every cell: memory, accuracy, kernels",
+            "All cells: memory, accuracy, kernels",
             shown,
             columns,
-            caption="Errors up to length 4096. Kernels as the profiler saw them; those of the"
-            " attention itself first, their names shortened.",
+            caption="Errors up to length 4096. Kernels seen by the profiler, with attention kernels"
+            " first and names shortened.",
         )
 
 

@@ -1,9 +1,9 @@
-"""What does fully sharded data parallelism save, and what does it cost?
+"""The fsdp study: memory and time of fully sharded data parallelism.
 
     stepscope run fsdp --size small --context 128 --ranks 2
 
-Measured as `sharding` is: each way first runs alone and its tensors are counted; then all run
-interleaved.
+Measured like `sharding`: each strategy first runs alone and the bytes of its tensors are counted;
+then all strategies run interleaved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FullySharded(Sharding):
     title = "Fully sharded data parallelism"
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
-    ways = FULLY_WAYS
+    strategies = FULLY_WAYS
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.fsdp.view import fsdp_blocks

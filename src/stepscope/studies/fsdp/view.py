@@ -1,4 +1,4 @@
-"""Findings and the table of fully sharded data parallelism. Pure."""
+"""Findings and tables of fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepscope.studies.sharding.view import (
 )
 
 CLOSE = 0.05
-"""How far from an equal share the memory may be: small parameters are on every rank."""
+"""Largest accepted deviation from an equal share: small parameters are on every rank."""
 
 
 def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
@@ -36,10 +36,11 @@ def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
             "A step and its memory, fully sharded and not",
             known,
             FULLY_WAYS,
-            caption="Times of the slowest rank; all ways take turns. Bytes are what a rank keeps"
-            " between steps; while a layer runs, its whole weights come on top. Moved: gathered for"
-            " the forward and again for the backward, and reduced. What is not let go of between"
-            " them (torch's outermost weights) is gathered once.",
+            caption="Times of the slowest rank; all strategies are interleaved. Bytes are stored"
+            " between steps; while a layer runs, its full weights come on top. Sent, predicted:"
+            " parameters are gathered for the forward and again for the backward, and gradients"
+            " are reduced. Weights that stay gathered in between (the root module of torch's"
+            " fully_shard) are gathered once.",
             memory=[col("sum", lambda r: max(_sums(r.of, r.way), default=None), "bytes")],
         ),
         *station_table(done, FULLY_WAYS),
@@ -48,7 +49,7 @@ def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
 
 def _findings(case: Divided) -> Iterator[Finding]:
     yield from alone_finding(case) if case.ranks == 1 else _share(case)
-    words = "a fully sharded step takes {}"
+    words = "a fully sharded step takes {} the time of"
     yield from case.ratio_finding("against-unsharded", FULLY, WHOLE, f"{words} an unsharded one")
     yield from case.ratio_finding(
         "against-torch", FULLY, TORCH_FULLY, f"{words} one with torch's fully_shard"
@@ -57,21 +58,21 @@ def _findings(case: Divided) -> Iterator[Finding]:
     yield from refused_findings(case, FULLY_WAYS)
 
 
-def _sums(case: Divided, way: str) -> list[float]:
-    """Parameters, gradients and state on each rank; empty where one was not counted."""
-    held = [case.held(way, kind) for kind in KINDS]
-    complete = all(len(values) == case.ranks for values in held)
-    return [sum(parts) for parts in zip(*held, strict=True)] if complete else []
+def _sums(case: Divided, strategy: str) -> list[float]:
+    """Bytes of parameters, gradients and state on each rank; empty if one was not counted."""
+    sizes = [case.sizes(strategy, kind) for kind in KINDS]
+    complete = all(len(values) == case.ranks for values in sizes)
+    return [sum(parts) for parts in zip(*sizes, strict=True)] if complete else []
 
 
 def _share(case: Divided) -> Iterator[Finding]:
-    whole, ours = _sums(case, WHOLE), _sums(case, FULLY)
-    if whole and ours:
-        off = max(ours) / (whole[0] / case.ranks) - 1
+    unsharded, ours = _sums(case, WHOLE), _sums(case, FULLY)
+    if unsharded and ours:
+        off = max(ours) / (unsharded[0] / case.ranks) - 1
         yield case.finding(
             "share",
-            f"parameters, gradients and state take {bytes_(whole[0])} on every rank unsharded and"
-            f" {bytes_(max(ours))} at most fully sharded, {percent(off)} above an equal share.",
-            {"whole_bytes": whole[0], "most_bytes": max(ours), "off": off},
+            f"parameters, gradients and state take {bytes_(unsharded[0])} on every rank unsharded"
+            f" and at most {bytes_(max(ours))} fully sharded, {percent(off)} above an equal share.",
+            {"whole_bytes": unsharded[0], "most_bytes": max(ours), "off": off},
             tone="good" if off <= CLOSE else "warn",
         )

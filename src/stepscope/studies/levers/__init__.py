@@ -1,13 +1,13 @@
-"""What are the six ways to make a device fast worth here, and what is this device made of?
+"""The levers study: gain of six optimization techniques, and the resources of the device.
 
     stepscope run levers
     stepscope run levers --lever coalescing tiling
     stepscope run levers --lever card
 
-Each lever is one piece of work in a slow and a fast form that differ in one thing: control
-divergence, precision, fusion, recomputation, coalesced access, tiling. `card` lists the device's
-units, registers, caches and clocks. On a GPU the forms are Triton kernels, on a CPU calls of numpy
-and torch on one core.
+Each lever is one computation in a slow and a fast variant that differ in one technique: control
+divergence, precision, fusion, recomputation, coalesced access, tiling. `card` lists the units,
+registers, caches and clocks of the device. On a GPU the variants are Triton kernels, on a CPU calls
+of NumPy and torch on one core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Levers(Study[LeversFlags, LeverCase]):
     name = "levers"
     title = "Levers"
     question = (
-        "What does each of the six ways to make a device fast gain on this one, how near does it"
-        " come to the limit, and what does the hardware do differently?"
+        "What does each of six optimization techniques gain on this device, how close does it come"
+        " to the limit, and what does the hardware do differently?"
     )
     examples = (
         "stepscope run levers",
@@ -41,11 +41,14 @@ class Levers(Study[LeversFlags, LeverCase]):
             LeverCase(lever=lever)
             if lever == CARD
             else LeverCase(
-                lever=lever, mib=flags.mib, rows=flags.rows, warmup=flags.warmup,
+                lever=lever,
+                mib=flags.mib,
+                rows=flags.rows,
+                warmup=flags.warmup,
                 rounds=flags.rounds,
             )
             for lever in flags.lever
-        )  # fmt: skip
+        )
 
     def measure(self, case: LeverCase, bench: Bench) -> Measurement:
         from stepscope.studies.levers.measure import measure_card, measure_lever
@@ -63,11 +66,9 @@ class Levers(Study[LeversFlags, LeverCase]):
         return levers_table(self.results(records), "headline")
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[LeversFlags]]:
-        whole = LeversFlags(rounds=5 if environment.device_kind == "cpu" else 20)
-        small = LeversFlags(mib=16, rounds=5) if environment.device_kind == "cpu" else whole
-        return {"quick": (small,)} | dict.fromkeys(
-            ("seeds", "cs336-2026", "h200", "full"), (whole,)
-        )
+        full = LeversFlags(rounds=5 if environment.device_kind == "cpu" else 20)
+        small = LeversFlags(mib=16, rounds=5) if environment.device_kind == "cpu" else full
+        return {"quick": (small,)} | dict.fromkeys(("seeds", "cs336-2026", "h200", "full"), (full,))
 
 
 STUDY = Levers()

@@ -15,20 +15,20 @@ _ROWS_STEP = 256
 
 
 class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to try."""
+    """Parameters of the study."""
 
     lever: tuple[str, ...] = NAMES
-    """card, divergence, precision, fusion, recomputation, coalescing, tiling."""
+    """Levers to measure: card, divergence, precision, fusion, recomputation, coalescing, tiling."""
     mib: int = 0
-    """Size of an array that streams through memory, in MiB; 0: 512 on a GPU, 32 on a CPU. It shows
-    the memory only where it is larger than the caches."""
+    """Array size of the memory-bound levers in MiB; 0 means 512 on a GPU and 32 on a CPU. It must
+    exceed the caches to measure the memory."""
     rows: int = 0
-    """Rows of the matrices, a multiple of 256; 0: 4096 on a GPU (tiling takes half of them), 512 on
-    a CPU."""
+    """Rows of the matrices, a multiple of 256; 0 means 4096 on a GPU (tiling uses half of them) and
+    512 on a CPU."""
     warmup: int = 1
-    """Rounds before the first sample."""
+    """Warm-up rounds before the first sample."""
     rounds: int = 20
-    """Samples of each form."""
+    """Samples of each variant."""
 
     def __post_init__(self) -> None:
         for name in self.lever:
@@ -45,7 +45,7 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):
-    """A lever in its two forms, or the card of the device, which has no sizes."""
+    """A lever in its two variants, or the device card, which has no sizes."""
 
     lever: str
     mib: int | None = None

@@ -1,4 +1,4 @@
-"""The levers in words: the two forms on a GPU and on a CPU, and what the hardware does."""
+"""Descriptions of the levers: the two variants on a GPU and a CPU, and the hardware mechanism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stepscope.analysis.waterfall import Cause
 
 
 class Words(NamedTuple):
-    """A lever on one kind of device."""
+    """Description of a lever on one kind of device."""
 
     slow: str
     fast: str
@@ -16,31 +16,33 @@ class Words(NamedTuple):
 
 
 class Lever(NamedTuple):
+    """An optimization technique and its descriptions."""
+
     title: str
     gpu: Words
     cpu: Words
     cause: Cause
-    """The part of a step's waterfall that it shortens."""
+    """The part of a step's waterfall that the technique shortens."""
     example: str
-    """Where a training step meets it."""
+    """Where it applies in a training step."""
     cached: bool = False
-    """Most of what its forms load comes from caches, whose rate is no ceiling here."""
+    """Whether most loads hit caches, for whose bandwidth there is no measured ceiling."""
 
 
 LEVERS: dict[str, Lever] = {
     "divergence": Lever(
         "Control divergence",
         Words(
-            "loops of 16 to 2048 turns, shuffled over the lanes",
+            "loops of 16 to 2048 iterations, shuffled over the lanes",
             "the same loops sorted by length",
-            "32 lanes of a warp share one instruction: a lane that is done waits, masked off, until"
-            " the longest loop of its warp ends; a warp of equal lengths leaves no lane idle",
+            "the 32 lanes of a warp share one instruction: a lane that has finished is masked off"
+            " until the longest loop of its warp ends; with equal lengths no lane idles",
         ),
         Words(
-            "both sides of a branch computed for all numbers, one kept",
-            "numbers sorted by side, each side computed where it is taken",
-            "a vector register holds neighbours and has one instruction for all of them: where"
-            " neighbours differ, both sides are computed for both",
+            "both sides of a branch computed for all elements, one selected",
+            "elements sorted by side, each side computed only where it is taken",
+            "a vector register holds neighbouring elements and executes one instruction for all of"
+            " them: where neighbours differ, both sides are computed for both",
         ),
         "matmuls below peak",
         "masked tiles of causal attention, padding of ragged batches",
@@ -48,34 +50,33 @@ LEVERS: dict[str, Lever] = {
     "precision": Lever(
         "Lower precision",
         Words(
-            "a matrix product in float32",
-            "the same product in bfloat16 (float16 before Ampere), summed in float32",
-            "float32 runs on the SM's ordinary lanes, one multiply-add each; 16-bit formats run on"
-            " its tensor cores, a block of the product an instruction, and take half the bytes",
+            "a matmul in float32",
+            "the same matmul in bfloat16 (float16 before Ampere), accumulated in float32",
+            "float32 runs on the CUDA cores of the SM, one multiply-add each; 16-bit dtypes run on"
+            " its tensor cores, one block of the matmul per instruction, and take half the bytes",
         ),
         Words(
-            "a matrix product in float64",
-            "the same product in float32",
-            "a vector register holds twice as many numbers of half the width, and as many more fit"
-            " in a cache line",
+            "a matmul in float64",
+            "the same matmul in float32",
+            "a vector register and a cache line hold twice as many elements of half the width",
         ),
         "matmuls below peak",
-        "a product in a wider format than it needs",
+        "a matmul in a wider dtype than necessary",
         cached=True,
     ),
     "fusion": Lever(
         "Operator fusion",
         Words(
-            "four elementwise operations, a kernel each",
-            "the same four in one kernel",
-            "between kernels a number goes to device memory and back; within one it stays in a"
-            " register of its lane",
+            "four elementwise operations, one kernel each",
+            "the same four operations in one kernel",
+            "between kernels a value is written to device memory and read back; within a kernel it"
+            " stays in a register",
         ),
         Words(
             "an activation (hard swish) in four calls",
-            "the same in one call",
-            "between calls a number goes through the caches to memory and back; within one it stays"
-            " in a register",
+            "the same activation in one call",
+            "between calls a value is written through the caches to memory and read back; within a"
+            " call it stays in a register",
         ),
         "memory-bound operations",
         "norms, activations, residual sums, casts, the optimizer",
@@ -83,34 +84,34 @@ LEVERS: dict[str, Lever] = {
     "recomputation": Lever(
         "Recomputation",
         Words(
-            "forward writes what the backward needs, backward reads it",
-            "backward makes it again from the input",
-            "arithmetic that waits for memory is free: making a number again in a register costs"
-            " less than fetching it, and the memory between the passes is not needed",
+            "the forward saves what the backward needs, and the backward reads it",
+            "the backward recomputes it from the input",
+            "arithmetic in a memory-bound kernel is free: recomputing a value in a register costs"
+            " less than loading it, and no memory is needed between the passes",
         ),
         Words(
-            "forward writes what the backward needs, backward reads it",
-            "backward makes it again from the input, chunk by chunk in the cache",
-            "a core has few lanes, so that making a number again takes about as long as fetching"
-            " it; what is saved is memory",
+            "the forward saves what the backward needs, and the backward reads it",
+            "the backward recomputes it from the input, chunk by chunk in the cache",
+            "a core has few vector lanes, so recomputing a value takes about as long as loading"
+            " it; the gain is memory",
         ),
         "memory-bound operations",
-        "attention that never writes its scores; checkpointing is the same for the sake of memory,"
-        " and is the waterfall's recomputation",
+        "flash attention, which never writes its scores; activation checkpointing does the same to"
+        " save memory, and is the recomputation of the waterfall",
     ),
     "coalescing": Lever(
         "Coalesced access",
         Words(
-            "neighbouring lanes read 32 bytes apart (records of eight fields)",
-            "neighbouring lanes read neighbouring words (a field after the other)",
-            "memory moves sectors of 32 bytes: a warp whose lanes are neighbours fetches 4 for its"
-            " 32 words, a warp whose lanes are 32 bytes apart fetches 32 for them",
+            "neighbouring lanes read 32 bytes apart (array of structs with eight fields)",
+            "neighbouring lanes read neighbouring words (struct of arrays)",
+            "memory moves sectors of 32 bytes: a warp that reads 32 neighbouring words loads 4"
+            " sectors, a warp that reads 32 words 32 bytes apart loads 32",
         ),
         Words(
-            "numbers read 64 bytes apart (records of sixteen fields)",
-            "neighbouring numbers read together (a field after the other)",
-            "memory moves whole cache lines: at 64 bytes apart a line is fetched for each number,"
-            " and vector loads are out of reach",
+            "elements read 64 bytes apart (array of structs with sixteen fields)",
+            "neighbouring elements read together (struct of arrays)",
+            "memory moves full cache lines: at 64 bytes apart one line is loaded for each element,"
+            " and vector loads are not possible",
         ),
         "casts and copies",
         "transposes, strided heads, copies to contiguous",
@@ -118,58 +119,69 @@ LEVERS: dict[str, Lever] = {
     "tiling": Lever(
         "Tiling",
         Words(
-            "a matrix product, a lane for each element, operands loaded for every multiply-add",
-            "the same product in tiles of 64 × 64 held by one SM",
-            "a tile in shared memory and registers is loaded once and used 64 times by the block"
-            " that holds it, so that the SM's lanes wait for arithmetic and no longer for memory",
+            "a matmul with one lane per output element, operands loaded for every multiply-add",
+            "the same matmul in tiles of 64 × 64, each computed by one SM",
+            "a tile in shared memory and registers is loaded once and used 64 times by its block,"
+            " so the SM is limited by arithmetic and no longer by memory",
         ),
         Words(
-            "a matrix product, row by row: the other matrix is read for each",
-            "the same product, 64 rows at a time",
-            "what is loaded into a register or the nearest cache serves 64 rows before it is thrown"
-            " out",
+            "a matmul row by row: the other matrix is read for each row",
+            "the same matmul, 64 rows at a time",
+            "a value loaded into a register or the nearest cache serves 64 rows before it is"
+            " evicted",
         ),
         "matmuls below peak",
-        "products of unfit shapes; attention in tiles, whose scores stay on the chip",
+        "matmuls of awkward shapes; tiled attention, whose scores stay on chip",
         cached=True,
     ),
 }
-"""In the order of the list that they come from."""
+"""Levers in the order of the tables."""
 
 CARD: dict[str, tuple[str, str]] = {
-    "sms": ("streaming multiprocessors (SMs)", "each runs many blocks' warps at once"),
-    "lanes_per_warp": ("lanes of a warp", "threads that share one instruction"),
-    "warps_per_sm": (
-        "warps an SM holds at most",
-        "others run while one waits for memory: occupancy is the share in use",
+    "sms": (
+        "streaming multiprocessors (SMs)",
+        "each runs the warps of several blocks concurrently",
     ),
-    "threads_per_sm": ("threads an SM holds at most", "lanes times warps"),
-    "blocks_per_sm": ("blocks an SM holds at most", "a block stays on the SM it started on"),
-    "threads_per_block": ("threads of a block at most", "they share memory and can wait together"),
+    "lanes_per_warp": ("lanes per warp", "threads that share one instruction"),
+    "warps_per_sm": (
+        "maximum warps per SM",
+        "other warps run while one waits for memory; occupancy is the share in use",
+    ),
+    "threads_per_sm": ("maximum threads per SM", "lanes times warps"),
+    "blocks_per_sm": ("maximum blocks per SM", "a block stays on the SM it started on"),
+    "threads_per_block": ("maximum threads per block", "they share memory and can synchronize"),
     "registers_per_sm": (
-        "registers of an SM, 32 bit",
-        "divided among its threads: a kernel that takes many leaves room for few warps",
+        "32-bit registers per SM",
+        "divided among its threads: a kernel that uses many registers runs fewer warps",
     ),
     "shared_bytes_per_sm": (
-        "shared memory of an SM", "on the chip, managed by the kernel: where tiles live",
+        "shared memory per SM",
+        "on chip, managed by the kernel; used for tiles",
     ),
-    "shared_bytes_per_block": ("shared memory of a block at most", "what one tile may take"),
+    "shared_bytes_per_block": ("maximum shared memory per block", "limits the size of a tile"),
     "cores": ("cores", "available to this process"),
-    "vector_bits": ("vector registers", "how many neighbours one instruction takes"),
-    "l1_bytes": ("first-level data cache, per core", "some four clocks away"),
-    "l2_bytes": ("second-level cache", "on a GPU shared by all SMs, on a CPU mostly of one core"),
+    "vector_bits": ("vector registers", "width of one vector instruction"),
+    "l1_bytes": ("first-level data cache, per core", "latency of about four cycles"),
+    "l2_bytes": (
+        "second-level cache",
+        "shared by all SMs on a GPU, usually private to a core on a CPU",
+    ),
     "l3_bytes": ("third-level cache", "shared by cores"),
-    "line_bytes": ("cache line", "the least that moves between memory and a cache"),
-    "clock_hz": ("highest clock", "under a power limit the device runs below it"),
+    "line_bytes": ("cache line", "the unit of transfer between memory and caches"),
+    "clock_hz": ("highest clock", "a power-limited device runs below it"),
     "memory_clock_hz": ("memory clock", ""),
-    "bus_bits": ("memory bus", "wires between chip and memory"),
-    "memory_rate": ("memory rate by clock and bus", "the limit above the measured one"),
+    "bus_bits": ("memory bus", "width of the memory interface"),
+    "memory_rate": (
+        "theoretical memory bandwidth",
+        "from clock and bus width; above the measured bandwidth",
+    ),
     "memory_bytes": ("memory", ""),
-    "power_limit_w": ("power limit", "above it the clock is lowered"),
-}  # fmt: skip
-"""Facts of a device card: what they are called, and what they mean for a kernel."""
+    "power_limit_w": ("power limit", "the clock is lowered to stay below it"),
+}
+"""Entries of the device card: title and meaning for a kernel."""
 
 
 def words(lever: str, device_kind: str) -> Words:
-    held = LEVERS[lever]
-    return held.gpu if device_kind == "cuda" else held.cpu
+    """Description of a lever on this kind of device."""
+    entry = LEVERS[lever]
+    return entry.gpu if device_kind == "cuda" else entry.cpu

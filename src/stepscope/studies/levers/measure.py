@@ -1,4 +1,4 @@
-"""Measuring a lever: both forms checked against float64, then timed in turns."""
+"""Measure a lever: check both variants against float64, then time them interleaved."""
 
 from __future__ import annotations
 
@@ -27,22 +27,27 @@ def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
 
     device = bench.device
     if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
-        raise CaseSkipped("on a GPU both forms are Triton kernels, and Triton is not here")
+        raise CaseSkipped("on a GPU both variants are Triton kernels, and Triton is not installed")
     elements = (case.mib or _MIB[device.kind]) << 18
     pair = make_pair(case.lever, device, elements, case.rows or _ROWS[device.kind])
-    found = [Quantity(name="work", value=pair.work, unit=pair.unit)]
+    measured = [Quantity(name="work", value=pair.work, unit=pair.unit)]
     truth = pair.truth()
-    for name, form in zip(FORMS, (pair.slow, pair.fast), strict=True):
-        form.run()
-        off = error(form.result(), truth)
-        if off > form.tolerance:
+    for name, variant in zip(FORMS, (pair.slow, pair.fast), strict=True):
+        variant.run()
+        largest = error(variant.result(), truth)
+        if largest > variant.tolerance:
             raise RuntimeError(
-                f"the {name} form is wrong: off by {off:.2g}, at most {form.tolerance:.2g} is right"
+                f"the {name} variant is wrong: its error is {largest:.2g}, above the tolerance of"
+                f" {variant.tolerance:.2g}"
             )
-        facts = {"error": (off, "1"), "moved": (form.moved, "B"), "flops": (form.flops, "FLOP")}
-        if form.kept is not None:
-            facts["kept"] = (form.kept, "B")
-        found += [
+        facts = {
+            "error": (largest, "1"),
+            "moved": (variant.moved, "B"),
+            "flops": (variant.flops, "FLOP"),
+        }
+        if variant.kept is not None:
+            facts["kept"] = (variant.kept, "B")
+        measured += [
             Quantity(name=fact, variant=name, value=value, unit=unit)
             for fact, (value, unit) in facts.items()
         ]
@@ -56,7 +61,7 @@ def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
     )
     return Measurement(
         series=timing.series,
-        quantities=tuple(found),
+        quantities=tuple(measured),
         readings=timing.readings,
         notes={"elements": str(elements)},
         attachments={"dtypes": {"slow": pair.slow.format, "fast": pair.fast.format}},

@@ -1,4 +1,4 @@
-"""Blocks of the levers study, from its records alone."""
+"""Report blocks of the levers study."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stepscope.studies.levers.cases import LeverCase
 from stepscope.studies.levers.catalog import CARD, LEVERS, Words, words
 
 NO_GAIN = 1.05
-"""A ratio below this is no gain."""
+"""Smallest speedup that counts as a gain."""
 
 
 class LeverRow:
-    """A lever that was measured."""
+    """A measured lever with derived values."""
 
     def __init__(self, result: Result[LeverCase]) -> None:
         self.record = result.record
@@ -35,7 +35,7 @@ class LeverRow:
 
     @property
     def unit(self) -> str:
-        """Of its rate."""
+        """Unit of its rate."""
         return next(f"{one.unit}/s" for one in self.record.quantities if one.name == "work")
 
     def ms(self, form: str) -> float:
@@ -51,17 +51,17 @@ class LeverRow:
         return (self.record.quantity("work") or 0.0) / (self.ms(form) * 1e-3)
 
     def share(self, form: str) -> float | None:
-        """The rate of useful work over the measured ceiling of its kind."""
+        """Rate of useful work over the measured ceiling of its kind."""
         moves = self.unit == "B/s"
-        limit = self._limit("memory.copy" if moves else f"matmul.{self._format(form)}")
+        limit = self._limit("memory.copy" if moves else f"matmul.{self._dtype(form)}")
         return None if limit is None else self.rate(form) / limit
 
     @property
     def expected(self) -> float | None:
-        """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
-        where the arithmetic is the same and the traffic that of caches."""
+        """Predicted speedup from FLOPs and memory traffic at the measured ceilings (roofline); None
+        where the FLOPs are the same and the traffic is served by caches."""
         arithmetic = {
-            (self._format(form), self.record.quantity("flops", variant=form))
+            (self._dtype(form), self.record.quantity("flops", variant=form))
             for form in ("slow", "fast")
         }
         if LEVERS[self.lever].cached and len(arithmetic) == 1:
@@ -76,7 +76,7 @@ class LeverRow:
         return self.record.quantity("kept", variant=form)
 
     def _ideal_s(self, form: str) -> float | None:
-        arithmetic = self._limit(f"matmul.{self._format(form)}")
+        arithmetic = self._limit(f"matmul.{self._dtype(form)}")
         memory = self._limit("memory.copy")
         flops, moved = (self.record.quantity(what, variant=form) for what in ("flops", "moved"))
         if arithmetic is None or memory is None or flops is None or moved is None:
@@ -85,16 +85,16 @@ class LeverRow:
             return flops / arithmetic
         return max(flops / arithmetic, moved / memory)
 
-    def _format(self, form: str) -> str:
+    def _dtype(self, form: str) -> str:
         return (self.record.attachment("dtypes", dict[str, str]) or {}).get(form, "float32")
 
     def _limit(self, name: str) -> float | None:
-        held = self.record.ceiling(name)
-        return None if held is None else held.value
+        ceiling = self.record.ceiling(name)
+        return None if ceiling is None else ceiling.value
 
 
 def lever_rows(results: Sequence[Result[LeverCase]]) -> list[LeverRow]:
-    """The measured levers in the order of the list."""
+    """The measured levers in the order of `LEVERS`."""
     order = list(LEVERS)
     done = [
         LeverRow(result)
@@ -129,60 +129,63 @@ def _finding(row: LeverRow) -> Finding:
     slow, fast = row.ms("slow"), row.ms("fast")
     words = row.words
     gain = row.gain
-    times = f"{duration(slow)} against {duration(fast)}"
+    times = f"{duration(slow)} vs {duration(fast)}"
     if gain >= NO_GAIN:
-        said = f"{row.title}: {number(gain, 3)}× faster ({times})"
+        text = f"{row.title}: {number(gain, 3)}× faster ({times})"
     elif gain > 1 / NO_GAIN:
-        said = f"{row.title}: no difference here ({times})"
+        text = f"{row.title}: no difference ({times})"
     else:
-        said = f"{row.title}: {number(1 / gain, 3)}× slower here ({times})"
+        text = f"{row.title}: {number(1 / gain, 3)}× slower ({times})"
     if row.expected is not None:
-        said += f"; {number(row.expected, 3)}× by arithmetic and traffic"
-    kept = row.kept("slow"), row.kept("fast")
-    if kept[0] is not None and kept[1] is not None:
-        said += f"; {bytes_(kept[1])} instead of {bytes_(kept[0])} kept for the backward"
-    pays = gain >= NO_GAIN or kept[0] is not None
+        text += f"; {number(row.expected, 3)}× predicted from FLOPs and memory traffic"
+    saved = row.kept("slow"), row.kept("fast")
+    if saved[0] is not None and saved[1] is not None:
+        text += f"; {bytes_(saved[1])} instead of {bytes_(saved[0])} saved for backward"
+    pays = gain >= NO_GAIN or saved[0] is not None
     why = words.hardware[:1].upper() + words.hardware[1:]
     return Finding(
         code="levers.gain",
         values={
-            "lever": row.lever, "slow_ms": slow, "fast_ms": fast, "gain": gain,
+            "lever": row.lever,
+            "slow_ms": slow,
+            "fast_ms": fast,
+            "gain": gain,
             "expected": row.expected,
         },
         records=(row.record.id,),
-        text=f"{said}.",
+        text=f"{text}.",
         conclusion=f"{why}.",
         tone="good" if pays else "warn",
-    )  # fmt: skip
+    )
 
 
 def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """How much arithmetic a byte must bring, on each device that is shown."""
+    """Report the ridge point of each device: FLOPs per byte of memory traffic."""
     seen = set()
     for record in records:
         name = record.environment.device_name
         memory = record.ceiling("memory.copy")
-        formats = {
-            form: held.value
-            for form in ("float32", "tf32", "float16", "bfloat16")
-            if (held := record.ceiling(f"matmul.{form}")) is not None
+        rates = {
+            dtype: ceiling.value
+            for dtype in ("float32", "tf32", "float16", "bfloat16")
+            if (ceiling := record.ceiling(f"matmul.{dtype}")) is not None
         }
-        # A format that the device emulates says nothing about it.
-        formats = {f: v for f, v in formats.items() if v >= formats.get("float32", 0.0)}
-        if name in seen or memory is None or not formats:
+        # Leave out dtypes that the device emulates, which are slower than float32.
+        rates = {d: v for d, v in rates.items() if v >= rates.get("float32", 0.0)}
+        if name in seen or memory is None or not rates:
             continue
         seen.add(name)
         parts = ", ".join(
-            f"{number(value / memory.value, 3)} in {form}" for form, value in formats.items()
+            f"{number(value / memory.value, 3)} in {dtype}" for dtype, value in rates.items()
         )
         yield Finding(
             code="levers.balance",
             values={"device": name}
-            | {form: value / memory.value for form, value in formats.items()},
+            | {dtype: value / memory.value for dtype, value in rates.items()},
             records=(record.id,),
             timed=False,
-            text=f"On {name} a byte of memory traffic takes as long as that many FLOPs of a matrix"
-            f" product: {parts}. Work with less arithmetic for each byte is memory-bound.",
+            text=f"Ridge point of {name} in FLOPs per byte of memory traffic: {parts}. Kernels with"
+            " a lower arithmetic intensity are memory-bound.",
         )
 
 
@@ -192,7 +195,7 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
         return None
     return table(
         name,
-        "Six levers: the slow form and the fast one",
+        "Six levers: slow and fast variant",
         rows,
         [
             col("lever", lambda r: r.title),
@@ -203,8 +206,8 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
                 "expected",
                 lambda r: r.expected,
                 unit="×",
-                hint="each form's arithmetic and traffic at the measured ceilings, whichever takes"
-                " longer; traffic that a cache serves costs less",
+                hint="roofline prediction: the longer of FLOPs and memory traffic at the measured"
+                " ceilings; traffic served by a cache costs less",
             ),
             col(
                 "slow rate",
@@ -214,17 +217,17 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
             col(
                 "fast rate",
                 lambda r: rate(r.rate("fast"), r.unit),
-                hint="the same work over the shorter time",
+                hint="the same work over the time of the fast variant",
             ),
             col("slow of ceiling", lambda r: r.share("slow"), "percent"),
             col("fast of ceiling", lambda r: r.share("fast"), "percent"),
             col("slow error", lambda r: r.error("slow"), "number", hint="against float64"),
             col("fast error", lambda r: r.error("fast"), "number", hint="against float64"),
         ],
-        caption="Medians of samples taken in turns. Ceilings: copy for bytes, matrix rate of the"
-        " form's format for FLOPs (of float64 that of float32, which is twice as high); on a CPU"
-        " they are those of all cores, and a form runs on one."
-        " Errors are the largest difference as a share of the largest number.",
+        caption="Medians of interleaved samples. Ceilings: copy bandwidth for bytes, matmul rate of"
+        " the variant's dtype for FLOPs (float64 uses that of float32, which is twice as high). On"
+        " a CPU, ceilings are measured on all cores, a variant runs on one core."
+        " Errors are the largest difference relative to the largest value.",
         details=lambda r: f"slow: {r.words.slow}\nfast: {r.words.fast}\n{r.words.hardware}",
     )
 
@@ -250,28 +253,28 @@ def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
         )
     yield Figure(
         name="levers-gains",
-        title="What each lever gains",
+        title="Gain of each lever",
         kind="bars",
         curves=tuple(curves),
         x_label="lever",
-        y_label="times as fast",
+        y_label="speedup",
     )
 
 
 def _hardware_table(rows: Sequence[LeverRow]) -> Table:
     return table(
         "levers-hardware",
-        "What the hardware does",
+        "Hardware mechanism of each lever",
         rows,
         [
             col("lever", lambda r: r.title),
-            col("slow form", lambda r: r.words.slow),
-            col("fast form", lambda r: r.words.fast),
+            col("slow variant", lambda r: r.words.slow),
+            col("fast variant", lambda r: r.words.fast),
             col("mechanism", lambda r: r.words.hardware),
             col(
                 "in the waterfall",
                 lambda r: LEVERS[r.lever].cause,
-                hint="the part of a step's time that it shortens",
+                hint="the part of a step's time that the lever shortens",
             ),
             col("in a training step", lambda r: LEVERS[r.lever].example),
         ],
@@ -281,16 +284,16 @@ def _hardware_table(rows: Sequence[LeverRow]) -> Table:
 def _card_table(record: Record, index: int) -> Table:
     facts = {one.name: one for one in record.quantities}
     lines = [
-        *((name, said, "") for name, said in record.required("card", dict[str, str]).items()),
+        *((name, text, "") for name, text in record.required("card", dict[str, str]).items()),
         *(
             (title, _fact(facts[name]), meaning)
             for name, (title, meaning) in CARD.items()
             if name in facts
         ),
         *(
-            (f"measured: {held.name}", rate(held.value, held.unit), held.detail)
-            for held in record.ceilings
-            if held.source == "measured"
+            (f"measured: {one.name}", rate(one.value, one.unit), one.detail)
+            for one in record.ceilings
+            if one.source == "measured"
         ),
     ]
     return table(
@@ -298,21 +301,21 @@ def _card_table(record: Record, index: int) -> Table:
         f"Device card: {record.environment.device_name}",
         lines,
         [
-            col("what", lambda line: line[0]),
-            col("here", lambda line: line[1]),
+            col("property", lambda line: line[0]),
+            col("value", lambda line: line[1]),
             col("meaning", lambda line: line[2]),
         ],
-        caption="As driver and system tell it; what they do not tell is left out.",
+        caption="As reported by the driver and the system; missing properties are left out.",
     )
 
 
-def _fact(held: Quantity) -> str:
-    match held.unit:
+def _fact(quantity: Quantity) -> str:
+    match quantity.unit:
         case "B":
-            return bytes_(held.value)
+            return bytes_(quantity.value)
         case "1":
-            return count(held.value)
+            return count(quantity.value)
         case "bit" | "W":
-            return f"{count(held.value)} {held.unit}"
+            return f"{count(quantity.value)} {quantity.unit}"
         case unit:
-            return rate(held.value, unit)
+            return rate(quantity.value, unit)

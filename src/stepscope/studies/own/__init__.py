@@ -1,11 +1,11 @@
-"""How does a model of your own train: time, memory, rate, and what changes with a setting?
+"""The own study: speed and memory of a user's model, and the effect of each setting.
 
     stepscope run own --model lab.net:build --batch 8 32 --dtype float32 bfloat16
 
-`build` is a function without arguments. It returns an `nn.Module` and a function that makes a
-batch: `make_batch(size, device)` gives what the model is called with, a dictionary for keywords, a
-tuple for several arguments. The loss is what the model returns: a scalar, something with a `loss`,
-or `(loss, …)`; a third function, `loss(output, batch)`, makes one of anything else.
+`build` is a function without arguments. It returns an `nn.Module` and a function that creates a
+batch: `make_batch(size, device)` returns the arguments of the model, as a dictionary for keyword
+arguments or a tuple for positional arguments. The model returns the loss: a scalar, an object with
+a `loss` attribute, or `(loss, …)`. For other outputs `build` also returns `loss(output, batch)`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,29 @@ class Own(Study[OwnFlags, OwnCase]):
 
     def cases(self, flags: OwnFlags) -> tuple[OwnCase, ...]:
         if not flags.model:
-            raise UsageError("there is no model", "name it: --model package.module:function")
+            raise UsageError("no model was given", "use --model package.module:function")
         return tuple(
             OwnCase(
-                model=flags.model, batch=batch, dtype=precision(dtype).name, compile=compiled,
-                optimizer=optimizer, attention=attention, checkpoint=checkpoint,
-                warmup=flags.warmup, steps=flags.steps, traced=flags.traced,
+                model=flags.model,
+                batch=batch,
+                dtype=precision(dtype).name,
+                compile=compiled,
+                optimizer=optimizer,
+                attention=attention,
+                checkpoint=checkpoint,
+                warmup=flags.warmup,
+                steps=flags.steps,
+                traced=flags.traced,
             )
             for batch, dtype, compiled, optimizer, attention, checkpoint in itertools.product(
-                flags.batch, flags.dtype, flags.compile, flags.optimizer, flags.attention,
+                flags.batch,
+                flags.dtype,
+                flags.compile,
+                flags.optimizer,
+                flags.attention,
                 flags.checkpoint,
             )
-        )  # fmt: skip
+        )
 
     def measure(self, case: OwnCase, bench: Bench) -> Measurement:
         from stepscope.studies.own.measure import measure_own

@@ -1,4 +1,4 @@
-"""A model from a function of the user's, checked before anything is measured."""
+"""Build a model from a user's function and check it before measuring."""
 
 from __future__ import annotations
 
@@ -18,62 +18,68 @@ Loss = Callable[[Any, Any], "torch.Tensor"]
 
 
 class Built(NamedTuple):
+    """A user's model, its batch function and its loss function."""
+
     model: torch.nn.Module
     make_batch: Callable[[int, torch.device], Any]
     loss: Loss | None
 
 
 def load(name: str) -> Callable[[], Any]:
-    """The function that `package.module:function` names."""
+    """Import the function named `package.module:function`."""
     module, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
             f"{module} cannot be imported: {in_one_line(error)}",
-            "run from its folder, or set PYTHONPATH",
+            "run from its folder or set PYTHONPATH",
         ) from error
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {in_one_line(error)}"
-        raise UsageError(f"{module} cannot be imported: {why}", "correct the module") from error
+        raise UsageError(f"{module} cannot be imported: {why}", "fix the module") from error
     for word in path.split("."):
-        if not hasattr(found, word):
+        if not hasattr(target, word):
             raise UsageError(f"{module} has no {path}", "give --model package.module:function")
-        found = getattr(found, word)
-    if not callable(found):
-        raise UsageError(f"{name} is a {type(found).__name__}", "it must be a function")
-    return found  # type: ignore[no-any-return]
+        target = getattr(target, word)
+    if not callable(target):
+        raise UsageError(f"{name} is a {type(target).__name__}", "it must be a function")
+    return target  # type: ignore[no-any-return]
 
 
 def build(name: str) -> Built:
+    """Call the user's function and check what it returns."""
     import torch
 
-    made = load(name)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    returned = load(name)()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise UsageError(
-            f"{name} returned {_described(made)}",
+            f"{name} returned {_described(returned)}",
             "it must return (model, make_batch) or (model, make_batch, loss)",
         )
-    model, make_batch, *rest = made
+    model, make_batch, *rest = returned
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"the model that {name} returned is {_described(model)}", "it must be an nn.Module"
+            f"the model returned by {name} is {_described(model)}", "it must be an nn.Module"
         )
     for what, function in (("make_batch", make_batch), *(("loss", one) for one in rest)):
         if not callable(function):
             raise UsageError(
-                f"the {what} that {name} returned is {_described(function)}",
+                f"the {what} returned by {name} is {_described(function)}",
                 "it must be a function",
             )
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"the model of {name} has no parameter to train", "build one that has")
+        raise UsageError(
+            f"the model of {name} has no trainable parameters",
+            "return a model with parameters that require gradients",
+        )
     return Built(model, make_batch, rest[0] if rest else None)
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """Keywords from a dictionary, several arguments from a tuple or list, one from the rest."""
+    """Call the model: a dictionary gives keywords, a tuple or list positional arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -84,41 +90,41 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 def _check_arguments(model: torch.nn.Module, batch: Sequence[Any]) -> None:
     try:
-        taken = inspect.signature(model.forward)
+        signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
         return
     try:
-        taken.bind(*batch)
+        signature.bind(*batch)
     except TypeError as error:
         raise UsageError(
-            f"a batch of {len(batch)} parts is {len(batch)} arguments, which the model's"
-            f" forward{taken} does not take: {error}",
-            "let make_batch return what the model is called with; `loss(outputs, batch)` gets the"
-            " same, and a dictionary becomes keywords",
+            f"a batch of {len(batch)} elements is passed as {len(batch)} arguments, which the"
+            f" model's forward{signature} does not accept: {error}",
+            "make_batch must return the arguments of the model, and a dictionary for keywords;"
+            " `loss(outputs, batch)` gets the same batch",
         ) from None
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None, name: str) -> torch.Tensor:
-    """A scalar that can be differentiated, from whatever the model returns."""
+    """Get the differentiable scalar loss from the output of the model."""
     import torch
 
     if loss is not None:
-        found: Any = loss(output, batch)
+        value: Any = loss(output, batch)
     elif isinstance(output, Mapping):
-        found = output.get("loss")
+        value = output.get("loss")
     elif hasattr(output, "loss"):
-        found = output.loss
+        value = output.loss
     elif isinstance(output, tuple | list) and output:
-        found = output[0]
+        value = output[0]
     else:
-        found = output
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        value = output
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
         raise UsageError(
-            f"the model of {name} returned {_described(output)}, which gives no loss",
-            "return a scalar, something with a loss, or (loss, …); or give build a third function,"
-            " loss(output, batch)",
+            f"the model of {name} returned {_described(output)}, which is not a loss",
+            "return a scalar, an object with a loss attribute or (loss, …), or return a third"
+            " function, loss(output, batch), from the build function",
         )
-    return found
+    return value
 
 
 def _described(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Flags and cases of a user's own model."""
+"""Flags and cases of a user's model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ CHECKPOINT = (AS_IS, "blocks")
 
 
 class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Your model and its settings: every combination of the values is a case."""
+    """A user's model and its settings; every combination of the values is a case."""
 
     model: str = ""
-    """package.module:function, importable from here (see PYTHONPATH). It is called without
-    arguments and returns an nn.Module, a function make_batch(size, device), and, where the model
-    does not give the loss itself, a function loss(outputs, batch). A batch that is a tuple is
-    several arguments of the model, a dictionary its keywords."""
+    """package.module:function, importable from the current folder (see PYTHONPATH). It is called
+    without arguments and returns an nn.Module, a function make_batch(size, device) and, if the
+    model does not return the loss, a function loss(outputs, batch). A batch that is a tuple becomes
+    positional arguments of the model, a dictionary becomes keyword arguments."""
     batch: tuple[int, ...] = (8,)
-    """The size that make_batch is asked for."""
+    """Batch sizes passed to make_batch."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
     compile: tuple[str, ...] = ("no",)
-    """torch.compile: no (eager), block (each entry of its ModuleLists alone), model (whole),
-    graphs (whole, replayed as CUDA graphs)."""
+    """torch.compile: no (eager), block (each entry of its ModuleLists separately), model (the full
+    model), graphs (the full model, replayed as CUDA graphs)."""
     optimizer: tuple[str, ...] = ("adamw",)
-    """adamw (torch's default), adamw-loop (tensor by tensor), adamw-fused, sgd, sgd-fused."""
+    """Optimizers: adamw (torch's default), adamw-loop (one tensor at a time), adamw-fused, sgd,
+    sgd-fused."""
     attention: tuple[str, ...] = ("as-is",)
-    """as-is, or fused: attention that the model writes out is done as one kernel."""
+    """Attention: as-is, or fused, which replaces naive attention by one fused kernel."""
     checkpoint: tuple[str, ...] = ("as-is",)
-    """as-is, or blocks: each entry of its ModuleLists runs again in the backward."""
+    """Activation checkpointing: as-is, or blocks, which checkpoints each entry of its
+    ModuleLists."""
     warmup: int = 5
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 10
-    """Samples without the profiler."""
+    """Number of samples, without the profiler."""
     traced: int = 3
     """Steps under the profiler."""
 
@@ -55,7 +57,7 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnStep(Case, frozen=True, kw_only=True):
-    """One training step of a user's model, fully named."""
+    """One training step of a user's model: all of its settings."""
 
     model: str
     batch: int
@@ -91,7 +93,7 @@ class OwnStep(Case, frozen=True, kw_only=True):
 
 
 def step_needs(dtype: str | None, compiled: str) -> tuple[str, ...]:
-    """What a machine must have for a dtype, if one is set, and a kind of compilation."""
+    """Machine features required by a dtype, if one is set, and by a compile setting."""
     return (
         *([] if dtype is None else [precision(dtype).compute]),
         *([] if compiled == "no" else ["compiler"]),
@@ -100,7 +102,7 @@ def step_needs(dtype: str | None, compiled: str) -> tuple[str, ...]:
 
 
 class OwnCase(OwnStep, frozen=True, kw_only=True):
-    """A step and how often it runs."""
+    """A step with its sampling parameters."""
 
     warmup: int
     steps: int

@@ -1,4 +1,4 @@
-"""Measures one case: timed as it is, FLOPs and storages counted once, then traced."""
+"""Measure one case: time it, count FLOPs and storages once, then trace it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def measure_own(case: OwnCase, bench: Bench) -> Measurement:
 
     device = bench.device
     step = own_step(case, device)
-    # While it is eager: the FLOPs are those of its attention too, fused or not.
-    found = [
+    # Count FLOPs while it is eager, so that attention counts, fused or not.
+    counted = [
         msgspec.structs.replace(one, name="batch") if one.name == "samples" else one
         for one in step.quantities()
     ]
@@ -42,36 +42,36 @@ def measure_own(case: OwnCase, bench: Bench) -> Measurement:
     )
     bench.progress(0, 1, "memory")
     if case.compile == "no":
-        ledger = _account(step)
+        ledger = _memory_ledger(step)
         largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
         attachments = {"ledger": ledger.peaks, "saved": largest}
         if device.kind == "cpu":
             peak = max(each.allocated for each in ledger.peaks)
     else:
         notes["memory_missing"] = (
-            "the model is compiled: what its kernels keep is not seen from outside"
+            "the model is compiled: tensors saved by its kernels are not visible"
         )
     if peak is not None:
-        found.append(Quantity(name="peak_bytes", value=peak, unit="B"))
+        counted.append(Quantity(name="peak_bytes", value=peak, unit="B"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
         traced = trace_step(step, device, case.key, steps=case.traced)
     return Measurement(
         series=(*timing.series, traced.series),
-        quantities=(*found, *energy),
+        quantities=(*counted, *energy),
         readings=timing.readings,
         notes=notes | traced.notes,
         attachments=attachments | traced.attachments,
     )
 
 
-def _account(step: UserStep) -> StorageLedger:
+def _memory_ledger(step: UserStep) -> StorageLedger:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.ledger import StorageLedger
 
-    place = step.device.torch_device
-    allocator = CudaAllocator(place) if step.device.kind == "cuda" else None
-    ledger = StorageLedger(place, allocator)
+    torch_device = step.device.torch_device
+    allocator = CudaAllocator(torch_device) if step.device.kind == "cuda" else None
+    ledger = StorageLedger(torch_device, allocator)
     ledger.count(step.inputs, INPUTS)
     account(ledger, step)
     return ledger

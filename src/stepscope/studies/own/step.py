@@ -1,4 +1,4 @@
-"""The training step of a user's model, in every study that takes one."""
+"""The training step of a user's model, for every study that accepts one."""
 
 from __future__ import annotations
 
@@ -22,39 +22,44 @@ if TYPE_CHECKING:
 
 
 class UserModel(NamedTuple):
-    """A user's model and the settings that it trains with."""
+    """A user's model and its training settings."""
 
     name: str
-    """package.module:function that builds it."""
+    """`package.module:function` that builds the model."""
     batch: int
     dtype: str
     optimizer: str
     compile: str = "no"
     compile_mode: str = "default"
     fuse_attention: bool = False
-    """Naive attention runs as one kernel."""
+    """Replace naive attention by one fused kernel."""
     checkpoint: bool = False
-    """Every entry of its ModuleLists is checkpointed."""
+    """Checkpoint every entry of its ModuleLists."""
     mode: Mode = "train-step"
 
 
 def own_step(case: OwnStep, device: Device) -> UserStep:
-    """The step of a case, not compiled yet."""
+    """Create the step of a case, not compiled yet."""
     graphs = case.compile == "graphs"
     return UserStep(
         UserModel(
-            name=case.model, batch=case.batch, dtype=case.dtype, optimizer=case.optimizer,
-            compile=case.compile, compile_mode="reduce-overhead" if graphs else "default",
-            fuse_attention=case.attention == "fused", checkpoint=case.checkpoint == "blocks",
+            name=case.model,
+            batch=case.batch,
+            dtype=case.dtype,
+            optimizer=case.optimizer,
+            compile=case.compile,
+            compile_mode="reduce-overhead" if graphs else "default",
+            fuse_attention=case.attention == "fused",
+            checkpoint=case.checkpoint == "blocks",
         ),
         device,
-    )  # fmt: skip
+    )
 
 
 class UserStep(TrainingStep):
-    """The forward includes the loss, which the model may return itself.
+    """Training step of a user's model, eager until `compile` is called.
 
-    Eager until `compile` is called.
+    The forward includes the loss, which the model may return itself.
     """
 
     def __init__(
@@ -82,9 +87,9 @@ class UserStep(TrainingStep):
         self.next_batch()
 
     def compile(self) -> None:
-        """Compile the model as its settings say."""
+        """Compile the model according to its settings."""
         if self._user.compile != "no" and self._attention is not None:
-            # Shows the masks of its attention, which the compiler cannot see.
+            # An eager forward records the attention masks, which the compiler cannot see.
             self._forward()
             self.reset()
         self.compile_model(self._user.compile, self._user.compile_mode, self._attention)
@@ -104,7 +109,7 @@ class UserStep(TrainingStep):
         return tuple(one for one in tree_leaves(self.batch) if isinstance(one, torch.Tensor))
 
     def token_count(self) -> int | None:
-        """Elements of the first input that holds integers in two dimensions."""
+        """Number of elements of the first two-dimensional integer input, or None."""
         sequences = (t for t in self.inputs if t.dim() == 2 and not t.is_floating_point())
         return next((one.numel() for one in sequences), None)
 
@@ -114,18 +119,18 @@ class UserStep(TrainingStep):
         return ModuleRanges([self.model]).entered()
 
     def quantities(self) -> tuple[Quantity, ...]:
-        found = {
+        values = {
             "parameters": (sum(p.numel() for p in self.model.parameters()), "parameters"),
             "samples": (self._user.batch, "samples"),
             "blocks": (len(blocks_of(self.model)), "blocks"),
             "flops": (self.flops, "FLOP"),
         }
-        return quantities(found)
+        return quantities(values)
 
     @cached_property
     def flops(self) -> int:
-        """Counted at the dispatcher in one step, which runs eagerly: compiled kernels are not seen
-        there."""
+        """FLOPs of one eager step, counted at the dispatcher, which does not see compiled
+        kernels."""
         import torch
 
         from stepscope.measure.flops import CountingFlops

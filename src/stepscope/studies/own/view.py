@@ -1,4 +1,4 @@
-"""Tables and figures of a user's own model."""
+"""Tables and figures of a user's model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _findings(lead: Watched) -> Iterator[Finding]:
 
 
 def _changes(done: Sequence[Own]) -> Iterator[Finding]:
-    """The first case against those that differ from it in one setting."""
+    """Compare the first case with those that differ from it in one setting."""
     for other in done[1:]:
         first = done[0]
         differ = [
@@ -61,29 +61,36 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
         peaks = [one.record.quantity("peak_bytes") for one in (first, other)]
         memory = ""
         if peaks[0] and peaks[1]:
-            memory = f", and its peak goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
+            memory = f", and the peak memory goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
         yield Finding(
             code="own.setting",
-            values={"setting": setting, "value": value, "base_value": base_value,
-                    "step_ms": after.median, "base_ms": before.median, "speedup": speedup,
-                    "peak_bytes": peaks[1], "base_peak_bytes": peaks[0]},
+            values={
+                "setting": setting,
+                "value": value,
+                "base_value": base_value,
+                "step_ms": after.median,
+                "base_ms": before.median,
+                "speedup": speedup,
+                "peak_bytes": peaks[1],
+                "base_peak_bytes": peaks[0],
+            },
             records=(first.record.id, other.record.id),
             text=f"With {setting} {value} instead of {base_value} a step takes"
             f" {duration(after.median)} instead of {duration(before.median)}:"
-            f" {number(speedup, 3)}× the speed{' for each sample' if setting == 'batch' else ''}"
+            f" {number(speedup, 3)}× the speed{' per sample' if setting == 'batch' else ''}"
             f"{memory}.",
             tone="good" if speedup > 1 else "info",
-        )  # fmt: skip
+        )
 
 
 def settings_table(results: Sequence[Own]) -> Table:
     def timed(one: Own) -> Interval | None:
-        found = step_ms(one.record)
-        return Interval(value=found.median, low=found.low, high=found.high) if found else None
+        step = step_ms(one.record)
+        return Interval(value=step.median, low=step.low, high=step.high) if step else None
 
     def samples(one: Own) -> float | None:
-        found = step_ms(one.record)
-        return 1e3 * one.case.batch / found.median if found else None
+        step = step_ms(one.record)
+        return 1e3 * one.case.batch / step.median if step else None
 
     changed = [
         name
@@ -92,7 +99,7 @@ def settings_table(results: Sequence[Own]) -> Table:
     ]
     return table(
         "own-settings",
-        "Your model with each setting",
+        "Settings of your model",
         results,
         [
             col("model", lambda r: r.case.model, key=True),
@@ -104,14 +111,27 @@ def settings_table(results: Sequence[Own]) -> Table:
             col("step", timed, unit="ms", hint="median with its 95 % interval"),
             col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
             col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),
-            col("update", lambda r: median_ms(r.record, "optimizer"), unit="ms",
-                hint="the optimizer's phase"),
+            col(
+                "update",
+                lambda r: median_ms(r.record, "optimizer"),
+                unit="ms",
+                hint="phase of the optimizer",
+            ),
             col("samples/s", samples, "number"),
-            col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
-                hint="counted by operator, eager"),
+            col(
+                "FLOP/s",
+                lambda r: achieved_flops(r.record),
+                "rate",
+                unit="FLOP/s",
+                hint="FLOPs counted by operator in an eager step",
+            ),
             col("MFU", lambda r: mfu(r.record), "percent"),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
-            col("energy", lambda r: r.record.quantity("joules"), unit="J",
-                hint="of a step, where it is counted"),
+            col(
+                "energy",
+                lambda r: r.record.quantity("joules"),
+                unit="J",
+                hint="per step, where the device counts it",
+            ),
         ],
-    )  # fmt: skip
+    )

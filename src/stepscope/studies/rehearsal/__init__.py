@@ -1,12 +1,12 @@
-"""What would this step take on ranks that one does not have?
+"""The rehearsal study: predicted time of a step on a cluster, from one recorded step.
 
     stepscope run rehearsal --size small --context 512 --dtype bfloat16
     stepscope rehearse --ranks 64 --link infiniband
 
-One step is recorded on this device: how long its phases take, and when each gradient is ready. The
-rest is replayed: reductions under a model of the links, for any number of ranks, strategy and
-bucket size. With --check-ranks the replay is compared with real ranks of this machine over gloo:
-their links are measured, the step is predicted, then run.
+One step is recorded on this device: the times of its phases and the time at which each gradient is
+ready. The reductions are simulated with a model of the links, for any number of ranks, strategy and
+bucket size. With --check-ranks the prediction is compared with real ranks on this machine over
+gloo: their links are measured, the step is predicted, then run.
 """
 
 from __future__ import annotations
@@ -30,31 +30,36 @@ from stepscope.studies.training.workload import case_of, workloads
 class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
     name = "rehearsal"
     title = "Rehearsal for a cluster"
-    question = "What would this step take on ranks that one does not have, and what would bound it?"
+    question = "How long would this step take on a cluster, and what would limit it there?"
     examples = (
         "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
         "stepscope run rehearsal --size tiny --context 32 --check-ranks 2 4",
     )
     flags = RehearsalFlags
     case = RehearsalCase
-    no_model = "its predictions come from the closed forms of the model here"
+    no_model = "its predictions use closed-form costs of Stepscope's own model"
 
     def cases(self, flags: RehearsalFlags) -> tuple[RehearsalCase, ...]:
-        made: list[RehearsalCase] = []
+        cases: list[RehearsalCase] = []
         for workload in workloads(flags, ("train-step",)):
-            made.append(
+            cases.append(
                 case_of(
                     workload, RecordingCase, steps=flags.steps, ranks=flags.ranks, link=flags.link
                 )
             )
-            made += (
+            cases += (
                 case_of(
-                    workload, CheckCase, steps=flags.steps, ranks=ranks, compute=flags.compute,
-                    bucket_mb=flags.bucket_mb, rounds=flags.rounds,
+                    workload,
+                    CheckCase,
+                    steps=flags.steps,
+                    ranks=ranks,
+                    compute=flags.compute,
+                    bucket_mb=flags.bucket_mb,
+                    rounds=flags.rounds,
                 )
                 for ranks in flags.check_ranks
-            )  # fmt: skip
-        return tuple(made)
+            )
+        return tuple(cases)
 
     def measure(self, case: RehearsalCase, bench: Bench) -> Measurement:
         from stepscope.studies.rehearsal.measure import measure_case
@@ -71,9 +76,15 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
         change = msgspec.structs.replace
         if environment.device_kind == "cpu":
             quick = RehearsalFlags(
-                size=("tiny",), context=(16,), batch=(1,), steps=5, check_ranks=(2,),
-                bucket_mb=(1.0,), rounds=5, compute="waits",
-            )  # fmt: skip
+                size=("tiny",),
+                context=(16,),
+                batch=(1,),
+                steps=5,
+                check_ranks=(2,),
+                bucket_mb=(1.0,),
+                rounds=5,
+                compute="waits",
+            )
         else:
             quick = modern
         return {

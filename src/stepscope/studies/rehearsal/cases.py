@@ -1,4 +1,4 @@
-"""Flags, cases and presets of rehearsals."""
+"""Flags and cases of the rehearsal study."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ Compute = Literal["auto", "real", "waits"]
 
 
 class Sampled(NamedTuple):
-    """What a series of the ranks is of."""
+    """Key of a series measured on ranks."""
 
     name: str
-    """`step`; of messages: `alone`, `burst`, `pack`, `packed`, `beside`; `issue`, `agree`."""
+    """`step`; for messages `alone`, `burst`, `pack`, `packed`, `beside`; `issue`, `agree`."""
     variant: str = ""
-    """The way of a step, or how many messages at once."""
+    """Strategy of a step, or number of concurrent messages."""
     size: int = 0
 
 
 def strategies(bucket_mb: Sequence[float]) -> list[tuple[Strategy, float]]:
-    """Strategies of the real ranks with their bucket sizes, which only `bucketed` uses."""
+    """Strategies run on real ranks with their bucket sizes, which only `bucketed` uses."""
     return [("naive", 1.0), ("flat", 1.0), ("overlap", 1.0), *(("bucketed", s) for s in bucket_mb)]
 
 
 class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to record, and which clusters the page answers for; `rehearse` answers for others."""
+    """The step to record and the clusters to predict in the report; `rehearse` predicts others."""
 
     steps: int = 10
-    """Steps to record."""
+    """Number of steps to record."""
     ranks: tuple[int, ...] = (8, 64, 1024)
     """Numbers of ranks to predict."""
     link: tuple[str, ...] = tuple(LINKS)
-    """Links to predict: nvlink, infiniband, ethernet."""
+    """Links of the predicted clusters: nvlink, infiniband, ethernet."""
     check_ranks: tuple[int, ...] = ()
-    """Numbers of real ranks, over gloo on this machine, to hold the prediction against."""
+    """Numbers of real ranks on this machine, over gloo, to compare with the prediction."""
     bucket_mb: tuple[float, ...] = (1.0, 4.0)
-    """Bucket sizes of the real ranks, in MiB."""
+    """Bucket sizes on the real ranks, in MiB."""
     compute: Compute = "auto"
-    """Real ranks compute, or wait as long as was recorded; auto waits below two cores a rank."""
+    """Real ranks compute (real) or wait for the recorded time (waits); auto waits if there are less
+    than two cores per rank."""
     rounds: int = 9
-    """Samples of each way on the real ranks."""
+    """Samples of each strategy on the real ranks."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "check_ranks"):
@@ -58,14 +59,14 @@ class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
             if link not in LINKS:
                 raise unknown_name("link", link, LINKS)
         if not (self.ranks and self.link):
-            raise UsageError("there is no cluster to predict", "give --ranks and --link a value")
+            raise UsageError("no cluster to predict", "give --ranks and --link a value")
         check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
         if self.steps < 1 or self.rounds < 1:
             raise UsageError("steps and rounds must be at least 1")
 
 
 class RecordingCase(Workload, frozen=True, kw_only=True, tag_field="kind", tag="recording"):
-    """A step to record, and the clusters that its section of the page predicts."""
+    """A step to record and the clusters to predict for it."""
 
     steps: int
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A prediction compared with real ranks: their links fitted, each way predicted and run. Pure."""
+"""Compare predictions with real ranks: fit their links, predict each strategy, compare steps."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
 
 
 class Row(NamedTuple):
+    """Predicted and measured step of one strategy."""
+
     way: str
     predicted_ms: float
     measured: Summary
@@ -31,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The link as it was measured, and every way as it was predicted on it and run."""
+    """The measured link, and the predicted and measured step of every strategy."""
 
     channel: MeasuredChannel
     upkeep: Upkeep
@@ -43,15 +45,17 @@ class Verdict(NamedTuple):
 
 
 class Check(NamedTuple):
+    """A comparison of predictions with real ranks, and its record."""
+
     record: Record
     case: CheckCase
     verdict: Verdict
 
     @property
     def title(self) -> str:
-        how = "waiting" if self.record.notes.get("compute") == "waits" else "computing"
+        activity = "waiting" if self.record.notes.get("compute") == "waits" else "computing"
         return (
-            f"{self.case.size} at context {self.case.context} on {self.case.ranks} {how} ranks"
+            f"{self.case.size} at context {self.case.context} on {self.case.ranks} {activity} ranks"
             f" over {self.record.notes.get('backend', 'gloo')}"
         )
 
@@ -67,16 +71,16 @@ def check_of(record: Record, case: CheckCase) -> Check | None:
 def judge(
     recording: Recording, series: Iterable[Series], bucket_mb: Sequence[float]
 ) -> Verdict | None:
-    """Predictions next to samples of real ranks; None where the link was not measured."""
+    """Compare predictions with samples of real ranks; None if the link was not measured."""
     slowest = _slowest(series)
-    medians = {what: held.median for what, held in slowest.items()}
+    medians = {what: summary.median for what, summary in slowest.items()}
     alone = {size: ms for (size, _), ms in _sized(medians, "alone").items()}
     packs = {size: ms for (size, _), ms in _sized(medians, "pack").items()}
     bursts = _sized(medians, "burst")
     channel = measured_channel(alone, bursts)
     pack = fit_link(list(packs), list(packs.values()))
-    still = slowest.get(Sampled("step", ALONE))
-    if channel is None or still is None:
+    baseline = slowest.get(Sampled("step", ALONE))
+    if channel is None or baseline is None:
         return None
     issue = medians.get(Sampled("issue"), 0.0)
     slowed, drag = _contention(medians, alone, packs, issue)
@@ -93,17 +97,22 @@ def judge(
         way = name_of(strategy, size)
         measured = slowest.get(Sampled("step", way))
         if measured is not None:
-            told = replay(recording, strategy, channel, size, upkeep)
-            exposed = measured.median - still.median
-            rows.append(Row(way, told.step_ms, measured, told.exposed_ms, exposed))
+            predicted = replay(recording, strategy, channel, size, upkeep)
+            exposed = measured.median - baseline.median
+            rows.append(Row(way, predicted.step_ms, measured, predicted.exposed_ms, exposed))
     return Verdict(channel, upkeep, tuple(rows)) if rows else None
 
 
 def _contention(
-    medians: Mapping[Sampled, float], alone: Mapping[int, float], packs: Mapping[int, float],
+    medians: Mapping[Sampled, float],
+    alone: Mapping[int, float],
+    packs: Mapping[int, float],
     issue: float,
-) -> tuple[float, float]:  # fmt: skip
-    """What packing beside a reduction and that reduction cost each other, over all sizes."""
+) -> tuple[float, float]:
+    """Mutual slowdown of packing and a concurrent reduction, over all sizes.
+
+    Returns the slowdown factor of packing and the delay of the reduction per ms of packing.
+    """
     packed, both = _sized(medians, "packed"), _sized(medians, "beside")
     known = [(size, count) for size, count in packed if size in alone and size in packs]
     work = sum(count * packs[size] for size, count in known)
@@ -115,19 +124,19 @@ def _contention(
 
 
 def _slowest(series: Iterable[Series]) -> dict[Sampled, Summary]:
-    """Of everything that the ranks measured: the slowest rank of each round."""
-    held: dict[Sampled, list[tuple[float, ...]]] = {}
+    """Summaries of everything measured on ranks, by the slowest rank of each round."""
+    by_rank: dict[Sampled, list[tuple[float, ...]]] = {}
     for one in series:
         if one.variant or one.size or one.name in ("issue", "agree"):
-            held.setdefault(Sampled(one.name, one.variant, one.size), []).append(one.values)
+            by_rank.setdefault(Sampled(one.name, one.variant, one.size), []).append(one.values)
     return {
         what: summarize([max(values) for values in zip(*ranks, strict=True)])
-        for what, ranks in held.items()
+        for what, ranks in by_rank.items()
     }
 
 
 def _sized(medians: Mapping[Sampled, float], kind: str) -> dict[tuple[int, int], float]:
-    """By size and number of messages."""
+    """Medians of a kind by size and number of messages."""
     return {
         (what.size, int(what.variant or 1)): ms for what, ms in medians.items() if what.name == kind
     }
@@ -139,44 +148,54 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
         yield Finding(
             code="rehearsal.prediction-error",
             values={
-                "strategy": worst.way, "error": worst.error, "predicted_ms": worst.predicted_ms,
+                "strategy": worst.way,
+                "error": worst.error,
+                "predicted_ms": worst.predicted_ms,
                 "measured_ms": worst.measured.median,
             },
-            text=f"{check.title}: predicted steps are off by {percent(abs(worst.error))} at most"
-            f" ({worst.way}: {duration(worst.predicted_ms)} predicted,"
-            f" {duration(worst.measured.median)} measured). The link as measured:"
-            f" {duration(line.latency_ms)} a reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')},"
-            f" which single sizes miss by up to {percent(line.residual)}.",
+            text=f"{check.title}: the error of predicted steps is at most"
+            f" {percent(abs(worst.error))} ({worst.way}: {duration(worst.predicted_ms)} predicted,"
+            f" {duration(worst.measured.median)} measured). The measured link has a latency of"
+            f" {duration(line.latency_ms)} per reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')}"
+            f" (residual of at most {percent(line.residual)}).",
             conclusion=_contention_words(check.verdict.upkeep),
             records=(check.record.id,),
-        )  # fmt: skip
+        )
 
 
 def _contention_words(upkeep: Upkeep) -> str:
     if upkeep.slowed == 1.0 and upkeep.drag == 0.0:
         return ""
     return (
-        f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long beside a reduction, and"
-        f" every ms of it holds the reduction up by {number(upkeep.drag, 2)} ms."
+        f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long during a reduction, and"
+        f" every ms of packing delays the reduction by {number(upkeep.drag, 2)} ms."
     )
 
 
 def check_table(checks: Sequence[Check]) -> Table:
     return table(
         "rehearsal-checks",
-        "Predicted against real ranks",
+        "Predicted and measured steps on real ranks",
         [(check.title, row) for check in checks for row in check.verdict.rows],
         [
             col("case", lambda r: r[0]),
-            col("way", lambda r: r[1].way),
+            col("strategy", lambda r: r[1].way),
             col("predicted", lambda r: r[1].predicted_ms, unit="ms"),
-            col("measured", lambda r: interval(r[1].measured), unit="ms",
-                hint="the slowest rank, median with its 95 % interval"),
+            col(
+                "measured",
+                lambda r: interval(r[1].measured),
+                unit="ms",
+                hint="the slowest rank, median with its 95 % interval",
+            ),
             col("error", lambda r: r[1].error, "percent"),
             col("exposed, predicted", lambda r: r[1].exposed_predicted_ms, unit="ms"),
-            col("exposed, measured", lambda r: r[1].exposed_measured_ms, unit="ms",
-                hint="step minus the step without communication on the same ranks"),
+            col(
+                "exposed, measured",
+                lambda r: r[1].exposed_measured_ms,
+                unit="ms",
+                hint="step minus the step without communication on the same ranks",
+            ),
         ],
-        caption="Links and steps are measured in turns in the same ranks; no step enters its"
-        " prediction.",
-    )  # fmt: skip
+        caption="Links and steps are measured interleaved on the same ranks; predictions do not use"
+        " the measured steps.",
+    )

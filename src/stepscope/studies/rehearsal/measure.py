@@ -1,6 +1,6 @@
-"""Records a step, and runs it on real ranks interleaved with samples of their links.
+"""Record a step, and run it on real ranks interleaved with samples of their links.
 
-Loads without torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 WARMUP = 2
 BURST = 8
-"""Small messages at once, to see how they hold each other up; of large ones there are two."""
+"""Concurrent small messages, to measure how they delay each other; large ones come in twos."""
 LARGEST_BURST = 2**21
 REPEATS = 4
-"""Messages one after the other, of the sizes of which there are several."""
+"""Consecutive messages of the sizes that have several."""
 SMALLEST = 2**12
 REST_S = 0.01
-"""Before each start: in a step, too, reductions begin on ranks that were busy with other things."""
+"""Pause before each start: in a step, too, reductions begin on ranks that were busy otherwise."""
 SPIN_S = 2e-4
-"""A sleep may end late by about this; the rest is spent awake."""
+"""A sleep may end late by about this; the remaining time is a busy wait."""
 
 
 Step = Callable[[], float]
-"""Runs one step; its time in ms."""
+"""Run one step and return its time in ms."""
 Samples = dict[Sampled, list[float]]
-"""Of one rank, in ms."""
+"""Samples of one rank, in ms."""
 
 
 def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
@@ -80,7 +80,7 @@ def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with as many threads as one of the ranks will have."""
+    """Compute with the number of threads that each rank will have."""
     import torch
 
     before = torch.get_num_threads()
@@ -94,10 +94,11 @@ def _threads(count: int) -> Iterator[None]:
 def record_step(
     workload: Workload, device: Device, steps: int, progress: Callable[[int, int], None]
 ) -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+    """Record the times of the phases and of each gradient."""
     from stepscope.measure.gradients import record_gradients
 
     if workload.graph or workload.fuses_loss:
-        raise CaseSkipped("a rehearsal needs forward, loss and backward one by one")
+        raise CaseSkipped("a rehearsal needs separate forward, loss and backward phases")
     step = make_step(workload, device)
     forward, loss, backward, optimizer = step.phases()
 
@@ -118,7 +119,7 @@ def record_step(
     )
     missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
     if missing:
-        raise CaseSkipped(f"the backward does not reach {missing[0]}")
+        raise CaseSkipped(f"the backward computes no gradient of {missing[0]}")
     ready_times = tuple(
         ReadyTimes(
             name=name,
@@ -130,9 +131,13 @@ def record_step(
         for (name, parameter), ready in zip(named, times.ready, strict=True)
     )
     clock: Clock = "device" if device.kind == "cuda" else "host"
-    whole = [sum(parts) for parts in zip(*times[:3], strict=True)]
-    phases = {"step": whole, "forward": times.forward, "backward": times.backward,
-              "optimizer": times.optimizer}  # fmt: skip
+    steps_ms = [sum(parts) for parts in zip(*times[:3], strict=True)]
+    phases = {
+        "step": steps_ms,
+        "forward": times.forward,
+        "backward": times.backward,
+        "optimizer": times.optimizer,
+    }
     series = tuple(
         Series(name=name, unit="ms", clock=clock, values=tuple(values))
         for name, values in phases.items()
@@ -156,7 +161,7 @@ def _run_on_ranks(case: CheckCase, recording: Recording, threads: int) -> tuple[
 
 
 def series_of(results: Sequence[Samples]) -> tuple[Series, ...]:
-    """From what `run_ways` returned on each rank."""
+    """Series from what `run_ways` returned on each rank."""
     return tuple(
         Series(**what._asdict(), unit="ms", rank=rank, values=tuple(samples[what]))
         for what in results[0]
@@ -165,38 +170,40 @@ def series_of(results: Sequence[Samples]) -> tuple[Series, ...]:
 
 
 def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
-    """On each rank. A round has a step of each way, in an order that changes, and a sample of the
-    channel."""
+    """Run all strategies; runs on each rank.
+
+    A round has one step of each strategy, in shuffled order, and one sample of the channel.
+    """
     import torch.distributed as dist
 
-    ways = (
-        computing_ways(world, case)
+    steps = (
+        computing_steps(world, case)
         if case.compute == "real"
-        else waiting_ways(recording, case.bucket_mb)
+        else waiting_steps(recording, case.bucket_mb)
     )
     probe = Probe(world, recording.gradient_bytes)
-    samples: Samples = {Sampled("step", name): [] for name in ways}
+    samples: Samples = {Sampled("step", name): [] for name in steps}
     shuffle = random.Random(0).shuffle
-    order = list(ways)
+    order = list(steps)
     number = 0
-    for taken in range(-WARMUP, case.rounds):
+    for round_number in range(-WARMUP, case.rounds):
         shuffle(order)
-        found: dict[Sampled, float] = {}
+        times: dict[Sampled, float] = {}
         for name in order:
             world.step(number)
             number += 1
-            found[Sampled("step", name)] = ways[name]()
+            times[Sampled("step", name)] = steps[name]()
         world.step(number)
         number += 1
-        found |= probe.sample()
-        for what, ms in found.items() if taken >= 0 else ():
+        times |= probe.sample()
+        for what, ms in times.items() if round_number >= 0 else ():
             samples.setdefault(what, []).append(ms)
     dist.barrier()
     return samples
 
 
-def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
-    """Reductions are real, compute is waited for as long as it was recorded to take."""
+def waiting_steps(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
+    """Strategies with real reductions, whose compute waits for the recorded time."""
     from stepscope.measure.simulated_step import Due, WaitingStep
     from stepscope.parallel import DDP
 
@@ -210,7 +217,7 @@ def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, 
             recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms, like
         )
 
-    def way(own: WaitingStep, model: Any) -> Step:
+    def step_of(own: WaitingStep, model: Any) -> Step:
         def step() -> float:
             began = start_together()
             model().backward()
@@ -222,30 +229,30 @@ def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, 
         return step
 
     plain = make()
-    ways = {ALONE: way(plain, plain)}
+    steps = {ALONE: step_of(plain, plain)}
     for strategy, size in strategies(bucket_mb):
         own = make(plain)
         wrapped = DDP(own, strategy, size)
         own.count_hooks()
-        ways[name_of(strategy, size)] = way(own, wrapped)
-    return ways
+        steps[name_of(strategy, size)] = step_of(own, wrapped)
+    return steps
 
 
-def computing_ways(world: World, case: CheckCase) -> dict[str, Step]:
-    """The recorded model itself on every rank, each with the recorded batch."""
+def computing_steps(world: World, case: CheckCase) -> dict[str, Step]:
+    """Strategies that run the recorded model on every rank, each with the recorded batch."""
     model, fed = ddp.make_model(world, case, case.batch, case.dtype)
     return {
-        way.name: lambda way=way: ddp.one_step(world, way, fed)["step"]  # type: ignore[misc]
-        for way in ddp.make_ways(model, case.dtype, case.bucket_mb)
-        if way.name != TORCH
+        one.name: lambda one=one: ddp.one_step(world, one, fed)["step"]  # type: ignore[misc]
+        for one in ddp.make_strategies(model, case.dtype, case.bucket_mb)
+        if one.name != TORCH
     }
 
 
 def start_together() -> float:
-    """A moment at which every rank goes on; all are on one machine and share its clock.
+    """Wait for a common start time; all ranks are on one machine and share its clock.
 
-    Ranks leave a barrier one after the other, as far apart as a small message takes, and the first
-    would count its wait for the last.
+    Ranks leave a barrier one after the other, apart by about the latency of a small message, and
+    the first would include its wait for the last.
     """
     import torch
     import torch.distributed as dist
@@ -254,7 +261,7 @@ def start_together() -> float:
     arrived = time.monotonic()
     latest = torch.tensor([arrived], dtype=torch.float64)
     dist.all_reduce(latest, op=dist.ReduceOp.MAX)
-    # As long again as that exchange took is left for the ranks that hear of it last.
+    # Leave a multiple of the duration of that exchange for the ranks that finish it last.
     took = torch.tensor([time.monotonic() - float(latest)], dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     start = float(latest) + 4 * float(took) + REST_S
@@ -264,7 +271,7 @@ def start_together() -> float:
 
 
 class Probe:
-    """Samples of the channel that the steps use, at sizes between 4 KiB and all gradients."""
+    """Samples of the channel that the steps use, from 4 KiB to the size of all gradients."""
 
     def __init__(self, world: World, most_bytes: int) -> None:
         import torch
@@ -280,36 +287,36 @@ class Probe:
     def sample(self) -> dict[Sampled, float]:
         import torch.distributed as dist
 
-        found: dict[Sampled, float] = {}
+        times: dict[Sampled, float] = {}
         for size, messages in self._messages.items():
             began = start_together()
             for message in messages[:REPEATS]:
                 dist.all_reduce(message)
-            found[Sampled("alone", size=size)] = _since(began) / len(messages[:REPEATS])
-            found[Sampled("pack", size=size)] = self._pack(size, messages[:REPEATS])
+            times[Sampled("alone", size=size)] = _since(began) / len(messages[:REPEATS])
+            times[Sampled("pack", size=size)] = self._pack(size, messages[:REPEATS])
             if len(messages) > 1:
                 issued, done = self._burst(messages)
-                found[Sampled("burst", str(len(messages)), size)] = done
+                times[Sampled("burst", str(len(messages)), size)] = done
                 if size == self.sizes[0]:
-                    found[Sampled("issue")] = issued / len(messages)
+                    times[Sampled("issue")] = issued / len(messages)
             packed, both = self._beside(size, messages[:REPEATS])
-            found[Sampled("packed", str(REPEATS), size)] = packed
-            found[Sampled("beside", str(REPEATS), size)] = both
-        found[Sampled("agree")] = self._agree()
-        return found
+            times[Sampled("packed", str(REPEATS), size)] = packed
+            times[Sampled("beside", str(REPEATS), size)] = both
+        times[Sampled("agree")] = self._agree()
+        return times
 
     def _pack(self, size: int, messages: list[Tensor]) -> float:
-        """Scaling new gradients into a bucket, as all ranks do at the same time, for each."""
+        """Time per gradient of scaling gradients into a bucket, on all ranks at the same time."""
         import torch
 
-        made = [message.clone() for message in messages]
+        gradients = [message.clone() for message in messages]
         began = start_together()
-        for gradient in made:
+        for gradient in gradients:
             torch.mul(gradient, 0.5, out=self._buckets[size])
-        return _since(began) / len(made)
+        return _since(began) / len(gradients)
 
     def _burst(self, messages: list[Tensor]) -> tuple[float, float]:
-        """All at once: until they are issued, and until they are done."""
+        """Times until concurrent messages are issued and until they are finished."""
         import torch.distributed as dist
 
         began = start_together()
@@ -320,33 +327,33 @@ class Probe:
         return issued, _since(began)
 
     def _beside(self, size: int, messages: list[Tensor]) -> tuple[float, float]:
-        """Scaling gradients while a reduction is under way: until that is done, and until both."""
+        """Times of scaling gradients during a reduction: until scaled, and until both finished."""
         import torch
         import torch.distributed as dist
 
-        made = [message.clone() for message in messages]
+        gradients = [message.clone() for message in messages]
         began = start_together()
         work = dist.all_reduce(messages[0], async_op=True)
         for number in range(REPEATS):
-            torch.mul(made[number % len(made)], 0.5, out=self._buckets[size])
+            torch.mul(gradients[number % len(gradients)], 0.5, out=self._buckets[size])
         packed = _since(began)
         work.wait()
         return packed, _since(began)
 
     def _agree(self) -> float:
-        """The exchange that ends a backward: a small all-gather."""
+        """Time of the small all-gather at the end of a backward."""
         import torch
         import torch.distributed as dist
 
         own = torch.zeros(64, dtype=torch.int64)
-        held = [torch.empty_like(own) for _ in range(self._world.size)]
+        gathered = [torch.empty_like(own) for _ in range(self._world.size)]
         began = start_together()
-        dist.all_gather(held, own)
+        dist.all_gather(gathered, own)
         return _since(began)
 
 
 def probe_sizes(most_bytes: int) -> tuple[int, ...]:
-    """From 4 KiB on by factors of sixteen; half of the largest message there can be, and that."""
+    """Sizes from 4 KiB by factors of 16, then half of the largest message, then the largest."""
     sizes = [SMALLEST]
     while sizes[-1] * 16 < most_bytes // 4:
         sizes.append(sizes[-1] * 16)

@@ -1,4 +1,4 @@
-"""What is rehearsed, from a record, and the clusters that are asked about. Pure."""
+"""The recorded step of a rehearsal, the clusters to predict and the predictions."""
 
 from __future__ import annotations
 
@@ -33,35 +33,41 @@ from stepscope.studies.training.workload import Workload
 _HALF = 2
 _BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}
 ABOVE = 0.2
-"""The share of a step from which on exposed communication is said not to pay."""
+"""Share of exposed communication above which scaling is reported as not worthwhile."""
 
 
 class Subject(NamedTuple):
+    """A recorded step with everything that predictions need."""
+
     name: str
     record: str
-    """The id of its record."""
+    """Id of its record."""
     case: str
     device: str
     recording: Recording
     model: ModelConfig
     batch: float
-    """Sequences of each rank."""
+    """Sequences per rank."""
     upkeep: Upkeep
     flops_per_s: float
-    """Of forward and backward as they were recorded."""
+    """Rate of the recorded forward and backward."""
     activation_bytes: int
-    """Of one element of an activation."""
+    """Bytes per element of an activation."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one element of a gradient."""
+        """Bytes per element of a gradient."""
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
     def finding(
-        self, what: str, text: str, values: dict[str, Value], conclusion: str = "",
+        self,
+        what: str,
+        text: str,
+        values: dict[str, Value],
+        conclusion: str = "",
         tone: Tone = "info",
-    ) -> Finding:  # fmt: skip
-        """That rests on the recording."""
+    ) -> Finding:
+        """Finding based on the recording."""
         return Finding(
             code=f"rehearsal.{what}",
             values=values,
@@ -86,7 +92,7 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
         recording=recording,
         model=workload.model(),
         batch=float(workload.batch),
-        # A gradient is read and written when it is scaled into its bucket.
+        # Scaling a gradient into its bucket reads and writes it.
         upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
         flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
         activation_bytes=_BYTES[precision(workload.dtype).compute],
@@ -94,7 +100,7 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
 
 
 class Network(NamedTuple):
-    """A kind of link, at any number of ranks."""
+    """A kind of link and the clusters that it connects, by number of ranks."""
 
     name: str
     cluster_of: Callable[[int], Cluster]
@@ -105,17 +111,19 @@ def preset_network(link: str) -> Network:
 
 
 class Question(NamedTuple):
+    """The clusters, strategies and bucket sizes to predict."""
+
     networks: tuple[Network, ...]
     ranks: tuple[int, ...]
     bucket_mb: tuple[float, ...] = BUCKETS_MB
     strategies: tuple[str, ...] = ALL
     above: float = ABOVE
     tensor: int = 0
-    """Degree of tensor parallelism inside of 2-D; 0 for a node."""
+    """Degree of tensor parallelism within 2-D parallelism; 0 for the size of a node."""
 
 
 class Prediction(NamedTuple):
-    """One cluster: every strategy, the bucketed ones at the best size."""
+    """Predictions for one cluster: all strategies, bucketed ones at the best bucket size."""
 
     network: Network
     ranks: int
@@ -162,12 +170,16 @@ def closed_forms(
     subject: Subject, question: Question, network: Network, ranks: int
 ) -> tuple[ParallelStrategy, ...]:
     cluster = network.cluster_of(ranks)
-    # A tensor group stays inside a node where there are nodes.
+    # A tensor-parallel group stays within a node if there are nodes.
     has_nodes = 1 < cluster.per_node < ranks
     node = cluster.per_node if has_nodes else NODE
     divided = math.gcd(ranks, node) if has_nodes else ranks
     tensor = question.tensor or largest_tensor(subject.model, divided, node)
     return parallel_strategies(
-        subject.model, cluster, subject.flops_per_s, subject.gradient_bytes,
-        subject.activation_bytes, tensor,
-    )  # fmt: skip
+        subject.model,
+        cluster,
+        subject.flops_per_s,
+        subject.gradient_bytes,
+        subject.activation_bytes,
+        tensor,
+    )

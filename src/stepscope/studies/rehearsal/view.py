@@ -1,4 +1,4 @@
-"""The section of the report: what is predicted, and how right predictions were. Pure."""
+"""Report blocks of rehearsals: predictions, and their errors on real ranks."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def rehearsal_blocks(
 
 
 def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Block]:
-    """The findings, figures and tables of these recordings for that question."""
-    told = [(subject, predict(subject, question)) for subject in subjects]
+    """Findings, figures and tables of these recordings for a question."""
+    predicted = [(subject, predict(subject, question)) for subject in subjects]
     blocks: list[Block] = []
-    for subject, predictions in told:
+    for subject, predictions in predicted:
         blocks += [
             recorded_finding(subject),
             *bucket_findings(subject, predictions),
@@ -68,11 +68,11 @@ def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Bloc
             *rank_figures(subject, question),
             bucket_figure(subject, predictions),
         ]
-    return [*blocks, prediction_table(told), closed_form_table(subjects, question)]
+    return [*blocks, prediction_table(predicted), closed_form_table(subjects, question)]
 
 
 def _question(cases: Sequence[RecordingCase]) -> Question:
-    """Every cluster that one of the recordings was made for."""
+    """All clusters that the recordings request."""
     links = dict.fromkeys(link for case in cases for link in case.link)
     ranks = {count for case in cases for count in case.ranks}
     return Question(tuple(preset_network(link) for link in links), tuple(sorted(ranks)))
@@ -84,47 +84,52 @@ def recorded_finding(subject: Subject) -> Finding:
         "recorded",
         f"{subject.name}: recorded on {subject.device}, a step computes for"
         f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
-        f" {rate(subject.flops_per_s, 'FLOP/s')}) and makes {bytes_(recording.gradient_bytes)} of"
+        f" {rate(subject.flops_per_s, 'FLOP/s')}) and has {bytes_(recording.gradient_bytes)} of"
         f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
         " backward.",
         {
-            "compute_ms": recording.compute_ms, "backward_ms": recording.backward_ms,
-            "flops_per_s": subject.flops_per_s, "gradient_bytes": recording.gradient_bytes,
+            "compute_ms": recording.compute_ms,
+            "backward_ms": recording.backward_ms,
+            "flops_per_s": subject.flops_per_s,
+            "gradient_bytes": recording.gradient_bytes,
             "half_ready": recording.half_ready(),
         },
-    )  # fmt: skip
+    )
 
 
 def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iterator[Finding]:
-    """For each network, at its largest cluster."""
-    for told in _largest(predictions):
-        sizes, best = told.buckets.steps, told.buckets.best
-        low, high = told.buckets.as_good
+    """Best bucket size on the largest cluster of each network."""
+    for prediction in _largest(predictions):
+        sizes, best = prediction.buckets.steps, prediction.buckets.best
+        low, high = prediction.buckets.as_good
         every = len(sizes) > 1 and (low, high) == (min(sizes), max(sizes))
         same = "any size" if every else f"{low:g} to {high:g} MiB"
         step = sizes[best]
         others = [
-            f"{name} {duration(told.steps[name].step_ms)}"
+            f"{name} {duration(prediction.steps[name].step_ms)}"
             for name in ("naive", "flat", "overlap", "sharded", "fsdp")
-            if name in told.steps
+            if name in prediction.steps
         ]
         yield subject.finding(
             "best-bucket",
-            f"{subject.name} on {told.place}: the best bucket size is {best:g} MiB ({same} within"
-            f" 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
-            f" ({percent(step.exposed_share)}) beyond what it computes.",
+            f"{subject.name} on {prediction.place}: the best bucket size is {best:g} MiB ({same}"
+            f" within 1 %), with {duration(step.step_ms)} per step, of which"
+            f" {duration(step.exposed_ms)} ({percent(step.exposed_share)}) is not compute.",
             {
-                "link": told.network.name, "ranks": told.ranks, "bucket_mb": best,
-                "step_ms": step.step_ms, "exposed_ms": step.exposed_ms,
+                "link": prediction.network.name,
+                "ranks": prediction.ranks,
+                "bucket_mb": best,
+                "step_ms": step.step_ms,
+                "exposed_ms": step.exposed_ms,
             },
-            conclusion=f"Other ways: {', '.join(others)}." if others else "",
-        )  # fmt: skip
-        if told.network.name == "nvlink" and told.ranks > LARGEST_NVLINK:
+            conclusion=f"Other strategies: {', '.join(others)}." if others else "",
+        )
+        if prediction.network.name == "nvlink" and prediction.ranks > LARGEST_NVLINK:
             yield Finding(
                 code="rehearsal.no-such-domain",
-                values={"ranks": told.ranks, "largest": LARGEST_NVLINK},
-                text=f"No NVLink domain has {told.ranks:,} GPUs ({LARGEST_NVLINK} is the most):"
-                " that row is one ring of such links, which nobody builds.",
+                values={"ranks": prediction.ranks, "largest": LARGEST_NVLINK},
+                text=f"No NVLink domain has {prediction.ranks:,} GPUs (the largest has"
+                f" {LARGEST_NVLINK}): that row is a hypothetical ring of NVLink connections.",
                 tone="warn",
             )
 
@@ -132,51 +137,57 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
 def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
     most = max(question.ranks)
     for network in question.networks if most > 1 else ():
-        held = scaling(subject, question, network)
-        stops, above = held.stops_paying(question.above), percent(question.above)
-        last = held.kept[most].exposed_share
+        sweep = scaling(subject, question, network)
+        stops, above = sweep.stops_paying(question.above), percent(question.above)
+        last = sweep.kept[most].exposed_share
         text = (
-            f"communication that is exposed, with packing for it, is at most {above} of the step up"
-            f" to {count(most)} ranks ({percent(last)} there)."
+            f"exposed communication and packing take at most {above} of the step up to"
+            f" {count(most)} ranks ({percent(last)} there)."
             if stops is None
-            else f"scaling stops paying at {count(stops)} ranks: from there on more than {above} of"
-            f" the step is exposed communication and packing ({percent(last)} at {count(most)})."
+            else f"scaling stops being worthwhile at {count(stops)} ranks: from there on exposed"
+            f" communication and packing take more than {above} of the step ({percent(last)} at"
+            f" {count(most)})."
         )
         shared = ""
-        if len(held.divided) > 1:
-            gained = held.divided[1].step_ms / held.divided[held.fastest].step_ms
+        if len(sweep.divided) > 1:
+            gained = sweep.divided[1].step_ms / sweep.divided[sweep.fastest].step_ms
             shared = (
-                "The same batch shared out among ranks is done no sooner than on one."
-                if held.fastest == 1
-                else f"The same batch shared out is done soonest on {count(held.fastest)} ranks,"
-                f" {number(gained, 3)} times as fast as on one."
+                "The same batch divided among ranks is not faster than on one rank."
+                if sweep.fastest == 1
+                else f"The same batch divided among ranks is fastest on {count(sweep.fastest)}"
+                f" ranks, {number(gained, 3)} times as fast as on one."
             )
         yield subject.finding(
             "scaling",
-            f"{subject.name} over {network.name}, {_sequences(subject.batch)} a rank: {text}",
+            f"{subject.name} over {network.name}, {_sequences(subject.batch)} per rank: {text}",
             {
-                "link": network.name, "ranks": most, "stops_paying_at": stops,
-                "exposed_share": last, "fastest_shared": held.fastest if shared else None,
+                "link": network.name,
+                "ranks": most,
+                "stops_paying_at": stops,
+                "exposed_share": last,
+                "fastest_shared": sweep.fastest if shared else None,
             },
             conclusion=shared,
             tone="info" if stops is None else "warn",
-        )  # fmt: skip
+        )
 
 
 def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
     ranks = max(question.ranks)
     for network in question.networks if ranks > 1 else ():
-        ways = closed_forms(subject, question, network, ranks)
-        bounds = "; ".join(f"{way.name} {_bound(way, subject.model.context)}" for way in ways)
+        forms = closed_forms(subject, question, network, ranks)
+        bounds = "; ".join(f"{way.name} {_bound(way, subject.model.context)}" for way in forms)
         yield subject.finding(
             "communication-bound",
             f"{subject.name} on {ranks:,} ranks over {network.name} at"
             f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {bounds}.",
             {
-                "link": network.name, "ranks": ranks, "flops_per_s": subject.flops_per_s,
-                **{f"{way.name} below": way.bound_below for way in ways},
+                "link": network.name,
+                "ranks": ranks,
+                "flops_per_s": subject.flops_per_s,
+                **{f"{way.name} below": way.bound_below for way in forms},
             },
-        )  # fmt: skip
+        )
 
 
 def _sequences(batch: float) -> str:
@@ -186,50 +197,64 @@ def _sequences(batch: float) -> str:
 def _bound(way: ParallelStrategy, context: int) -> str:
     below = way.bound_below
     if below is not None and below <= 1:
-        return "at no batch"
+        return "at no batch size"
     if below is None:
-        return f"at every batch ({number(way.ratio(1e6), 3)}× the compute)"
+        return f"at every batch size ({number(way.ratio(1e6), 3)}× the compute time)"
     tokens = count(round(below * context))
     return f"below {number(below, 3)} sequences ({tokens} tokens) for {way.unit}"
 
 
 def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
-    by_ranks = sorted(predictions, key=lambda told: told.ranks)
-    largest = {told.network.name: told for told in by_ranks}
-    return [told for told in predictions if told is largest[told.network.name]]
+    by_ranks = sorted(predictions, key=lambda prediction: prediction.ranks)
+    largest = {prediction.network.name: prediction for prediction in by_ranks}
+    return [
+        prediction for prediction in predictions if prediction is largest[prediction.network.name]
+    ]
 
 
-def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Table:
-    """Rows are subject, cluster, strategy, step."""
+def prediction_table(predicted: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Table:
+    """Table of predicted steps; a row is (subject, cluster, strategy, step)."""
     return table(
         "rehearsal-steps",
         "Predicted steps",
         [
             (subject, cluster, strategy, step)
-            for subject, predictions in told
+            for subject, predictions in predicted
             for cluster in predictions
             for strategy, step in cluster.steps.items()
         ],
         [
-            *_step_of(len(told)),
+            *_step_of(len(predicted)),
             col("link", lambda r: r[1].network.name),
             col("ranks", lambda r: r[1].ranks, "count"),
             col("strategy", lambda r: r[2]),
-            col("bucket", lambda r: r[1].buckets.best if r[2] in BUCKETED else None, unit="MiB",
-                hint="the best for bucketed"),
+            col(
+                "bucket",
+                lambda r: r[1].buckets.best if r[2] in BUCKETED else None,
+                unit="MiB",
+                hint="best size for bucketed",
+            ),
             col("step", lambda r: r[3].step_ms, unit="ms"),
-            col("communication", lambda r: r[3].communication_ms, unit="ms",
-                hint="the links are busy"),
-            col("beyond computing", lambda r: r[3].exposed_ms, unit="ms",
-                hint="the step minus what a rank computes in it; sharded, a share of the update"),
-            col("of the step", lambda r: r[3].exposed_share, "percent"),
+            col(
+                "communication",
+                lambda r: r[3].communication_ms,
+                unit="ms",
+                hint="time in which the links are busy",
+            ),
+            col(
+                "beyond compute",
+                lambda r: r[3].exposed_ms,
+                unit="ms",
+                hint="step time minus compute time; with sharding a share of the optimizer",
+            ),
+            col("share of step", lambda r: r[3].exposed_share, "percent"),
             col("messages", lambda r: len(r[3].messages), "count"),
         ],
-        caption="Played from the recorded backward; every rank has the recorded batch. Links are"
-        " those of data sheets, not measured. Beyond computing are waiting for the links, packing"
-        " gradients into buckets, sending, and agreeing at the end; of fsdp waiting alone, since"
-        " what it packs was not measured.",
-    )  # fmt: skip
+        caption="Simulated from the recorded backward; every rank has the recorded batch. Links"
+        " have the bandwidth of data sheets. Beyond compute: waiting for the links, packing"
+        " gradients into buckets, sending, and the synchronization at the end; for fsdp waiting"
+        " only, because its packing was not measured.",
+    )
 
 
 def _step_of(subjects: int) -> list[Declared]:
@@ -237,7 +262,7 @@ def _step_of(subjects: int) -> list[Declared]:
 
 
 def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
-    """Rows are subject, link, ranks, parallelism."""
+    """Table of closed forms; a row is (subject, link, ranks, parallelism)."""
 
     def bound(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
         return "every batch" if row[3].bound_below is None else row[3].bound_below
@@ -262,62 +287,66 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
             col("link", lambda r: r[1]),
             col("ranks", lambda r: r[2], "count"),
             col("parallelism", lambda r: r[3].name),
-            col("hidden where", lambda r: r[3].formula),
+            col("hidden if", lambda r: r[3].formula),
             col("bound below", bound, unit="sequences"),
             col("tokens", tokens, "count"),
-            col("of each", lambda r: r[3].unit),
-            col("ratio", lambda r: r[3].ratio(r[0].batch), "number",
-                hint="communication over the compute it can hide behind, at the recorded batch"),
+            col("batch per", lambda r: r[3].unit),
+            col(
+                "ratio",
+                lambda r: r[3].ratio(r[0].batch),
+                "number",
+                hint="communication over the compute that can overlap, at the recorded batch",
+            ),
         ],
-        caption="P parameters, g bytes a gradient, a bytes an activation, F FLOP/s, B bytes/s,"
-        " L layers, width d, T ranks of a tensor group. The numbers count the attention's FLOPs"
-        " and the latency of every hop as well.",
-    )  # fmt: skip
+        caption="P parameters, g bytes per gradient element, a bytes per activation element,"
+        " F FLOP/s, B bytes/s, L layers, width d, T ranks of a tensor-parallel group. The numbers"
+        " include the FLOPs of attention and the latency of every hop.",
+    )
 
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:
-    """On the largest cluster of each link, where the size matters most."""
-    most = max(told.ranks for told in predictions)
+    """Step time by bucket size on the largest clusters, where the size matters most."""
+    most = max(prediction.ranks for prediction in predictions)
     return Figure(
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
         kind="lines",
         curves=tuple(
             Curve(
-                label=told.place,
-                x=tuple(told.buckets.steps),
-                y=tuple(step.step_ms for step in told.buckets.steps.values()),
+                label=prediction.place,
+                x=tuple(prediction.buckets.steps),
+                y=tuple(step.step_ms for step in prediction.buckets.steps.values()),
             )
-            for told in predictions
-            if told.ranks == most
+            for prediction in predictions
+            if prediction.ranks == most
         ),
         x_label="bucket size, MiB",
-        y_label="step, ms",
+        y_label="step time, ms",
         x_log=True,
-        marks=(LimitLine(label="computing alone", value=subject.recording.compute_ms),),
-        caption="Small buckets pay for messages, large ones leave late.",
+        marks=(LimitLine(label="compute only", value=subject.recording.compute_ms),),
+        caption="Small buckets pay the latency of many messages; large buckets start late.",
     )
 
 
 def rank_figures(subject: Subject, question: Question) -> Iterator[Figure]:
     if max(question.ranks) == 1:
         return
-    told = {network.name: scaling(subject, question, network) for network in question.networks}
+    sweeps = {network.name: scaling(subject, question, network) for network in question.networks}
     yield _rank_figure(
         subject,
         "kept",
         "Step time by ranks, each with the recorded batch",
-        {name: held.kept for name, held in told.items()},
-        "Bucketed, at the best size for each number of ranks.",
+        {name: sweep.kept for name, sweep in sweeps.items()},
+        "Bucketed, with the best bucket size for each number of ranks.",
     )
     if subject.batch >= 2:
         yield _rank_figure(
             subject,
             "divided",
-            "Step time by ranks that share the recorded batch",
-            {name: held.divided for name, held in told.items()},
-            "A share of the batch is taken to take its share of the time, which flatters: small"
-            " batches use a device less well.",
+            "Step time by ranks, with the recorded batch divided among them",
+            {name: sweep.divided for name, sweep in sweeps.items()},
+            "Compute time is assumed proportional to the batch per rank, which is optimistic:"
+            " small batches use a device less efficiently.",
         )
 
 
@@ -331,21 +360,21 @@ def _rank_figure(
         curves=tuple(
             Curve(
                 label=network,
-                x=tuple(float(ranks) for ranks in held),
-                y=tuple(step.step_ms for step in held.values()),
+                x=tuple(float(ranks) for ranks in by_ranks),
+                y=tuple(step.step_ms for step in by_ranks.values()),
             )
-            for network, held in steps.items()
+            for network, by_ranks in steps.items()
         ),
         x_label="ranks",
-        y_label="step, ms",
+        y_label="step time, ms",
         x_log=True,
         caption=caption,
     )
 
 
-def overlap_timeline(subject: Subject, told: Prediction) -> Timeline:
+def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
     lanes = []
-    for name, step in told.steps.items():
+    for name, step in prediction.steps.items():
         lanes.append(Lane(label=f"{name}: compute", stretches=_compute(subject, step)))
         lanes.append(
             Lane(
@@ -358,10 +387,10 @@ def overlap_timeline(subject: Subject, told: Prediction) -> Timeline:
         )
     return Timeline(
         name=f"rehearsal-timeline-{subject.case}",
-        title=f"Predicted overlap on {told.place}: {subject.name}",
+        title=f"Predicted overlap on {prediction.place}: {subject.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Where messages lie beside the backward, they are hidden.",
+        caption="Messages drawn below the backward overlap with it.",
     )
 
 

@@ -1,8 +1,9 @@
-"""What does dividing the optimizer's state among ranks save, and what does it cost?
+"""The sharding study: memory and time of a step with a sharded optimizer.
 
     stepscope run sharding --size small --context 128 --ranks 2
 
-Each way first runs alone, and what its tensors take is counted by kind; then all run interleaved.
+Each strategy first runs alone, and the bytes of its tensors are counted by kind; then all
+strategies run interleaved.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from stepscope.studies.sharding.cases import WAYS, ShardingFlags
 class Sharding(Study[ShardingFlags, RankedStep]):
     name = "sharding"
     title = "Sharded optimizer"
-    question = "What does dividing the optimizer's state among ranks save, and what does it cost?"
+    question = "What does sharding the optimizer state among ranks save, and what does it cost?"
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
     case = RankedStep
-    ways: ClassVar[tuple[str, ...]] = WAYS
+    strategies: ClassVar[tuple[str, ...]] = WAYS
 
     def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
         return tuple(
@@ -36,7 +37,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     def measure(self, case: RankedStep, bench: Bench) -> Measurement:
         from stepscope.studies.sharding.measure import measure_case
 
-        return measure_case(self.name, case, bench, self.ways)
+        return measure_case(self.name, case, bench, self.strategies)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.sharding.view import sharding_blocks
@@ -53,7 +54,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
             "quick": (quick,),
             "seeds": (ShardingFlags(size=("medium",), ranks=(2,)),),
             "cs336-2026": (ShardingFlags(size=("xl",), table="2026", ranks=(2,)),),
-            # Two ranks on one GPU go over gloo: memory is what it would be, time is not.
+            # Two ranks on one GPU need gloo: memory is representative, time is not.
             "h200": (
                 ShardingFlags(ranks=(1,), rounds=5),
                 ShardingFlags(ranks=(2,), backend="gloo", rounds=5),

@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the studies of sharding."""
+"""Flags and strategy names of the sharding studies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PEERS = (TORCH, TORCH_FULLY)
 
 
 class ShardingFlags(RankedFlags, frozen=True, kw_only=True):
-    """What to measure: sizes and numbers of ranks are cases."""
+    """Parameters of the study; sizes and numbers of ranks are cases."""
 
     context: int = 128
     """Sequence length in tokens."""
     backend: str = "auto"
-    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    """Backend: nccl, gloo, or auto, which is nccl if every rank has its own GPU."""

@@ -1,4 +1,4 @@
-"""Memory and times of each way on ranks. Loads without torch."""
+"""Memory and times of each sharding strategy on ranks. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -36,83 +36,89 @@ if TYPE_CHECKING:
 
 
 class RankResult(NamedTuple):
+    """Measurements of one rank."""
+
     samples: Samples
-    held: list[Quantity]
-    """Bytes of each way: parameters, gradients, state; on a GPU also what its counters say."""
+    memory: list[Quantity]
+    """Bytes of parameters, gradients and state of each strategy; on a GPU also its counters."""
     backend: str
     refused: dict[str, str]
-    """Ways of torch's that cannot run here, and why."""
+    """Strategies of torch that cannot run here, with the reason."""
 
 
 class Trained(NamedTuple):
+    """A model and optimizer of one strategy."""
+
     name: str
     model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
 
-def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ...]) -> Measurement:
-    """Memory and times of these ways, from every rank."""
+def measure_case(
+    study: str, case: RankedStep, bench: Bench, strategies: tuple[str, ...]
+) -> Measurement:
+    """Measure memory and times of these strategies on every rank."""
     lost: dict[str, str] = {}
     ranks: list[RankResult]
     try:
-        ranks = on_ranks(study, case, bench, measure_ways, ways)
+        ranks = on_ranks(study, case, bench, measure_strategies, strategies)
     except ParallelError as error:
-        peer = crashed_peer(error, ways)
+        peer = crashed_peer(error, strategies)
         if peer is None:
             raise
         lost[peer] = str(error)
-        left = tuple(way for way in ways if way != peer)
-        ranks = on_ranks(study, case, bench, measure_ways, left)
+        remaining = tuple(strategy for strategy in strategies if strategy != peer)
+        ranks = on_ranks(study, case, bench, measure_strategies, remaining)
     return Measurement(
         series=series_of([result.samples for result in ranks]),
         quantities=tuple(
             msgspec.structs.replace(one, rank=rank)
             for rank, result in enumerate(ranks)
-            for one in result.held
+            for one in result.memory
         ),
         notes={"backend": ranks[0].backend},
         attachments={"refused": ranks[0].refused | lost},
     )
 
 
-def crashed_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
-    """The way of torch's whose first step ended a rank: some crash on a backend they cannot use."""
+def crashed_peer(error: ParallelError, strategies: tuple[str, ...]) -> str | None:
+    """Strategy of torch whose first step crashed a rank; some crash on unsupported backends."""
     step = error.step if isinstance(error, RankFailed) else -1
-    way = ways[step] if 0 <= step < len(ways) else None
-    return way if way in PEERS else None
+    strategy = strategies[step] if 0 <= step < len(strategies) else None
+    return strategy if strategy in PEERS else None
 
 
-def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankResult:
-    """On each rank."""
+def measure_strategies(world: World, case: RankedStep, strategies: tuple[str, ...]) -> RankResult:
+    """Measure all strategies; runs on each rank."""
     origin, fed = make_subject(world, case, case.batch // world.size)
-    held: list[Quantity] = []
+    memory: list[Quantity] = []
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
         _load_libraries(world)
-    for number, name in enumerate(ways):
+    for number, name in enumerate(strategies):
         world.step(number)
         try:
-            held += _memory(world, name, origin, fed)
+            memory += _memory(world, name, origin, fed)
         except Exception as error:
-            # A peer that cannot use this backend or device is left out, with its reason.
+            # A peer that does not support this backend or device is left out, with the reason.
             if name not in PEERS:
                 raise
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
-        _let_go(world)
-    ways = tuple(name for name in ways if name not in refused)
-    trained = [make(world, name, origin) for name in ways]
+        _free(world)
+    strategies = tuple(name for name in strategies if name not in refused)
+    trained = [make(world, name, origin) for name in strategies]
     samples = interleaved(
         world,
-        {way.name: partial(timed_step, world, way, fed) for way in trained},
+        {strategy.name: partial(timed_step, world, strategy, fed) for strategy in trained},
         case.rounds,
-        len(ways),
+        len(strategies),
     )
-    return RankResult(samples, held, world.backend, refused)
+    return RankResult(samples, memory, world.backend, refused)
 
 
 def make(world: World, name: str, origin: nn.Module) -> Trained:
-    """Every way has the same kernel for its update: what differs is the sharding."""
+    """Create a strategy; all use the same optimizer kernel, so that only the sharding differs."""
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -147,28 +153,28 @@ def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
     return module
 
 
-def _average(way: Trained) -> None:
-    finish = getattr(way.model, "finish_gradient_synchronization", None)
+def _average(strategy: Trained) -> None:
+    finish = getattr(strategy.model, "finish_gradient_synchronization", None)
     if finish is not None:
         finish()
 
 
 def _load_libraries(world: World) -> None:
-    """A tiny step: what libraries keep from their first call on belongs to no way."""
+    """Run a tiny step, so that memory of libraries is not attributed to a strategy."""
     import torch
 
     from stepscope.model import TransformerLM, find_size, with_overrides
 
     origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
-    way = make(world, WHOLE, origin)
+    strategy = make(world, WHOLE, origin)
     tokens = torch.zeros((1, 17), dtype=torch.int64, device=world.device)
-    timed_step(world, way, tokens_fed(tokens))
-    del way
-    _let_go(world)
+    timed_step(world, strategy, tokens_fed(tokens))
+    del strategy
+    _free(world)
 
 
-def _let_go(world: World) -> None:
-    """The next way starts with an empty allocator: hooks keep what they belong to in cycles."""
+def _free(world: World) -> None:
+    """Empty the allocator; hooks form reference cycles, which need a garbage collection."""
     import torch
 
     gc.collect()
@@ -177,14 +183,14 @@ def _let_go(world: World) -> None:
 
 
 def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quantity]:
-    """What the tensors of a way take after one step; on a GPU its counters at each station."""
+    """Bytes of a strategy's tensors after one step; on a GPU also its counters after each phase."""
     import torch
     import torch.distributed as dist
 
-    found: list[Quantity] = []
+    counts: list[Quantity] = []
 
     def count(kind: str, size: float, where: str = "") -> None:
-        found.append(Quantity(name=kind, variant=name, phase=where, value=size, unit="B"))
+        counts.append(Quantity(name=kind, variant=name, phase=where, value=size, unit="B"))
 
     on_gpu = world.device.type == "cuda"
 
@@ -193,55 +199,56 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quanti
             torch.cuda.synchronize(world.device)
             count("allocated", torch.cuda.memory_allocated(world.device), where)
             count("reserved", torch.cuda.memory_reserved(world.device), where)
-            # The driver's figure is of all ranks on the GPU: they stand still while it is read.
+            # The driver counts all ranks on the GPU: barriers keep them idle while it is read.
             dist.barrier()
             free, total = torch.cuda.mem_get_info(world.device)
             count("driver", total - free, where)
             dist.barrier()
 
-    way = make(world, name, origin)
+    strategy = make(world, name, origin)
     station("after model")
-    loss = fed.loss_of(way.model)
+    loss = fed.loss_of(strategy.model)
     station("after forward")
     loss.backward()  # type: ignore[no-untyped-call]
-    _average(way)
+    _average(strategy)
     station("after backward")
-    way.optimizer.step()
+    strategy.optimizer.step()
     station("after step")
-    count("parameters", _bytes(list(way.module.parameters())))
-    count("gradients", _bytes([p.grad for p in way.module.parameters()]))
-    count("state", _state_bytes(way.optimizer))
-    # A second step, because the first one makes what later ones find.
-    way.optimizer.zero_grad()
+    count("parameters", _bytes(list(strategy.module.parameters())))
+    count("gradients", _bytes([p.grad for p in strategy.module.parameters()]))
+    count("state", _state_bytes(strategy.optimizer))
+    # Measure the second step, because the first one allocates state.
+    strategy.optimizer.zero_grad()
     del loss
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
     with counted(world.size) as traffic:
-        fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
-        _average(way)
-        way.optimizer.step()
+        fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
+        _average(strategy)
+        strategy.optimizer.step()
     count("sent", traffic.sent)
     if on_gpu:
         torch.cuda.synchronize(world.device)
         count("allocated", torch.cuda.max_memory_allocated(world.device), "peak")
         count("reserved", torch.cuda.max_memory_reserved(world.device), "peak")
-    return found
+    return counts
 
 
 def _state_bytes(optimizer: Any) -> float:
     if hasattr(optimizer, "state_bytes"):
         return float(optimizer.state_bytes())
     inner = getattr(optimizer, "optim", optimizer)
-    return _bytes([value for held in inner.state.values() for value in held.values()])
+    return _bytes([value for state in inner.state.values() for value in state.values()])
 
 
 def _bytes(tensors: list[Any]) -> float:
-    """Of what is on this rank."""
+    """Bytes of the local part of the tensors."""
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
 
 
-def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
+def timed_step(world: World, strategy: Trained, fed: Fed) -> dict[str, float]:
+    """Run one step and return its times in ms."""
     import torch.distributed as dist
 
     def now() -> float:
@@ -250,12 +257,12 @@ def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
 
     dist.barrier()
     began = now()
-    fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
-    _average(way)
+    fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
+    _average(strategy)
     averaged = now()
-    way.optimizer.step()
+    strategy.optimizer.step()
     stepped = now()
-    way.optimizer.zero_grad()
+    strategy.optimizer.zero_grad()
     return {
         "step": (stepped - began) * 1e3,
         "backward": (averaged - began) * 1e3,

@@ -1,7 +1,7 @@
-"""Bytes that the collectives of a step carry, counted where they are called. Loads without torch.
+"""Count the bytes sent by the collectives of a step. Imports torch lazily.
 
-A rank's share of them follows from the collective, by the best algorithm for it: an all-reduce
-sends 2(n-1)/n of its message, a reduce-scatter, an all-gather or a broadcast (n-1)/n.
+The bytes that a rank sends are those of a bandwidth-optimal algorithm: 2(n-1)/n of the message for
+an all-reduce, (n-1)/n for a reduce-scatter, an all-gather or a broadcast.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 
 class Traffic:
+    """Bytes sent by one rank, from its collective calls."""
+
     def __init__(self, ranks: int) -> None:
         self._part = (ranks - 1) / ranks
         self.sent = 0.0
@@ -35,7 +37,7 @@ def _bytes(tensors: Any) -> float:
 
 @contextmanager
 def counted(ranks: int) -> Iterator[Traffic]:
-    """Count every collective of this thread (and of its backward) in the block."""
+    """Count every collective of this thread and of its backward within the context."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     traffic = Traffic(ranks)
@@ -43,7 +45,7 @@ def counted(ranks: int) -> Iterator[Traffic]:
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:  # fmt: skip
+        ) -> Any:
             if func.namespace == "c10d":
                 traffic.add(func._opname, args)
             return func(*args, **(kwargs or {}))

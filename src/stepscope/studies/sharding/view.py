@@ -1,4 +1,4 @@
-"""Findings, figures and tables of the sharded optimizer; `fsdp` shares its rows. Pure."""
+"""Findings, figures and tables of the sharded optimizer, partly shared with `fsdp`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTERS = ("allocated", "reserved", "driver")
 
 
 class Divided(RankedResult[RankedStep]):
-    """One case: what each way holds and takes."""
+    """Memory and times of each strategy of one case."""
 
     @property
     def ranks(self) -> int:
@@ -31,26 +31,27 @@ class Divided(RankedResult[RankedStep]):
     def title(self) -> str:
         return f"{self.case.size}, {self.place}"
 
-    def held(self, way: str, kind: str, phase: str = "") -> list[float]:
-        """Bytes of that kind on each rank, after a phase where one is named."""
-        found = (
-            self.record.quantity(kind, variant=way, phase=phase, rank=rank)
+    def sizes(self, strategy: str, kind: str, phase: str = "") -> list[float]:
+        """Bytes of a kind on each rank, after `phase` if given."""
+        values = (
+            self.record.quantity(kind, variant=strategy, phase=phase, rank=rank)
             for rank in range(self.ranks)
         )
-        return [value for value in found if value is not None]
+        return [value for value in values if value is not None]
 
-    def most(self, way: str, kind: str, phase: str = "") -> float | None:
-        """On the rank with most."""
-        return max(self.held(way, kind, phase), default=None)
+    def most(self, strategy: str, kind: str, phase: str = "") -> float | None:
+        """Bytes of a kind on the rank with the most."""
+        return max(self.sizes(strategy, kind, phase), default=None)
 
-    def moved(self, way: str) -> float | None:
-        size = self.held(WHOLE, "parameters")
-        return moved(way, size[0], self.ranks) if size else None
+    def moved(self, strategy: str) -> float | None:
+        """Predicted bytes that a rank sends per step."""
+        size = self.sizes(WHOLE, "parameters")
+        return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
         self, what: str, ours: str, theirs: str, words: str, *, judged: bool = False
     ) -> Iterator[Finding]:
-        """Our step over theirs; `words` has a place for the ratio."""
+        """Finding with our step time over theirs; `words` has a placeholder for the ratio."""
         base, mine = self.samples("step", theirs), self.samples("step", ours)
         if base and mine:
             ratio = ratio_interval(base, mine)
@@ -64,22 +65,22 @@ class Divided(RankedResult[RankedStep]):
             )
 
 
-def moved(way: str, size: float, ranks: int) -> float:
-    """Bytes that a rank sends in a step for parameters of that size, by the best algorithms.
+def moved(strategy: str, size: float, ranks: int) -> float:
+    """Predicted bytes that a rank sends per step for `size` bytes of parameters.
 
-    Fully sharded, every matrix is gathered twice and reduced once.
+    Assumes bandwidth-optimal collectives. FSDP gathers every parameter twice and reduces it once.
     """
-    return (2 if way in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
+    return (2 if strategy in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
 
 
 def sharding_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     known = [Divided(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     steps = [
-        ranked_step(*case, way, step)
+        ranked_step(*case, strategy, step)
         for case in done
-        for way in WAYS
-        if (step := case.median("step", way)) is not None
+        for strategy in WAYS
+        if (step := case.median("step", strategy)) is not None
     ]
     return (
         *(finding for case in done for finding in _findings(case)),
@@ -97,7 +98,7 @@ def _findings(case: Divided) -> Iterator[Finding]:
         "against-torch",
         BROADCAST,
         TORCH,
-        "a step takes {} that with torch's ZeroRedundancyOptimizer",
+        "a step takes {} the time of torch's ZeroRedundancyOptimizer",
         judged=True,
     )
     yield from counter_finding(case, BROADCAST)
@@ -105,132 +106,151 @@ def _findings(case: Divided) -> Iterator[Finding]:
 
 
 def alone_finding(case: Divided) -> Iterator[Finding]:
-    text = "one rank has nobody to share with; only the cost of the wrappers shows."
+    text = "with one rank there is no communication; this is the overhead of the wrappers."
     yield case.finding("one-rank", text, {})
 
 
-def refused_findings(case: Divided, ways: Sequence[str]) -> Iterator[Finding]:
+def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Finding]:
     refused = case.record.attachment("refused", dict[str, str]) or {}
-    for way in ways:
-        if reason := refused.get(way):
-            values = {"way": way, "reason": reason}
-            yield case.finding("refused", f"{way} does not run here: {reason}", values, tone="warn")
+    for strategy in strategies:
+        if reason := refused.get(strategy):
+            values = {"way": strategy, "reason": reason}
+            yield case.finding(
+                "refused", f"{strategy} does not run here: {reason}", values, tone="warn"
+            )
 
 
-def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
-    """After a step, by three counters: they need not agree on whether sharding saves."""
+def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
+    """Memory after a step by three counters, which need not agree."""
     pairs = {
-        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, way)]
+        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, strategy)]
         for counter in COUNTERS
     }
-    found = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
-    if len(found) < len(COUNTERS):
+    sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
+    if len(sizes) < len(COUNTERS):
         return
-    words = {name: f"{bytes_(whole)} and {bytes_(ours)}" for name, (whole, ours) in found.items()}
-    rises = {name: ours - whole for name, (whole, ours) in found.items()}
+    words = {name: f"{bytes_(base)} and {bytes_(ours)}" for name, (base, ours) in sizes.items()}
+    rises = {name: ours - base for name, (base, ours) in sizes.items()}
     yield case.finding(
         "counters",
-        f"after a step, unsharded and {way}, a rank has allocated {words['allocated']}; its"
-        f" allocator has reserved {words['reserved']}; the driver shows {words['driver']} for all"
-        " processes on the GPU.",
+        f"after a step, unsharded and {strategy}, a rank has allocated {words['allocated']} and"
+        f" its allocator has reserved {words['reserved']}; the driver reports {words['driver']} for"
+        " all processes on the GPU.",
         {
             f"{name} {one}": size
-            for name, sizes in found.items()
-            for one, size in zip((WHOLE, way), sizes, strict=True)
+            for name, pair in sizes.items()
+            for one, size in zip((WHOLE, strategy), pair, strict=True)
         },
-        conclusion="The driver's figure goes up where less is allocated: it has what the allocator"
-        " keeps for later and what libraries take, not what is in use."
+        conclusion="The driver reports more although less is allocated: its value includes the"
+        " allocator's cache and the libraries, not only memory in use."
         if rises["driver"] > 0 > rises["allocated"]
         else "",
     )
 
 
 def _shares(case: Divided) -> Iterator[Finding]:
-    whole, ours = case.held(WHOLE, "state"), case.held(BROADCAST, "state")
-    if not (whole and ours and case.held(WHOLE, "parameters")):
+    unsharded, ours = case.sizes(WHOLE, "state"), case.sizes(BROADCAST, "state")
+    if not (unsharded and ours and case.sizes(WHOLE, "parameters")):
         return
-    ideal = whole[0] / case.ranks
+    ideal = unsharded[0] / case.ranks
     off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
     yield case.finding(
         "share",
-        f"AdamW's state takes {bytes_(whole[0])} on every rank unsharded and {bytes_(max(ours))} at"
-        f" most when parameters are shared out by bytes: {percent(off)} off an equal share.",
-        {"whole_bytes": whole[0], "most_bytes": max(ours), "off": off},
+        f"the AdamW state takes {bytes_(unsharded[0])} on every rank unsharded and at most"
+        f" {bytes_(max(ours))} when parameters are assigned to ranks by size: {percent(off)} from"
+        " an equal share.",
+        {"whole_bytes": unsharded[0], "most_bytes": max(ours), "off": off},
         tone="good" if off <= 0.02 else "info",
     )
     yield _difference(case)
 
 
 def _difference(case: Divided) -> Finding:
-    """From stage 1 of ZeRO, in bytes moved, memory and time."""
-    sent = {way: case.moved(way) or 0.0 for way in (BROADCAST, SCATTER)}
-    values: dict[str, Value] = {f"moved {way}": size for way, size in sent.items()}
+    """Compare with ZeRO stage 1 in communication, memory and time."""
+    sent = {strategy: case.moved(strategy) or 0.0 for strategy in (BROADCAST, SCATTER)}
+    values: dict[str, Value] = {f"moved {strategy}": size for strategy, size in sent.items()}
     measured = ""
     owned, cut = case.samples("step", BROADCAST), case.samples("step", SCATTER)
     if owned and cut:
         ratio = ratio_interval(owned, cut)
         values |= {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
-        words = ", and gloo makes a reduce-scatter of an all-reduce" * (case.backend == "gloo")
+        words = ", and gloo implements reduce-scatter by all-reduce" * (case.backend == "gloo")
         measured = (
             f"Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
-            f" {number(ratio.high, 3)}]: its reduction begins after the backward, the other's runs"
-            f" beside it{words}. "
+            f" {number(ratio.high, 3)}]: its reduction starts after the backward, the other's"
+            f" overlaps with it{words}. "
         )
     return case.finding(
         "stage-1",
-        "averaging all gradients and then sending the parameters from their owners moves"
-        f" {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 proper (reduce-scatter, then"
-        f" all-gather) moves {bytes_(sent[SCATTER])}, as much as averaging alone, and divides to"
-        " the element.",
+        "averaging all gradients and then broadcasting the parameters from their owners sends"
+        f" {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 (reduce-scatter, then"
+        f" all-gather) sends {bytes_(sent[SCATTER])}, as much as averaging alone, and shards"
+        " element by element.",
         values,
-        conclusion=f"{measured}Both keep all gradients: stage 2 would keep a share of them, stage 3"
-        " a share of the parameters too.",
+        conclusion=f"{measured}Both store all gradients on every rank: stage 2 shards them too, and"
+        " stage 3 also shards the parameters.",
     )
 
 
 def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
-    ways = tuple(way for way in known if case.held(way, "state"))
-    if ways and case.ranks > 1:
+    strategies = tuple(strategy for strategy in known if case.sizes(strategy, "state"))
+    if strategies and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
-            title=f"What a rank holds: {case.title}",
+            title=f"Memory of a rank: {case.title}",
             kind="stacks",
             curves=tuple(
                 Curve(
-                    label=kind, x=ways, y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in ways)
+                    label=kind,
+                    x=strategies,
+                    y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in strategies),
                 )
                 for kind in KINDS
             ),
-            x_label="way",
+            x_label="strategy",
             y_label="MiB",
-            caption="Tensors after one step, on the rank that holds most; activations are gone.",
+            caption="Tensors after one step, on the rank with the most; without activations.",
         )
 
 
 def strategies_table(
-    name: str, title: str, known: Sequence[Divided], ways: Sequence[str], *, caption: str,
-    time: Sequence[Declared] = (), memory: Sequence[Declared],
-) -> Table:  # fmt: skip
-    """A row for each way of each case; `time` and `memory` are columns after those of both."""
+    name: str,
+    title: str,
+    known: Sequence[Divided],
+    strategies: Sequence[str],
+    *,
+    caption: str,
+    time: Sequence[Declared] = (),
+    memory: Sequence[Declared],
+) -> Table:
+    """Table with a row for each strategy of each case, plus columns `time` and `memory`."""
     return table(
         name,
         title,
-        strategy_rows(known, lambda _: ways),
+        strategy_rows(known, lambda _: strategies),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
-            col("way", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.way, key=True),
             step_column(),
             *time,
-            *cols(KINDS, lambda r, kind: r.of.most(r.way, kind), "bytes",
-                  hint="on the rank with most"),
+            *cols(
+                KINDS,
+                lambda r, kind: r.of.most(r.way, kind),
+                "bytes",
+                hint="on the rank with the most",
+            ),
             *memory,
-            col("moved", lambda r: r.of.moved(r.way), "bytes", hint="per rank and step, predicted"),
-            col("counted", lambda r: r.of.most(r.way, "sent"), "bytes",
-                hint="of the collectives that were called"),
+            col("sent, predicted", lambda r: r.of.moved(r.way), "bytes", hint="per rank and step"),
+            col(
+                "sent, counted",
+                lambda r: r.of.most(r.way, "sent"),
+                "bytes",
+                hint="from the collectives that were called",
+            ),
         ],
         caption=caption,
-    )  # fmt: skip
+    )
 
 
 def _table(known: Sequence[Divided]) -> Table:
@@ -239,14 +259,19 @@ def _table(known: Sequence[Divided]) -> Table:
         "A step and its memory, with and without sharding",
         known,
         WAYS,
-        caption="Times of the slowest rank; all ways take turns. Moved: an all-reduce is 2(n-1)/n"
-        " of the gradients, a reduce-scatter, an all-gather or a broadcast (n-1)/n.",
+        caption="Times of the slowest rank; all strategies are interleaved. Sent, predicted: an"
+        " all-reduce sends 2(n-1)/n of the gradients, a reduce-scatter, an all-gather or a"
+        " broadcast (n-1)/n.",
         time=[col("optimizer", lambda r: r.of.median("optimizer", r.way), unit="ms")],
         memory=[
-            col("least state", lambda r: min(r.of.held(r.way, "state"), default=None), "bytes",
-                hint="on the rank with least")
+            col(
+                "least state",
+                lambda r: min(r.of.sizes(r.way, "state"), default=None),
+                "bytes",
+                hint="on the rank with the least",
+            )
         ],
-    )  # fmt: skip
+    )
 
 
 def _stages(done: Sequence[Divided]) -> Iterator[Table]:
@@ -254,55 +279,60 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
     if rows:
         yield table(
             "sharding-stages",
-            "What each stage of ZeRO leaves on a rank",
+            "Memory of a rank by ZeRO stage",
             rows,
             [
                 col("case", lambda r: r[0]),
                 col("stage", lambda r: f"ZeRO {r[1]}" if r[1] else "none"),
                 *cols(KINDS, lambda r, kind: r[2][kind], "bytes"),
                 col("sum", lambda r: sum(r[2].values()), "bytes"),
-                col("moved", lambda r: r[3], "bytes", hint="per rank and step, predicted"),
+                col("sent, predicted", lambda r: r[3], "bytes", hint="per rank and step"),
             ],
-            caption="From the unsharded bytes; activations come on top.",
+            caption="Computed from the unsharded bytes, without activations.",
         )
 
 
 def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], float]]:
-    """Title, stage, bytes left of each kind, bytes moved."""
-    parts = {kind: case.held(WHOLE, kind) for kind in KINDS}
+    """Yield title, stage, bytes of each kind and bytes sent."""
+    parts = {kind: case.sizes(WHOLE, kind) for kind in KINDS}
     if not all(parts.values()):
         return
     for stage in range(4):
-        # State is divided first, then gradients, then parameters.
-        divided = KINDS[len(KINDS) - stage :]
-        sizes = {k: held[0] / (case.ranks if k in divided else 1) for k, held in parts.items()}
+        # State is sharded first, then gradients, then parameters.
+        sharded = KINDS[len(KINDS) - stage :]
+        sizes = {k: part[0] / (case.ranks if k in sharded else 1) for k, part in parts.items()}
         # Gradients are reduced and parameters gathered; stage 3 gathers them twice.
         messages = (3 if stage == 3 else 2) * parts["parameters"][0]
         yield case.title, stage, sizes, messages * (case.ranks - 1) / case.ranks
 
 
-def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Table]:
-    """A GPU's counters through a step; the driver's includes all processes on it."""
+def station_table(done: Sequence[Divided], strategies: Sequence[str]) -> Iterator[Table]:
+    """Memory counters of a GPU after each phase; the driver's includes all processes."""
     rows = [
-        (case.title, way, station, {one: case.most(way, one, station) for one in COUNTERS})
+        (
+            case.title,
+            strategy,
+            station,
+            {one: case.most(strategy, one, station) for one in COUNTERS},
+        )
         for case in done
-        for way in ways
+        for strategy in strategies
         for station in STATIONS
-        if any(case.held(way, counter, station) for counter in COUNTERS)
+        if any(case.sizes(strategy, counter, station) for counter in COUNTERS)
     ]
     if rows:
         yield table(
             f"{done[0].record.study}-stations",
-            "A GPU's memory through a step",
+            "Memory counters of the GPU during a step",
             rows,
             [
                 col("case", lambda r: r[0]),
-                col("way", lambda r: r[1]),
-                col("station", lambda r: r[2]),
+                col("strategy", lambda r: r[1]),
+                col("phase", lambda r: r[2]),
                 *cols(COUNTERS, lambda r, counter: r[3][counter], "bytes"),
             ],
-            caption="On the rank with most, through its first step; the peak is that of the second."
-            " `reserved` is what the allocator holds, freed or not. The driver's figure has every"
-            " process on the GPU, their contexts and libraries. Each way starts with an empty"
-            " allocator and with libraries loaded.",
+            caption="On the rank with the most, during its first step; the peak is that of the"
+            " second step. `reserved` is what the allocator has reserved, in use or not. The"
+            " driver's value includes every process on the GPU with its context and libraries."
+            " Each strategy starts with an empty allocator and with libraries loaded.",
         )

@@ -1,19 +1,20 @@
-"""How close to the limit can one training step get, and what does each change bring?
+"""The step study: gain of each change to a training step, and its distance from the limit.
 
     stepscope run step --size small --context 512       # ladder, loss curves, waterfall
-    stepscope run step --part race --race 2.7b-2048     # against torch.compile, in turns
+    stepscope run step --part race --race 2.7b-2048     # against torch.compile, interleaved
 
-Four parts. `ladder`: from the plainest step (eager, float32, attention written out) each change
-alone and on top of those before it. `loss`: the same rungs trained on a text that can be learnt,
-held against the float32 curve. `waterfall`: the first and the fastest step traced, from the ideal
-time of their operations up to the measured time, by cause. `race`: ours against the fastest of
-torch.compile's forms, in turns on the same weights; then each on its own for its energy.
+The study has four parts. `ladder` starts from the baseline step (eager, float32, naive attention)
+and times each change alone and on top of the changes before it. `loss` trains the same rungs on a
+learnable synthetic text and compares their loss curves with the float32 curve. `waterfall` traces
+the first and the fastest step and breaks each down by cause, from the ideal time of its operations
+to its measured time. `race` compares ours with the fastest torch.compile variant, interleaved on
+the same weights, and then measures the energy of each side alone.
 
-On one H200, estimated by what a case costs: the ladder of small 1.5 minutes, of 2.7b at context
-2048 2 minutes; the loss curves 7 minutes; the waterfalls 2 minutes; a race 2 to 4 minutes with
-`--scopes block --modes default`, a minute more for each form that is compiled whole, several for
-each with `--modes max-autotune`. What torch.compile made is found again in its caches by the next
-command on the same machine.
+Estimated time on one H200: the ladder takes 1.5 minutes for small and 2 minutes for 2.7b at context
+2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A race takes 2 to 4 minutes
+with `--scopes block --modes default`, plus a minute for each variant that compiles the full model
+and several minutes for each variant with `--modes max-autotune`. The next command on the same
+machine reuses the caches of torch.compile.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Step(Study[StepFlags, StepCase]):
     name = "step"
     title = "The fast step"
     question = (
-        "What does each change bring on the way from the plainest step to the fastest,"
-        " does the model still learn the same, and what keeps the step from its limit?"
+        "How much does each change gain between the baseline step and the fastest step,"
+        " does the model still train to the same loss, and what keeps the step below its limit?"
     )
     examples = (
         "stepscope run step",
@@ -57,10 +58,10 @@ class Step(Study[StepFlags, StepCase]):
     case = StepCase
     goes_on = True
     on_cpu = "quick"
-    no_model = "its ladder swaps parts that only the model here has; use `compile` or `advise`"
+    no_model = "its ladder replaces parts of Stepscope's own model; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[StepCase, ...]:
-        # The host's time counts in small races: they run before a profiler ever did.
+        # Small races include host time, and a profiler can slow later launches: races run first.
         return (
             *(race_cases(flags) if "race" in flags.part else ()),
             *(ladder_cases(flags) if "ladder" in flags.part else ()),
@@ -69,11 +70,11 @@ class Step(Study[StepFlags, StepCase]):
         )
 
     def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[StepCase, ...]:
-        """A change that does not apply is not part of later rungs: it has a row of its own."""
-        every = self.cases(flags)
+        """Cases for this machine; a change that does not apply gets a row but no later rungs."""
+        all_cases = self.cases(flags)
         absent = {name for name in RUNGS if not applies(name, lacks)}
         if not absent & {*flags.rungs, *flags.loss_rungs}:
-            return every
+            return all_cases
 
         def sweep(skipped: bool, **fields: Any) -> Iterator[StepCase]:
             rungs = {
@@ -104,14 +105,30 @@ class Step(Study[StepFlags, StepCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
         if environment.device_kind == "cpu":
-            quick = [StepFlags(
-                part=PARTS, size=("tiny",), context=(64,), batch=(2,),
-                # Compiling would take longer than all others.
-                rungs=tuple(name for name in RUNGS if name != "compile"), race=("tiny-64",),
-                loss_size="tiny", loss_context=32, loss_steps=40, words=16,
-                loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
-                warmup=1, steps=5, min_seconds=0.0, rounds=5, blocks=6, block_seconds=0.1,
-            )]  # fmt: skip
+            quick = [
+                StepFlags(
+                    part=PARTS,
+                    size=("tiny",),
+                    context=(64,),
+                    batch=(2,),
+                    # Compiling would take longer than all other rungs together.
+                    rungs=tuple(name for name in RUNGS if name != "compile"),
+                    race=("tiny-64",),
+                    loss_size="tiny",
+                    loss_context=32,
+                    loss_steps=40,
+                    words=16,
+                    loss_rungs=("flash", "fused-loss"),
+                    seeds=(0,),
+                    vocab=1024,
+                    warmup=1,
+                    steps=5,
+                    min_seconds=0.0,
+                    rounds=5,
+                    blocks=6,
+                    block_seconds=0.1,
+                )
+            ]
         else:
             quick = [StepFlags(part=("ladder", "waterfall"))]
         return {
@@ -124,17 +141,18 @@ class Step(Study[StepFlags, StepCase]):
 
 
 def published() -> tuple[StepFlags, ...]:
-    """What matters most first: a machine may be lent for minutes only."""
+    """Flags of the published run, most important part first: GPU time may be short."""
     return (
         StepFlags(part=("race",), race=("small-512", "xl-512")),
         StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
-        # Compiled whole it would run out of the time of a case.
-        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
-                  rounds=3),
+        # Compiling the full model would exceed the time limit of a case.
+        StepFlags(
+            part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",), rounds=3
+        ),
         StepFlags(part=("ladder", "waterfall")),
         StepFlags(part=("loss",)),
         StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
-    )  # fmt: skip
+    )
 
 
 STUDY = Step()

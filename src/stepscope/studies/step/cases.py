@@ -29,68 +29,72 @@ PARTS: tuple[Part, ...] = ("ladder", "loss", "waterfall", "race")
 
 
 class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: the ladder of every size, context and batch, and races by name."""
+    """Parameters of the study: ladders by size, context and batch, and races by name."""
 
     part: tuple[Part, ...] = ("ladder", "loss", "waterfall")
-    """ladder, loss, waterfall, race."""
+    """Parts to run: ladder, loss, waterfall, race."""
     size: tuple[str, ...] = ("small",)
-    """Sizes of the ladder and the waterfall."""
+    """Model sizes of the ladder and the waterfall."""
     table: Literal["2025", "2026"] = "2025"
-    """Which year's size table."""
+    """Year of the size table."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
-    """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, compile, fused-pieces, joined,
-    fused-optimizer, in-backward, graph, searched, as-made, narrow-stream, master, checkpoint."""
+    """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
+    fused-pieces, joined (fused projections), fused-optimizer, in-backward, graph, searched
+    (autotuned GEMMs), as-made (gradients in the dtype of the matmuls), narrow-stream, master,
+    checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
-    """Each change alone, and on top of those before it."""
+    """Measure each change alone, on top of the changes before it ("so far"), or both."""
     race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")
     """Races: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512, 8b-32768, tiny-64."""
     scopes: tuple[str, ...] = SCOPES
-    """What is compiled in a race: block, model."""
+    """Scope of torch.compile for the peer in a race: block, model."""
     modes: tuple[str, ...] = MODES
-    """How the peer compiles: default, reduce-overhead; max-autotune takes minutes for each form."""
+    """Modes of torch.compile for the peer: default, reduce-overhead, or max-autotune, which takes
+    minutes for each variant."""
     attentions: tuple[str, ...] = ATTENTIONS
-    """The peer's attention."""
+    """Attention implementations of the peer."""
     forms: tuple[str, ...] = ()
-    """Race only forms with one of these in their name, such as 'peer: block' 'updates in
-    backward'."""
+    """Race only the variants whose name contains one of these strings, such as 'peer: block'
+    'updates in backward'."""
     heat_seconds: float = 300.0
-    """No further form of a race is tried after this time; those that were tried race."""
+    """Time limit for the trials of a race in seconds; variants not tried by then are left out."""
     form_seconds: float = 400.0
-    """A form that takes longer than this to be compiled and tried is out; the others race."""
+    """Time limit for compiling and trying one variant in seconds; a slower variant is left out."""
     loss_size: str = "small"
-    """Size of the model that is trained."""
+    """Size of the model for the loss curves."""
     loss_context: int = 512
-    """Its sequence length."""
+    """Sequence length for the loss curves."""
     loss_steps: int = 300
-    """Steps of training."""
+    """Training steps of a loss curve."""
     loss_rungs: tuple[str, ...] = tuple(RUNGS)
-    """Rungs that are trained, each with all below it."""
+    """Rungs to train, each on top of all rungs before it."""
     loss_only: tuple[str, ...] = ()
-    """Of those the ones to train now, with all below them as before: a part of the table again."""
+    """Train only these of the loss rungs, each still on top of all before it; use it to repeat a
+    part of the table."""
     words: int = 256
-    """Words of the text that is learnt."""
+    """Number of distinct words in the training text."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Each trains every rung once."""
+    """Random seeds; every rung is trained once per seed."""
     layers: int | None = None
-    """Override this field of the sizes."""
+    """Override the number of layers."""
     vocab: int | None = None
-    """Override this field of the sizes."""
+    """Override the vocabulary size."""
     warmup: int = 5
-    """Steps before the first sample."""
+    """Warm-up steps before the first sample."""
     steps: int = 10
-    """Samples at least."""
+    """Minimum number of samples."""
     min_seconds: float = 0.5
-    """Go on sampling until this much time has passed (at most 200 samples)."""
+    """Keep sampling until this much time has passed (at most 200 samples)."""
     blocks: int = 6
-    """Blocks of consecutive steps of each side of a race, alternating."""
+    """Blocks of consecutive steps for each side of a race; the sides alternate."""
     block_seconds: float = 4.0
-    """Seconds of consecutive steps in a block at least."""
+    """Minimum duration of a block of consecutive steps in seconds."""
     rounds: int = 10
-    """Rounds of interleaved samples of a race at least."""
+    """Minimum number of rounds of interleaved samples in a race."""
 
     def __post_init__(self) -> None:
         for name in ("heat_seconds", "form_seconds"):
@@ -103,7 +107,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RungCase(Workload, frozen=True, kw_only=True):
-    """A step of the ladder: the start with one change, or with all changes up to it."""
+    """A rung of the ladder: the baseline with one change, or with all changes up to it."""
 
     rung: str
     how: How
@@ -118,7 +122,7 @@ class RungCase(Workload, frozen=True, kw_only=True):
 
 
 class LadderCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="ladder"):
-    """A rung that is timed."""
+    """A timed rung."""
 
     warmup: int
     steps: int
@@ -126,7 +130,7 @@ class LadderCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="lad
 
 
 class LossCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="loss"):
-    """A rung that is trained."""
+    """A rung that trains for a loss curve."""
 
     seed: int
     steps: int
@@ -138,7 +142,7 @@ class LossCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="loss"
 
 
 class WaterfallCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="waterfall"):
-    """A rung that is timed and traced."""
+    """A timed and traced rung."""
 
     warmup: int
     steps: int
@@ -151,12 +155,12 @@ class WaterfallCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Without graphs: it is traced kernel by kernel, and replayed only where it can be."""
+        """Requirements without CUDA graphs: the trace is eager, and the replay is optional."""
         return tuple(need for need in super().needs if need != "graph")
 
 
 class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
-    """Forms of one training step that are timed in one process."""
+    """Variants of one training step, timed in one process."""
 
     race: str
     dtype: str
@@ -164,14 +168,14 @@ class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"
     rounds: int
     min_seconds: float
     blocks: int = 0
-    """Old races have no blocks of consecutive steps."""
+    """Zero in old records, which have no blocks of consecutive steps."""
     block_seconds: float = 0.0
     heat_steps: int = 3
     steady_seconds: float = 1.0
     heat_seconds: float = 300.0
     form_seconds: float = 400.0
     forms: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Parts of names that chose the racers; a race of all forms has no such field."""
+    """Substrings that selected the variants by name; unset for a race of all variants."""
 
     @property
     def key(self) -> str:
@@ -189,8 +193,8 @@ StepCase = LadderCase | LossCase | WaterfallCase | StepRaceCase
 
 def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
     for first in _starts(flags):
-        for place in ladder(first, flags.rungs, flags.how):
-            yield _case(LadderCase, place, **_effort(flags))
+        for rung in ladder(first, flags.rungs, flags.how):
+            yield _case(LadderCase, rung, **_effort(flags))
 
 
 def loss_cases(flags: StepFlags) -> Iterator[LossCase]:
@@ -198,20 +202,20 @@ def loss_cases(flags: StepFlags) -> Iterator[LossCase]:
     for name in flags.loss_only:
         if name not in flags.loss_rungs:
             raise unknown_name("rung", name, flags.loss_rungs)
-    places = climbed(first, flags.loss_rungs)
-    trained = [p for p in places if not flags.loss_only or p.rung in flags.loss_only]
-    for place, seed in itertools.product(trained, flags.seeds):
-        yield _case(LossCase, place, seed=seed, steps=flags.loss_steps, words=flags.words)
+    rungs = climbed(first, flags.loss_rungs)
+    trained = [r for r in rungs if not flags.loss_only or r.rung in flags.loss_only]
+    for rung, seed in itertools.product(trained, flags.seeds):
+        yield _case(LossCase, rung, seed=seed, steps=flags.loss_steps, words=flags.words)
 
 
 def waterfall_cases(flags: StepFlags) -> Iterator[WaterfallCase]:
     for first in _starts(flags):
-        # Optimizer-in-backward would hide in the backward's kernels: it is traced after it.
-        apart = [n for n in flags.rungs if n == "compile" or RUNGS[n].stays]
-        first_place, *rest = climbed(first, [n for n in apart if n != "in-backward"])
-        compiled = [place for place in rest[:-1] if place.rung == "compile"]
-        for place in (first_place, *compiled, *rest[-1:]):
-            yield _case(WaterfallCase, place, **_effort(flags))
+        # Optimizer-in-backward would mix with the backward's kernels: trace the optimizer apart.
+        names = [n for n in flags.rungs if n == "compile" or RUNGS[n].stays]
+        first_rung, *rest = climbed(first, [n for n in names if n != "in-backward"])
+        compiled = [rung for rung in rest[:-1] if rung.rung == "compile"]
+        for rung in (first_rung, *compiled, *rest[-1:]):
+            yield _case(WaterfallCase, rung, **_effort(flags))
 
 
 def race_cases(flags: StepFlags) -> Iterator[StepRaceCase]:
@@ -233,8 +237,8 @@ def race_cases(flags: StepFlags) -> Iterator[StepRaceCase]:
 R = TypeVar("R", bound=RungCase)
 
 
-def _case(kind: type[R], place: LadderStep, **effort: Any) -> R:
-    return case_of(place.workload, kind, rung=place.rung, how=place.how, **effort)
+def _case(kind: type[R], step: LadderStep, **effort: Any) -> R:
+    return case_of(step.workload, kind, rung=step.rung, how=step.how, **effort)
 
 
 def _starts(flags: StepFlags) -> Iterator[Workload]:

@@ -1,4 +1,4 @@
-"""Sentences that answer the study's question."""
+"""Findings of the step study."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCur
 from stepscope.studies.views.energy import at_cap_words
 
 GAINS = 1.01
-"""From here on a step counts as faster."""
+"""Smallest speedup that counts as a gain."""
 
 
 def step_findings(
-    climbed: Sequence[Ladder], learnt: dict[str, LossCurve], raced: Sequence[StepRace]
+    ladders: Sequence[Ladder], curves: dict[str, LossCurve], raced: Sequence[StepRace]
 ) -> Iterator[Finding]:
-    for ladder in climbed:
+    for ladder in ladders:
         if ladder.start is not None and len(ladder.climb) > 1:
             yield _climb(ladder, ladder.start.median)
             yield from _host_bound(ladder)
             yield from _not_measured(ladder)
-    yield from _learnt(learnt)
+    yield from _loss(curves)
     for race in raced:
         yield from _race(race)
     for race in raced:
@@ -47,7 +47,7 @@ def _climb(ladder: Ladder, start_ms: float) -> Finding:
             code="step.no-gain",
             values=values,
             records=_ids(rung.record for rung, _ in ladder.climb),
-            text=f"{ladder.name}: no change makes its {duration(start_ms)} shorter.",
+            text=f"{ladder.name}: no change is faster than the baseline's {duration(start_ms)}.",
         )
     conclusion = ""
     if any(rung.case.how == "alone" for rung in ladder.rungs):
@@ -60,23 +60,23 @@ def _climb(ladder: Ladder, start_ms: float) -> Finding:
         gain = start_ms / alone[most]
         values |= {"alone": most, "alone_times": gain}
         conclusion = (
-            "Alone, no change makes it faster."
+            "Alone, no change is faster than the baseline."
             if gain < GAINS
-            else f"Alone, {words(most)} brings most: {number(gain, 3)} times."
+            else f"The largest single gain is {words(most)}: {number(gain, 3)} times."
         )
     return Finding(
         code="step.gain",
         values=values | {"best_ms": best_ms, "times": times, "up_to": best},
         records=_ids(rung.record for rung in ladder.rungs if rung.step),
         text=f"{ladder.name}: from {duration(start_ms)} to {duration(best_ms)},"
-        f" {number(times, 3)} times as fast, with all up to {words(best)}.",
+        f" {number(times, 3)} times as fast, with all changes up to {words(best)}.",
         conclusion=conclusion,
         tone="good",
     )
 
 
 def _host_bound(ladder: Ladder) -> Iterator[Finding]:
-    """Steps that take as long as the host needs: what the device gains in them does not show."""
+    """Report rungs limited by host issue time, in which faster kernels do not show."""
     known = [(rung.record, host) for rung in ladder.rungs if (host := rung.host) is not None]
     bound = sum(host.bound for _, host in known)
     if bound:
@@ -84,9 +84,9 @@ def _host_bound(ladder: Ladder) -> Iterator[Finding]:
             code="step.host-bound",
             values={"ladder": ladder.name, "rows": bound, "of": len(known)},
             records=_ids(record for record, _ in known),
-            text=f"In {bound} of {len(known)} rows of {ladder.name} the device waits for the"
-            " host: there a change shows by the launches that it saves, and what the device gains"
-            " shows once the step is a graph.",
+            text=f"{bound} of {len(known)} rows of {ladder.name} are host-bound: in these rows a"
+            " change helps only by saving launches, and faster kernels show once the step is a"
+            " CUDA graph.",
         )
 
 
@@ -100,13 +100,13 @@ def _not_measured(ladder: Ladder) -> Iterator[Finding]:
             values={"ladder": ladder.name, "rows": len(failed), "reason": reason},
             records=_ids(rung.record for rung in failed),
             text=f"{len(failed)} rows of {ladder.name} were not measured: {changes}."
-            f" The first said: {reason}",
+            f" First reason: {reason}",
             tone="warn" if any(rung.record.status != "skipped" for rung in failed) else "info",
         )
 
 
-def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
-    start = learnt.get(START)
+def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
+    start = curves.get(START)
     fell = start.fell_by() if start is not None else None
     if start is None or fell is None:
         return
@@ -119,35 +119,35 @@ def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
             values=values,
             records=_ids(start.records),
             text=text,
-            conclusion="That is too little to tell right from wrong: train for longer.",
+            conclusion="That is too little to judge the other rungs: train for more steps.",
             tone="warn",
         )
         return
-    apart = {
-        rung: away
-        for rung, curve in learnt.items()
-        if rung != START and (away := curve.apart(start)) is not None
+    deviations = {
+        rung: deviation
+        for rung, curve in curves.items()
+        if rung != START and (deviation := curve.apart(start)) is not None
     }
-    records = _ids(record for rung in (START, *apart) for record in learnt[rung].records)
-    wrong = {rung: away for rung, away in apart.items() if abs(away) > AGREES_WITHIN}
+    records = _ids(record for rung in (START, *deviations) for record in curves[rung].records)
+    wrong = {rung: share for rung, share in deviations.items() if abs(share) > AGREES_WITHIN}
     if wrong:
-        listed = ", ".join(f"{words(rung)} ({percent(away)})" for rung, away in wrong.items())
+        listed = ", ".join(f"{words(rung)} ({percent(share)})" for rung, share in wrong.items())
         yield Finding(
             code="step.loss-apart",
             values={**values, **wrong},
             records=records,
-            text=f"{text} Not within {percent(AGREES_WITHIN)} of it at the end: {listed}.",
+            text=f"{text} The final loss deviates by more than {percent(AGREES_WITHIN)}: {listed}.",
             tone="warn",
         )
-    elif apart:
-        farthest = max(apart, key=lambda rung: abs(apart[rung]))
-        away = abs(apart[farthest])
+    elif deviations:
+        farthest = max(deviations, key=lambda rung: abs(deviations[rung]))
+        largest = abs(deviations[farthest])
         yield Finding(
             code="step.loss-same",
-            values=values | {"rungs": len(apart), "farthest": farthest, "apart": away},
+            values=values | {"rungs": len(deviations), "farthest": farthest, "apart": largest},
             records=records,
-            text=f"{text} All {len(apart)} other rungs end within {percent(AGREES_WITHIN)} of it;"
-            f" farthest is {words(farthest)} with {percent(away)}.",
+            text=f"{text} All {len(deviations)} other rungs end within {percent(AGREES_WITHIN)} of"
+            f" it; the largest deviation is {percent(largest)} ({words(farthest)}).",
             tone="good",
         )
 
@@ -160,33 +160,33 @@ def _race(race: StepRace) -> Iterator[Finding]:
     interval = ratio if lead is None else lead.ratio
     tone: Tone
     if interval is not None and interval.low <= 1 <= interval.high:
-        tone, code, outcome = "info", "step.race-no-difference", "no difference is shown"
+        tone, code, outcome = "info", "step.race-no-difference", "statistically indistinguishable"
     elif times >= 1:
         tone, code = "good", "step.race-faster"
         outcome = f"ours is {number(times, 3)} times as fast"
     else:
         tone, code = "warn", "step.race-slower"
-        outcome = f"ours is {number(1 / times, 3)} times as long"
+        outcome = f"ours takes {number(1 / times, 3)} times as long"
     rate = f", {percent(share)} MFU" if share is not None else ""
-    where = "" if lead is None else " where steps follow each other"
+    where = "" if lead is None else " in consecutive steps"
     text = (
         f"{race.name}: a step takes {duration(ms)}{rate}{where}; the fastest peer"
         f" ({race.form('peer')}) takes {duration(peer_ms)}: {outcome}."
     )
     if lead is not None:
-        text += f" Interleaved samples give {number(ratio.value, 3)} times."
+        text += f" Interleaved samples give a ratio of {number(ratio.value, 3)}."
     values: dict[str, Value] = {"race": race.name, "ms": ms, "peer_ms": peer_ms, "times": times}
     values |= {"interleaved": ratio.value, "mfu": share}
     narrow_ms, narrow_times = race.step_ms("narrow"), race.speedup("narrow")
     if narrow_ms is not None and narrow_times is not None:
         values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
-        text += f" With narrower dtypes it takes {duration(narrow_ms)}, the peer"
+        text += f" With narrower dtypes ours takes {duration(narrow_ms)}; the peer takes"
         text += f" {number(narrow_times, 3)} times as long."
-    # Races with fewer forms of the peer, or in which its fastest was farther away.
-    others = [(other, found) for other in race.others if (found := other.ratio()) is not None]
-    for other, found in others:
-        text += f" Another race, against {other.peers} of its forms, gave"
-        text += f" {number(found.value, 3)} times."
+    # Races with fewer variants of the peer, or in which its fastest was slower relative to ours.
+    others = [(other, result) for other in race.others if (result := other.ratio()) is not None]
+    for other, result in others:
+        text += f" Another race, against {other.peers} of its variants, gave a ratio of"
+        text += f" {number(result.value, 3)}."
     yield Finding(
         code=code,
         values=values | {"other_races": len(others)},
@@ -205,7 +205,7 @@ def _power_capped(race: StepRace) -> Iterator[Finding]:
     if not capped:
         return
     (first, (draw, _)), *others = capped.items()
-    text = f"{race.name}: {SIDES[first]} takes {number(draw.joules, 3)} J a step"
+    text = f"{race.name}: {SIDES[first]} takes {number(draw.joules, 3)} J per step"
     text += f" {at_cap_words(draw)}."
     for side, (other, lasts_ms) in others:
         text += f" {SIDES[side].capitalize()} takes {number(other.joules, 3)} J, which lasts"
@@ -221,11 +221,11 @@ def _no_energy(raced: Sequence[StepRace]) -> Iterator[Finding]:
     for race in raced:
         if reason := race.record.notes.get("no_energy"):
             missing.setdefault(reason, []).append(race)
-    for reason, those in missing.items():
-        names = ", ".join(race.name for race in those)
+    for reason, races in missing.items():
+        names = ", ".join(race.name for race in races)
         yield Finding(
             code="step.no-energy",
             values={"races": names, "reason": reason},
-            records=_ids(race.record for race in those),
-            text=f"There is no energy of the steps of {names}: {reason}.",
+            records=_ids(race.record for race in races),
+            text=f"The energy per step of {names} was not measured: {reason}.",
         )

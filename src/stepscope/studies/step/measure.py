@@ -1,4 +1,4 @@
-"""Measures a case: a rung timed, traced or trained; races are in `race`."""
+"""Measure a case: a rung timed, traced or trained; races are measured in `race`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def measure_case(case: StepCase, bench: Bench) -> Measurement:
 
 
 def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
-    """The step timed, then traced, then timed as a CUDA graph where it can be one.
+    """Time the step, trace it, then time it as a CUDA graph where it can be captured.
 
-    The same kernels run in all three; only the trace of the first says what each is for.
+    All three run the same kernels, but only the eager trace attributes each kernel to an operation.
     """
     device = bench.device
     eager = msgspec.structs.replace(case_of(case, Workload), graph=False)
@@ -64,7 +64,7 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
         except CaseSkipped as skipped:
             notes["replay"] = str(skipped)
         except Exception as error:
-            # What was traced stands without it.
+            # The trace is valid without the replay.
             notes["replay"] = first_cause(error)
         else:
             series += [
@@ -73,13 +73,16 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
                 if one.name == "step"
             ]
     return Measurement(
-        series=tuple(series), quantities=case.quantities(), readings=timing.readings,
-        notes=notes, attachments=traced.attachments,
-    )  # fmt: skip
+        series=tuple(series),
+        quantities=case.quantities(),
+        readings=timing.readings,
+        notes=notes,
+        attachments=traced.attachments,
+    )
 
 
 def measure_loss(case: LossCase, bench: Bench) -> Measurement:
-    """Train for a few hundred steps, to see that no gain is bought with a wrong result."""
+    """Train for a few hundred steps to check that a faster step computes the same result."""
     import torch
 
     step = TransformerStep(case, bench.device, seed=case.seed)
@@ -90,7 +93,7 @@ def measure_loss(case: LossCase, bench: Bench) -> Measurement:
     )
     text = torch.from_numpy(rows).view(case.steps, case.batch, -1)
     if case.graph:
-        # The capture runs steps, which are undone.
+        # The capture runs real steps; undo them.
         before = [parameter.detach().clone() for parameter in step.model.parameters()]
         step.phases()
         begin_again(step, before)
@@ -111,7 +114,7 @@ def measure_loss(case: LossCase, bench: Bench) -> Measurement:
 
 
 def begin_again(step: TransformerStep, weights: Sequence[Tensor]) -> None:
-    """Reset weights and optimizer state in place: a graph has the addresses of all tensors."""
+    """Reset weights and optimizer state in place: a CUDA graph has fixed tensor addresses."""
     import torch
 
     from stepscope.optim.fused import MASTER
@@ -129,30 +132,30 @@ def begin_again(step: TransformerStep, weights: Sequence[Tensor]) -> None:
 
 
 def entropy() -> float:
-    """Nats per word that no model can save."""
+    """Entropy of the text in nats per word: the lowest reachable loss."""
     return -float(sum(share * math.log(share) for share in _SHARES))
 
 
 def sequences(
     count: int, length: int, vocab: int, seed: int, words: int = 256
 ) -> NDArray[np.int64]:
-    """Rows of a generated text that can be learnt: the same on every machine.
+    """Generate rows of a learnable text, the same on every machine.
 
-    Each word is followed by one of eight others, the first of them far more often than the last. A
-    model that has seen enough of it reaches `entropy`, about 1.8 nats; one that knows nothing is at
-    the logarithm of the vocabulary. `seed` decides the rows and not the chain.
+    The text is a Markov chain: each word is followed by one of eight others, with probabilities
+    proportional to 1, 1/2, … 1/8. A trained model reaches `entropy`, about 1.8 nats; an untrained
+    one starts at the logarithm of the vocabulary size. `seed` selects the rows, not the chain.
     """
     words = min(words, vocab)
     chain = np.random.default_rng(0)
     followers = chain.integers(words, size=(words, FOLLOWERS))
-    # Spread over the vocabulary, so that the embedding's rows are not neighbours.
+    # Spread over the vocabulary, so that the rows of the embedding are not adjacent.
     spelling = chain.permutation(vocab)[:words]
-    drawn = np.random.default_rng(seed)
-    word = drawn.integers(words, size=count)
+    generator = np.random.default_rng(seed)
+    word = generator.integers(words, size=count)
     rows = np.empty((count, length), np.int64)
     cumulative = np.cumsum(_SHARES)
     for index in range(length):
         rows[:, index] = spelling[word]
-        which = np.searchsorted(cumulative, drawn.random(count), side="right")
-        word = followers[word, np.minimum(which, FOLLOWERS - 1)]
+        choice = np.searchsorted(cumulative, generator.random(count), side="right")
+        word = followers[word, np.minimum(choice, FOLLOWERS - 1)]
     return rows

@@ -1,13 +1,14 @@
-"""A race of whole steps: every form of the peer and of ours is tried, the fastest of each race.
+"""Race full training steps: try every variant, then compare the fastest variant of each side.
 
-All share one set of weights and moments, so that a model of which one fits can be raced in several
-forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
-was compiled for it, so none is short of memory because of another. A device lowers its clock as it
-works, so heats cannot separate forms that are close: those of a side run off in alternating blocks.
-The fastest of each side are then built once more, from the compiler's caches, and are timed twice
-in this process: in blocks of consecutive steps, as in training, which is the result, and in
-interleaved samples that each start on an idle device. The last form that was tried stays built,
-since a whole model takes long to compile even so. At the end the energy of each is measured.
+All variants share one set of weights and moments, so a model of which only one copy fits can race
+in several variants. A trial ("heat" in the record) builds a variant, warms it up, times a few
+steps and frees it with all compiled code, so that no variant lacks memory because of another. A
+device lowers its clock under load, so trials cannot separate variants that are close; close
+variants of one side are compared in alternating blocks (the run-off). The fastest variant of each
+side is then built again, from the compiler's caches, and timed twice in this process: in blocks of
+consecutive steps as in training, which is the result, and in interleaved samples that each start on
+an idle device. The last variant tried stays built, because compiling a full model takes long even
+from the caches. Finally the energy of each side is measured.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
 
 _WARM_UP = 3
 _NEAR, _MOST_NEAR = 1.02, 3
-"""Forms within this factor of the fastest heat of a side, and at most so many, run off."""
+"""Variants within this factor of the fastest trial of a side, at most this many, run off."""
 _RUN_OFF_BLOCKS, _RUN_OFF_S = 4, 1.0
 _UNBROKEN_S = 4.0
-"""How long each side runs without a pause for its energy, after a lead."""
+"""Duration of consecutive steps for the energy measurement of a side, after warm-up."""
 _FORMS = 64
-"""How often the same code is compiled here: more often than torch.compile thinks sensible."""
+"""Recompile limit: the same code is compiled for every variant, beyond the default limit of 8."""
 
 
 class Entry(NamedTuple):
-    """A form that is ready to run."""
+    """A variant that is ready to run."""
 
     racer: Racer
     step: TransformerStep
@@ -59,15 +60,15 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
     began = time.monotonic()
     for index, racer in enumerate(case.racers):
         if time.monotonic() - began > case.heat_seconds:
-            field.excluded[racer.name] = "not tried: the time for heats was over"
+            field.excluded[racer.name] = "not tried: the time limit for trials was reached"
             continue
-        bench.progress(index, len(case.racers), f"heat of {racer.name}")
+        bench.progress(index, len(case.racers), f"trial of {racer.name}")
         field.heat(racer, case, last=index == len(case.racers) - 1)
     sides = list(field.heats)
     if {"peer", "ours"} - set(sides):
         reasons = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
         raise CaseSkipped(f"no race: {reasons}")
-    # The peer's last: it may have a form that is ready, which costs minutes to build again.
+    # The peer goes last: a variant of it may still be built, and rebuilding costs minutes.
     fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
     entries = [field.entry(fastest[side]) for side in sides]
     blocks = _consecutive(
@@ -119,8 +120,8 @@ def _interleaved(entries: Sequence[Entry], bench: Bench, case: StepRaceCase) -> 
 
 
 def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dict[str, str]]:
-    """The energy of each side in consecutive steps, or a note why it is not known: the times of the
-    race stand without it."""
+    """Energy of each side in consecutive steps, or a note why it was not measured; the times of the
+    race are valid without it."""
     from stepscope.measure.energy import energy_quantities, measure_energy
 
     energy: list[Quantity] = []
@@ -139,7 +140,7 @@ def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dic
 
 
 class Field:
-    """All forms of one step on the same weights."""
+    """All variants of one step on the same weights."""
 
     def __init__(self, first: Racer, bench: Bench) -> None:
         self._bench = bench
@@ -149,16 +150,16 @@ class Field:
         self._owner = TransformerStep(plain, bench.device)
         begin_moments(self._owner.optimizer)
         self.heats: dict[str, dict[str, Heat]] = {}
-        """By side and name."""
+        """Trials by side and variant name."""
         self._racers: dict[str, Racer] = {}
         self._ready: dict[str, Entry] = {}
         self.excluded: dict[str, str] = {}
-        """Why a form did not race, by name."""
+        """Reason why a variant did not race, by name."""
         self.no_run_off: dict[str, str] = {}
-        """Why the forms of a side did not run off."""
+        """Reason why the variants of a side did not run off, by side."""
 
     def entry(self, racer: Racer) -> Entry:
-        """Built and run once; nothing of that step is left to disturb another's capture."""
+        """Build a variant and run it once; drop its step state so that later captures are clean."""
         if racer.name in self._ready:
             return self._ready[racer.name]
         step = TransformerStep(racer.workload, self._bench.device, shares=self._owner)
@@ -168,7 +169,7 @@ class Field:
         return Entry(racer, step)
 
     def heat(self, racer: Racer, case: StepRaceCase, *, last: bool = False) -> None:
-        """Try one form. The last of all stays ready if it may be the fastest of its side."""
+        """Try one variant. The last of all stays built if it may be the fastest of its side."""
         from stepscope.measure.time_limit import TookTooLong, at_most
 
         try:
@@ -179,9 +180,9 @@ class Field:
         except TookTooLong as late:
             self.excluded[racer.name] = f"given up: {late}"
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[0]
-            self.excluded[racer.name] = f"failed: {type(error).__name__}: {said}"
-            # The traceback holds the frames that hold the tensors.
+            message = (str(error).strip().splitlines() or [""])[0]
+            self.excluded[racer.name] = f"failed: {type(error).__name__}: {message}"
+            # The traceback references the frames, which reference the tensors.
             del error
         else:
             self._note(racer, heat)
@@ -191,38 +192,38 @@ class Field:
                 self._bench.device.release()
                 return
             del entry
-        self._let_go(racer)
+        self._free(racer)
 
     def near(self, side: str) -> list[Racer]:
-        """The fastest in its heat, and those that may be as fast."""
+        """The fastest variant by its trial, and those within `_NEAR` of it."""
         heats = self.heats[side]
         order = sorted(heats, key=lambda name: heats[name].ms)
         most_ms = heats[order[0]].ms * _NEAR
         return [self._racers[name] for name in order[:_MOST_NEAR] if heats[name].ms <= most_ms]
 
     def run_off(self, side: str) -> Racer:
-        """The fastest form of a side; forms that are close decide it in alternating blocks."""
+        """Return the fastest variant of a side; close variants are timed in alternating blocks."""
         first, *others = near = self.near(side)
         if not others:
             return first
         try:
-            found = self._alternate(near)
+            fastest = self._alternate(near)
         except Exception as error:
             self.no_run_off[side] = first_cause(error)
-            found = first
-        lost = [racer for racer in near if racer.name != found.name]
-        ready = self._ready.get(found.name)
+            fastest = first
+        lost = [racer for racer in near if racer.name != fastest.name]
+        ready = self._ready.get(fastest.name)
         for racer in near:
             self._ready.pop(racer.name, None)
         if ready and not any(racer.workload.compile_mode in GRAPHS_OF_TORCH for racer in lost):
-            # What the others compiled is small; the graphs of torch would hold their memory.
-            self._ready[found.name] = ready
+            # Compiled code of the others is small; CUDA graphs of torch would keep their memory.
+            self._ready[fastest.name] = ready
             self._bench.device.release()
-            return found
+            return fastest
         del ready
         for racer in near:
-            self._let_go(racer)
-        return found
+            self._free(racer)
+        return fastest
 
     def _alternate(self, near: Sequence[Racer]) -> Racer:
         entries = [self.entry(racer) for racer in near]
@@ -247,26 +248,27 @@ class Field:
     def _try(self, racer: Racer, case: StepRaceCase) -> tuple[Entry, Heat]:
         device = self._bench.device
         began = time.monotonic()
-        held = device.held_bytes()
+        allocated = device.held_bytes()
         device.reset_peak()
         entry = self.entry(racer)
         first_s = time.monotonic() - began
         _timed(entry, device, _WARM_UP, 0.0)
         samples = _timed(entry, device, case.heat_steps, case.steady_seconds)
         peak = device.peak_bytes()
-        if held is None:
-            # Tensors are not counted here, and the resident set is that of all forms.
+        if allocated is None:
+            # Without a tensor count there is only the resident set, which covers all variants.
             peak = None
         elif peak is not None:
-            # Weights and moments were there before and count for this form too.
-            peak = peak - held + self._shared_bytes(entry.step)
+            # Weights and moments were allocated before and count for this variant too.
+            peak = peak - allocated + self._shared_bytes(entry.step)
         return entry, Heat(
-            ms=statistics.median(samples), first_s=first_s,
+            ms=statistics.median(samples),
+            first_s=first_s,
             peak_bytes=None if peak is None else float(peak),
-        )  # fmt: skip
+        )
 
-    def _let_go(self, racer: Racer) -> None:
-        """Of all that it left: copies of weights, compiled code, torch's graphs."""
+    def _free(self, racer: Racer) -> None:
+        """Free what a variant leaves: weight copies, compiled code, CUDA graphs of torch."""
         self._owner.optimizer.zero_grad(set_to_none=True)
         self._owner.model.copies.clear()  # type: ignore[union-attr,operator]
         if racer.workload.compile != "no":
@@ -277,7 +279,7 @@ class Field:
 
     @staticmethod
     def _shared_bytes(step: TransformerStep) -> int:
-        """Weights and moments."""
+        """Bytes of weights, buffers and moments."""
         state = (
             tensor
             for values in step.optimizer.state.values()

@@ -1,4 +1,4 @@
-"""The races of the step study: their shapes, and the forms of each side. No torch."""
+"""The races of the step study: their shapes and the variants of each side. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from stepscope.studies.training.workload import Workload
 
 SCOPES = ("block", "model")
 MODES = ("default", "reduce-overhead")
-"""Tuning takes minutes for each form, so max-autotune is asked for by name."""
+"""Default modes; max-autotune takes minutes for each variant and must be requested by name."""
 ATTENTIONS = ("sdpa_flash", "sdpa_cudnn")
 
 
 class RaceSpec(NamedTuple):
-    """The training step of a race, and which of our forms take part in it."""
+    """The training step of a race, and what selects our variants for it."""
 
     size: str
     context: int
@@ -31,14 +31,14 @@ class RaceSpec(NamedTuple):
     dtype: str = "bfloat16"
     table: str = "2025"
     checkpoint: str = NONE
-    """Activation checkpointing of the peer, where the step does not fit without."""
+    """Activation checkpointing of the peer, where the step does not fit in memory without it."""
     thrifty: int = 0
-    """Blocks of ours that save only their inputs, where the peer is checkpointed."""
+    """Number of our blocks that save only their inputs, where the peer is checkpointed."""
     other_attention: str = "sdpa_cudnn"
-    """Tried next to `auto`, which decides for steps whose host is not ahead."""
+    """Attention tried next to `auto`, whose choice assumes that the host is not ahead."""
     less_memory: bool = False
-    """Our forms save less for the backward than they could, and one saves inputs only; their peak
-    memory is compared with the peer's."""
+    """Whether our variants save fewer activations than they could, one of them inputs only, and
+    their peak memory is compared with the peer's."""
 
 
 RACES: dict[str, RaceSpec] = {
@@ -53,25 +53,27 @@ RACES: dict[str, RaceSpec] = {
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a form of the step did alone; kept in a record's notes."""
+    """Trial of one variant alone, stored in the record's attachments."""
 
     ms: float
     first_s: float
-    """Until it had run for the first time: building, compiling, tuning."""
+    """Seconds until the end of the first step: building, compiling, tuning."""
     peak_bytes: float | None = None
     turns_ms: float | None = None
-    """In alternation with the forms that were close to the fastest of its side."""
+    """Median of the run-off, in alternation with the variants close to the fastest of its side."""
 
 
 SIDES = {
     "peer": "the peer",
     "ours": "ours",
-    "spare": "ours with less kept",
-    "narrow": "ours with narrower formats",
+    "spare": "ours with fewer saved activations",
+    "narrow": "ours with narrower dtypes",
 }
 
 
 class Racer(NamedTuple):
+    """A variant of the training step and the side it races for."""
+
     side: str
     """One of `SIDES`."""
     workload: Workload
@@ -104,16 +106,21 @@ def race_spec(name: str) -> RaceSpec:
 
 
 def racers(
-    name: str, scopes: tuple[str, ...] = SCOPES, modes: tuple[str, ...] = MODES,
-    attentions: tuple[str, ...] = ATTENTIONS, forms: tuple[str, ...] = (),
-) -> tuple[Racer, ...]:  # fmt: skip
-    """The peer in its forms and ours; the same formats of weights, gradients and state. One of the
-    peer, then ours, then the rest: where time runs out there is a race all the same. `forms` leaves
-    those whose name has one of these words in it."""
+    name: str,
+    scopes: tuple[str, ...] = SCOPES,
+    modes: tuple[str, ...] = MODES,
+    attentions: tuple[str, ...] = ATTENTIONS,
+    forms: tuple[str, ...] = (),
+) -> tuple[Racer, ...]:
+    """Variants of the peer and of ours, with the same dtypes of weights, gradients and state.
+
+    One variant of the peer comes first, then ours, then the rest, so that there is a race even if
+    the time limit is reached. With `forms`, only variants whose name contains one of these strings.
+    """
     spec = race_spec(name)
     first = start(spec.size, spec.table, spec.context, spec.batch, {})
     common = msgspec.structs.replace(first, dtype=spec.dtype)
-    # All logits of a long sequence over a large vocabulary do not fit: both get the fused loss.
+    # The logits of a long sequence and a large vocabulary do not fit: both get the fused loss.
     loss = "fused" if spec.checkpoint != NONE else "plain"
     peer = msgspec.structs.replace(
         common, optimizer="torch-fused", loss=loss, checkpoint=spec.checkpoint
@@ -122,7 +129,7 @@ def racers(
         common, optimizer="stepscope-fused", attention="auto", loss="fused"
     )
     if spec.size == "tiny":
-        # For machines without a GPU, where nothing is compiled in a hurry.
+        # For machines without a GPU, where compiling takes too long.
         peers = [_racer("peer", peer, attention=kind) for kind in ("sdpa", "reference")]
         own = [_racer("ours", ours, optimizer="torch-fused")]
     else:
@@ -130,45 +137,45 @@ def racers(
             _racer("peer", peer, compile=scope, compile_mode=mode, attention=attention)
             for scope, mode, attention in itertools.product(scopes, modes, attentions)
         ]
-        own = list(_our_forms(spec, ours))
-    found = [*peers[:1], *own, *peers[1:]]
-    left = [racer for racer in found if not forms or any(form in racer.name for form in forms)]
+        own = list(_our_variants(spec, ours))
+    variants = [*peers[:1], *own, *peers[1:]]
+    left = [racer for racer in variants if not forms or any(form in racer.name for form in forms)]
     if {"peer", "ours"} - {racer.side for racer in left}:
         raise UsageError(
-            f"no race of {name} between forms with {', '.join(forms)} in their name",
-            f"name one of each side: {'; '.join(racer.name for racer in found)}",
+            f"race {name} has no variants of both sides with {', '.join(forms)} in their name",
+            f"choose at least one of each side: {'; '.join(racer.name for racer in variants)}",
         )
     return tuple(left)
 
 
-def _our_forms(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
-    joined = msgspec.structs.replace(ours, fused=True, joined=True)
-    beside = msgspec.structs.replace(joined, optimizer=IN_BACKWARD)
+def _our_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
+    fused = msgspec.structs.replace(ours, fused=True, joined=True)
+    overlapped = msgspec.structs.replace(fused, optimizer=IN_BACKWARD)
     if spec.checkpoint != NONE:
-        # As much is kept as fits; what runs again is one product of some blocks.
+        # Save as much as fits; only one matmul of some blocks is recomputed.
         for keep in (f"{INPUTS}-{spec.thrifty}", INPUTS):
-            yield _racer("ours", beside, keep=keep)
+            yield _racer("ours", overlapped, keep=keep)
         yield _racer("ours", ours, compile="block", checkpoint=spec.checkpoint)
         return
     keep = GATES if spec.less_memory else ALL
-    yield _racer("ours", beside, keep=keep, graph=True)
+    yield _racer("ours", overlapped, keep=keep, graph=True)
     if spec.less_memory:
-        yield _racer("ours", beside, keep=NORMS, graph=True, searched=True)
+        yield _racer("ours", overlapped, keep=NORMS, graph=True, searched=True)
     for attention in ("auto", spec.other_attention):
-        yield _racer("ours", beside, keep=keep, graph=True, searched=True, attention=attention)
-    yield _racer("ours", joined, keep=keep, graph=True)
+        yield _racer("ours", overlapped, keep=keep, graph=True, searched=True, attention=attention)
+    yield _racer("ours", fused, keep=keep, graph=True)
     if spec.less_memory:
-        yield _racer("ours", beside, keep=keep)
+        yield _racer("ours", overlapped, keep=keep)
     yield _racer("ours", ours, compile="block", graph=True)
-    # Gradients in another format than the peer's, and a stream: no forms of the same row.
-    made = msgspec.structs.replace(beside, keep=keep, graph=True, optimizer=AS_MADE)
-    yield _racer("narrow", made)
+    # Gradients and residual stream in other dtypes than the peer's: compared in a separate row.
+    narrow = msgspec.structs.replace(overlapped, keep=keep, graph=True, optimizer=AS_MADE)
+    yield _racer("narrow", narrow)
     most = NORMS if spec.less_memory else ALL
-    made = msgspec.structs.replace(made, dtype=f"{spec.dtype}-stream", searched=True, keep=most)
+    narrow = msgspec.structs.replace(narrow, dtype=f"{spec.dtype}-stream", searched=True, keep=most)
     for attention in ("auto", spec.other_attention):
-        yield _racer("narrow", made, attention=attention)
+        yield _racer("narrow", narrow, attention=attention)
     if spec.less_memory:
-        yield _racer("spare", beside, keep=INPUTS)
+        yield _racer("spare", overlapped, keep=INPUTS)
 
 
 def _racer(side: str, workload: Workload, **changes: object) -> Racer:

@@ -1,4 +1,4 @@
-"""Ladders, loss curves and races: the results of the step study as its view reads them."""
+"""Ladders, loss curves and races: results of the step study, grouped for its views."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.step.races import RACES, Heat, RaceSpec
 
 TAIL = 10
-"""The end of a loss curve: its last tenth."""
+"""The final loss is the mean over the last 1/TAIL of a curve."""
 AGREES_WITHIN = 0.005
+"""Largest relative deviation from the float32 loss that counts as the same."""
 FALLS_BY = 0.3
+"""Smallest relative decrease of the loss that counts as learning."""
 _ORDER = {name: index for index, name in enumerate((START, *RUNGS))}
 
 
 class Rung(NamedTuple):
-    """A row of the ladder, measured or failed."""
+    """A measured or failed row of the ladder."""
 
     record: Record
     case: LadderCase
     before: Rung | None
-    """The last rung below it that stays and was measured; None for a change that is alone."""
+    """The last measured rung before it that stays; None for a change alone."""
 
     @property
     def step(self) -> Summary | None:
@@ -38,19 +40,19 @@ class Rung(NamedTuple):
 
     @property
     def host(self) -> HostShare | None:
-        """How long the device waits for the host."""
+        """Share of the step in which the device waits for the host."""
         return host_bound(self.record)
 
     @property
     def peak(self) -> float | None:
-        """None on a CPU: there it is what the process grew by."""
+        """Peak memory; None on a CPU, where only the growth of the process is known."""
         on_cpu = self.record.environment.device_kind == "cpu"
         return None if on_cpu else self.record.quantity("peak_bytes")
 
     @property
     def gain(self) -> float | None:
-        """Against the rung before. None where only that one is a graph: the gain would be the
-        graph's."""
+        """Speedup over the rung before; None where only that rung is a CUDA graph, because the
+        ratio would then measure the graph."""
         before = self.before
         if before is None or (before.case.graph and not self.case.graph):
             return None
@@ -73,7 +75,7 @@ class Ladder(NamedTuple):
 
     @property
     def climb(self) -> list[tuple[Rung, Summary]]:
-        """The start, then each rung with all below it, where they were measured."""
+        """The baseline, then each measured rung on top of those before it."""
         return [(r, r.step) for r in self.rungs if r.case.how != "alone" and r.step]
 
 
@@ -100,32 +102,33 @@ def _rungs(results: Sequence[Result[LadderCase]]) -> tuple[Rung, ...]:
 
 
 class LossCurve(NamedTuple):
-    """The losses of one rung, a row for each seed."""
+    """The losses of one rung, by seed."""
 
     rung: str
     by_seed: dict[int, tuple[float, ...]]
     records: tuple[Record, ...]
-    """Failed ones too."""
+    """All records of the rung, failed ones included."""
 
     def ends(self) -> dict[int, float]:
-        """The mean of the last steps of each seed."""
+        """Final loss of each seed: the mean of its last steps."""
         tails = {
             seed: values[-max(1, len(values) // TAIL) :] for seed, values in self.by_seed.items()
         }
         return {seed: sum(tail) / len(tail) for seed, tail in tails.items()}
 
     def mean(self) -> tuple[float, ...]:
+        """Loss of each step, averaged over the seeds."""
         return tuple(sum(step) / len(step) for step in zip(*self.by_seed.values(), strict=False))
 
     def fell_by(self) -> float | None:
-        """The least of all seeds, as a share of the first loss."""
+        """Relative decrease from the first loss: the smallest over the seeds."""
         ends = self.ends()
         return min(
             (1 - ends[seed] / values[0] for seed, values in self.by_seed.items()), default=None
         )
 
     def apart(self, baseline: LossCurve) -> float | None:
-        """The distance of the ends for the same seed: the farthest of all seeds."""
+        """Relative deviation of the final loss from the same seed of `baseline`, the largest."""
         ends, other = self.ends(), baseline.ends()
         return max(
             (round(ends[seed] / other[seed] - 1, 6) for seed in ends if seed in other),
@@ -134,7 +137,7 @@ class LossCurve(NamedTuple):
         )
 
     def apart_in_windows(self, baseline: LossCurve, steps: int) -> tuple[float, ...]:
-        """The distance for the same seed in windows of so many steps: the mean of all seeds."""
+        """Relative deviation from the same seed in windows of `steps` steps, mean over seeds."""
         pairs = [
             (values, baseline.by_seed[seed])
             for seed, values in self.by_seed.items()
@@ -168,12 +171,12 @@ def loss_curves(results: Sequence[Result[StepCase]]) -> dict[str, LossCurve]:
 
 
 class Lead(NamedTuple):
-    """How many times as fast as the peer one side is in consecutive steps."""
+    """Step times of the peer and of one side in consecutive steps, and their ratio."""
 
     peer_ms: float
     ms: float
     ratio: Ratio | None
-    """From blocks that alternate; None where each side ran in one block, for its energy."""
+    """Ratio of alternating blocks; None where each side ran one block, for its energy."""
 
     @property
     def value(self) -> float:
@@ -181,14 +184,16 @@ class Lead(NamedTuple):
 
 
 class StepRace(NamedTuple):
+    """One race: its record, the fastest variant of each side and all trials."""
+
     record: Record
     name: str
     best: dict[str, str]
-    """The fastest form of each side."""
+    """Name of the fastest variant of each side."""
     heats: dict[str, Heat | str]
-    """Every form that was tried, or why it is out."""
+    """Trial of every variant, or the reason why it was excluded."""
     others: tuple[StepRace, ...] = ()
-    """The same step in other runs."""
+    """Races of the same step in other runs."""
 
     @property
     def spec(self) -> RaceSpec:
@@ -196,14 +201,14 @@ class StepRace(NamedTuple):
 
     @property
     def peers(self) -> int:
-        """How many forms of the peer ran."""
+        """Number of variants of the peer that ran."""
         return sum(
-            isinstance(heat, Heat) and form.startswith("peer: ")
-            for form, heat in self.heats.items()
+            isinstance(heat, Heat) and variant.startswith("peer: ")
+            for variant, heat in self.heats.items()
         )
 
     def blocks(self, side: str) -> tuple[float, ...]:
-        """The median step of each block of consecutive steps, in ms."""
+        """Median step time of each block of consecutive steps, in ms."""
         return self._samples("consecutive", side)
 
     def _samples(self, name: str, side: str) -> tuple[float, ...]:
@@ -211,7 +216,7 @@ class StepRace(NamedTuple):
         return () if series is None else series.values
 
     def lead(self, side: str = "ours") -> Lead | None:
-        """The peer against one side in consecutive steps; None where they were not measured."""
+        """The peer against one side in consecutive steps; None if these were not measured."""
         peer, own = self.blocks("peer"), self.blocks(side)
         if peer and own:
             ratio = paired_ratio(own, peer, level=0.95)
@@ -220,24 +225,24 @@ class StepRace(NamedTuple):
         return Lead(others.step_ms, alone.step_ms, None) if others and alone else None
 
     def ratio(self, side: str = "ours") -> Ratio | None:
-        """The peer's time over ours in interleaved samples, each from an idle device."""
+        """The peer's time over that of a side in interleaved samples, each from an idle device."""
         peer, own = self._samples("step", "peer"), self._samples("step", side)
         return ratio_interval(own, peer, level=0.95) if peer and own else None
 
     def speedup(self, side: str = "ours") -> float | None:
-        """Of consecutive steps, or of interleaved samples where those were not measured."""
+        """Speedup in consecutive steps, or in interleaved samples if the former are missing."""
         lead, ratio = self.lead(side), self.ratio(side)
         return None if ratio is None else ratio.value if lead is None else lead.value
 
     def step_ms(self, side: str = "ours") -> float | None:
-        """A step among consecutive steps, or a single sample where they were not measured."""
+        """Median step time in consecutive steps, or of interleaved samples if these are missing."""
         if (lead := self.lead(side)) is not None:
             return lead.ms
         samples = self._samples("step", side)
         return summarize(samples).median if samples else None
 
     def mfu(self, side: str = "ours") -> float | None:
-        """Relative to the data sheet's rate for the dtype of the matmuls, or the measured one."""
+        """MFU relative to the data sheet's rate for the dtype of the matmuls, else the measured."""
         ms, flops = self.step_ms(side), self.record.quantity("flops")
         ceiling = matrix_ceiling(self.record, measured=False) or matrix_ceiling(self.record)
         if ms is None or flops is None or ceiling is None or ms <= 0:
@@ -256,8 +261,11 @@ class StepRace(NamedTuple):
 
 
 def races(results: Sequence[Result[StepCase]]) -> list[StepRace]:
-    """Of several races of a step the one in which most forms of the peer ran, since its fastest is
-    known only among those. Of those with as many, the one in which it comes nearest to ours."""
+    """Races by name, in the order of `RACES`.
+
+    Of several races of one step, the one with the most peer variants counts, because the fastest
+    peer is known only among those; ties go to the race in which the peer is closest to ours.
+    """
     groups: dict[str, list[StepRace]] = {}
     for record, case in results_of(results, StepRaceCase):
         groups.setdefault(case.race, []).append(_race(record, case.race))
@@ -273,7 +281,7 @@ def _race(record: Record, name: str) -> StepRace:
     heats = record.attachment("heats", dict[str, Heat]) or {}
     if record.environment.device_kind == "cpu":
         heats = {
-            form: msgspec.structs.replace(heat, peak_bytes=None) for form, heat in heats.items()
+            name: msgspec.structs.replace(heat, peak_bytes=None) for name, heat in heats.items()
         }
     excluded = record.attachment("excluded", dict[str, str]) or {}
     best = record.attachment("best", dict[str, str]) or {}

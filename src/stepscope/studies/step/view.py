@@ -33,16 +33,15 @@ from stepscope.studies.step.rows import (
 from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
-"""Points of a loss curve, and of its distance from another: each the mean of the steps up to the
-next."""
-_HOW = {"start": "", "first": "both", "alone": "alone", "so far": "on those before"}
+"""Points of a loss curve and windows of its deviation; each point is the mean of its steps."""
+_HOW = {"start": "", "first": "both", "alone": "alone", "so far": "cumulative"}
 
 
 def step_blocks(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
-    climbed, learnt, raced = ladders(results), loss_curves(results), races(results)
-    lost = [r.record for r in results if isinstance(r.case, WaterfallCase | StepRaceCase)]
+    climbed, curves, raced = ladders(results), loss_curves(results), races(results)
+    others = [r.record for r in results if isinstance(r.case, WaterfallCase | StepRaceCase)]
     return (
-        *step_findings(climbed, learnt, raced),
+        *step_findings(climbed, curves, raced),
         *speed_table(raced),
         *_power_table(raced),
         *(
@@ -51,9 +50,9 @@ def step_blocks(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
             for block in _ladder_blocks(ladder, f"-{index}" if len(climbed) > 1 else "")
         ),
         *waterfall_blocks(list(_falls(results)), "step"),
-        *_loss_blocks(learnt),
+        *_loss_blocks(curves),
         *heat_table(raced),
-        *failed_table("step", lost),
+        *failed_table("step", others),
     )
 
 
@@ -63,7 +62,7 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
         names = (rung.case.rung for rung, _ in climb)
         yield Figure(
             name=f"step-climb{suffix}",
-            title=f"From the plainest step to the fastest: {ladder.name}",
+            title=f"From the baseline to the fastest step: {ladder.name}",
             kind="bars",
             curves=(
                 Curve(
@@ -72,13 +71,13 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
                     y=tuple(step.median for _, step in climb),
                 ),
             ),
-            x_label="each with all before it that stay; see the table for those that do not",
-            y_label="step, ms",
+            x_label="cumulative; the table says which changes do not stay",
+            y_label="step time, ms",
         )
     start = ladder.start
     yield table(
         f"step-ladder{suffix}",
-        f"Each change alone and on top of those before it: {ladder.name}",
+        f"Each change alone and cumulative: {ladder.name}",
         ladder.rungs,
         [
             col("change", lambda r: words(r.case.rung), key=True),
@@ -92,33 +91,33 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
                 hint="median with its 95 % interval",
             ),
             col(
-                "against the start",
+                "vs baseline",
                 lambda r: start.median / r.step.median if start and r.step else None,
                 unit="×",
             ),
-            col("against the rung before", lambda r: r.gain, unit="×"),
+            col("vs rung before", lambda r: r.gain, unit="×"),
             col("tokens/s", lambda r: _rounded(tokens_per_second(r.record)), "count"),
             col(
                 "MFU, measured",
                 lambda r: mfu(r.record),
                 "percent",
-                hint="of the matrix rate of its format",
+                hint="relative to the measured matmul rate of its dtype",
             ),
             col("MFU, data sheet", lambda r: mfu(r.record, measured=False), "percent"),
             col(
                 "host-bound",
                 lambda r: r.host and r.host.fraction,
                 "percent",
-                hint="share of the step in phases that were no faster than their launches",
+                hint="share of the step in phases limited by their launches",
             ),
             col("peak memory", lambda r: r.peak, "bytes"),
-            col("why not", lambda r: r.record.reason or None, key=True),
+            col("reason", lambda r: r.record.reason or None, key=True),
         ],
-        caption="Alone: the start with this one change. On those before: on top of every change"
-        " above it that stays; torch.compile, searched kernels, narrower formats, master weights"
-        " and checkpointing do not. What is no graph where the rung before is one is not held"
-        " against it. Both: the two are the same. MFU is of the rate of each step's own format,"
-        " so a faster format can lower it.",
+        caption="Alone: the baseline with this one change. Cumulative: on top of every change"
+        " above it that stays; torch.compile, autotuned GEMMs, narrower dtypes, master weights"
+        " and checkpointing do not stay. A rung that is not a CUDA graph is not compared with a"
+        " rung that is one. Both: alone and cumulative are the same step. MFU is relative to the"
+        " rate of each step's own dtype, so a faster dtype can lower it.",
     )
 
 
@@ -132,29 +131,29 @@ def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
         if trace is None:
             continue
         if record.find("replay") is None:
-            # Without a replay the times are those of the step kernel by kernel.
+            # Without a replay the times are those of the eager step.
             case = msgspec.structs.replace(case, graph=False)
         if (fall := fall_of(record, case, trace)) is not None:
             yield fall
 
 
-def _loss_blocks(learnt: dict[str, LossCurve]) -> Iterator[Block]:
-    shown = {rung: curve for rung, curve in learnt.items() if curve.by_seed}
+def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
+    shown = {rung: curve for rung, curve in curves.items() if curve.by_seed}
     if shown:
         yield Figure(
             name="step-loss-curves",
-            title="The loss while a text is learnt",
+            title="Training loss",
             kind="lines",
             curves=tuple(_thinned(curve) for curve in shown.values()),
-            x_label="step of training",
+            x_label="training step",
             y_label="loss, nats",
-            caption="Mean of the seeds. The text is a chain of words, each followed by one of eight"
-            " others; all rungs read the same.",
+            caption="Mean of the seeds. The text is a Markov chain: each word is followed by one of"
+            " eight others. All rungs train on the same text.",
         )
     if START in shown:
-        yield from _apart(shown)
-    if learnt:
-        yield _loss_table(learnt)
+        yield from _deviations(shown)
+    if curves:
+        yield _loss_table(curves)
 
 
 def _thinned(curve: LossCurve) -> Curve:
@@ -168,8 +167,8 @@ def _thinned(curve: LossCurve) -> Curve:
     )
 
 
-def _apart(shown: dict[str, LossCurve]) -> Iterator[Figure]:
-    """Curves on top of each other do not show their distance."""
+def _deviations(shown: dict[str, LossCurve]) -> Iterator[Figure]:
+    """Figure of deviations from the baseline, which overlapping loss curves do not show."""
     steps = max(1, len(shown[START].mean()) // _WINDOWS)
     curves = tuple(
         Curve(
@@ -183,53 +182,53 @@ def _apart(shown: dict[str, LossCurve]) -> Iterator[Figure]:
     if curves:
         yield Figure(
             name="step-loss-apart",
-            title="How far the loss is from that of the start",
+            title="Deviation of the loss from the baseline",
             kind="lines",
             curves=curves,
-            x_label="step of training",
-            y_label="more than the start's loss, %",
-            caption=f"Each seed against the start with the same seed, in stretches of {steps}"
-            f" steps; mean of the seeds. At the end {percent(AGREES_WITHIN)} are allowed.",
+            x_label="training step",
+            y_label="deviation from the baseline's loss, %",
+            caption=f"Each seed against the baseline with the same seed, in windows of {steps}"
+            f" steps; mean of the seeds. The final loss may deviate by {percent(AGREES_WITHIN)}.",
         )
 
 
-def _loss_table(learnt: dict[str, LossCurve]) -> Table:
-    start = learnt.get(START)
+def _loss_table(curves: dict[str, LossCurve]) -> Table:
+    start = curves.get(START)
     fell = start.fell_by() if start is not None else None
 
-    def apart(curve: LossCurve) -> float | None:
+    def deviation(curve: LossCurve) -> float | None:
         return None if start is None or curve.rung == START else curve.apart(start)
 
     def verdict(curve: LossCurve) -> str | None:
         if not curve.by_seed:
             failed = curve.records[0]
             return f"{STATUS.get(failed.status, failed.status)}: {failed.reason}"
-        if (away := apart(curve)) is None:
+        if (deviates := deviation(curve)) is None:
             return None
         if fell is None or fell < FALLS_BY:
-            return "too short to tell"
-        return "same" if abs(away) <= AGREES_WITHIN else "apart"
+            return "too few steps"
+        return "same" if abs(deviates) <= AGREES_WITHIN else "deviates"
 
     return table(
         "step-loss",
-        "Does it still learn the same?",
-        learnt.values(),
+        "Final loss of each rung",
+        curves.values(),
         [
-            col("with all before", lambda c: words(c.rung)),
+            col("rung (cumulative)", lambda c: words(c.rung)),
             col("seeds", lambda c: len(c.by_seed), "count"),
             col("first loss", lambda c: _mean([v[0] for v in c.by_seed.values()]), unit="nats"),
             col(
-                "at the end",
+                "final loss",
                 lambda c: _mean(c.ends().values()),
                 unit="nats",
-                hint="mean of the last tenth",
+                hint="mean of the last tenth of the steps",
             ),
-            col("fell by", lambda c: c.fell_by(), "percent", hint="the least of all seeds"),
-            col("from float32", apart, "percent", hint="the farthest of all seeds"),
+            col("decrease", lambda c: c.fell_by(), "percent", hint="smallest over the seeds"),
+            col("vs float32", deviation, "percent", hint="largest deviation over the seeds"),
             col("verdict", verdict),
         ],
-        caption=f"Same: at the end within {percent(AGREES_WITHIN)} of the float32 curve of its"
-        f" seed. A text counts as learnt where the loss falls by at least {percent(FALLS_BY)}.",
+        caption=f"Same: the final loss is within {percent(AGREES_WITHIN)} of the float32 curve with"
+        f" the same seed. Learning requires that the loss falls by at least {percent(FALLS_BY)}.",
     )
 
 
@@ -238,7 +237,7 @@ def _mean(values: Collection[float]) -> float | None:
 
 
 class SpeedRow(NamedTuple):
-    """The times of one side of a race, or its peak memory."""
+    """Times of one side of a race, or its peak memory."""
 
     case: str
     peer: str
@@ -260,7 +259,7 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         rows,
         [
             col("case", lambda r: r.case),
-            col("peer", lambda r: r.peer, hint="the fastest of its forms"),
+            col("peer", lambda r: r.peer, hint="the fastest of its variants"),
             col("peer", lambda r: r.peer_ms, unit="ms", hint="consecutive steps"),
             col("ours", lambda r: r.own),
             col("ours", lambda r: r.ms, unit="ms", hint="consecutive steps"),
@@ -268,33 +267,33 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
                 "consecutive",
                 lambda r: r.consecutive,
                 unit="×",
-                hint="the peer's step over ours where steps follow each other as in training,"
-                " or our share of its memory",
+                hint="the peer's step time over ours in consecutive steps as in training, or our"
+                " peak memory over the peer's",
             ),
             col(
                 "interleaved",
                 lambda r: r.interleaved,
                 unit="×",
-                hint="the same for single samples in alternation, each from an idle device,"
+                hint="the same for interleaved single samples, each from an idle device,"
                 " with its 95 % interval",
             ),
             col(
                 "MFU",
                 lambda r: r.mfu,
                 "percent",
-                hint="ours, of the data sheet's rate, or of the measured one where there is none",
+                hint="ours, relative to the data sheet's rate, else to the measured rate",
             ),
         ],
-        caption="All forms run on the same weights in one process; the peer has torch's fused"
-        " AdamW. Consecutive steps follow each other without a pause, in blocks of at least 4 s"
-        " that alternate between the sides, with the 95 % interval of the ratio of neighbouring"
-        " blocks; a value without an interval is of one such block for each side. Interleaved"
-        " samples each start on an idle device: they contain host time that consecutive steps"
-        " hide, and a power-limited clock recovers between them. Dtypes are the same, except in"
-        " rows with narrower formats: there the gradients of the blocks' matmuls reach the"
-        " update in the dtype of the matmuls, to which the peer's were rounded before they"
-        " became float32, and with a narrow stream the residual stream has that dtype too. MFU"
-        " counts causal attention once and nothing twice.",
+        caption="All variants run on the same weights in one process; the peer uses torch's fused"
+        " AdamW. Consecutive steps run without a pause, in blocks of at least 4 s that alternate"
+        " between the sides, with the 95 % interval of the ratio of neighbouring blocks; a value"
+        " without an interval comes from one such block for each side. Interleaved samples each"
+        " start on an idle device: they include host time that consecutive steps hide, and a"
+        " power-limited clock recovers between them. Dtypes are the same, except in rows with"
+        " narrower dtypes: there the gradients of the blocks' matmuls reach the optimizer in the"
+        " dtype of the matmuls, to which the peer's are rounded before they become float32, and"
+        " with a narrow stream the residual stream has that dtype too. MFU counts the visible half"
+        " of causal attention and no recomputation.",
     )
 
 
@@ -305,20 +304,26 @@ def _speed_rows(race: StepRace) -> Iterator[SpeedRow]:
     if race.spec.less_memory:
         yield from _memory_row(race, "ours", f"{race.name}, peak memory")
         yield from _memory_row(race, "spare", f"{race.name}, peak memory, {race.form('spare')}")
-    yield from _time_row(race, "narrow", f"{race.name}, narrower formats")
+    yield from _time_row(race, "narrow", f"{race.name}, narrower dtypes")
 
 
 def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     ratio, ms = race.ratio(side), race.step_ms(side)
     if ms is not None and ratio is not None:
         yield SpeedRow(
-            name, race.form("peer"), race.step_ms("peer"), race.form(side), ms,
-            lead_cell(race.lead(side)), interval_cell(ratio), race.mfu(side),
-        )  # fmt: skip
+            name,
+            race.form("peer"),
+            race.step_ms("peer"),
+            race.form(side),
+            ms,
+            lead_cell(race.lead(side)),
+            interval_cell(ratio),
+            race.mfu(side),
+        )
 
 
 def _memory_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
-    """Peaks in place of the forms; times only of a form that has no row of its own."""
+    """Row of peak memory; with times only for a variant that has no row of times."""
     peer, own, ms = race.peak("peer"), race.peak(side), race.step_ms(side)
     if peer is not None and own is not None and ms is not None:
         row = SpeedRow(name, bytes_(peer), None, bytes_(own), None, own / peer, None, None)
@@ -328,7 +333,7 @@ def _memory_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
 
 
 def lead_cell(lead: Lead | None) -> Cell:
-    """The ratio of consecutive steps, with its interval where blocks alternated."""
+    """Ratio of consecutive steps, with its interval where blocks alternated."""
     if lead is None:
         return None
     return lead.value if lead.ratio is None else interval_cell(lead.ratio)
@@ -339,6 +344,8 @@ def interval_cell(ratio: Ratio) -> Interval:
 
 
 class PowerRow(NamedTuple):
+    """Power draw of one side of a race."""
+
     race: StepRace
     side: str
     draw: Draw
@@ -355,39 +362,39 @@ def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         return
     yield table(
         "step-power",
-        "What a step takes in energy",
+        "Energy per step",
         rows,
         [
             col("case", lambda r: r.race.name),
             col("side", lambda r: r.side),
-            col("form", lambda r: r.race.form(r.side)),
+            col("variant", lambda r: r.race.form(r.side)),
             col(
                 "energy",
                 lambda r: Spread(value=r.draw.joules, plus_minus=r.draw.resolution),
                 unit="J",
-                hint="of one step",
+                hint="per step",
             ),
             col("power", lambda r: r.draw.watts, unit="W", hint="mean"),
-            col("limit", lambda r: r.draw.limit_w, unit="W", hint="what the device may take"),
+            col("limit", lambda r: r.draw.limit_w, unit="W", hint="power limit of the device"),
             col("of the limit", lambda r: r.draw.of_limit, "percent"),
             col("SM clock", lambda r: r.draw.clock_mhz, unit="MHz", hint="median of readings"),
-            col("step", lambda r: r.draw.step_ms, unit="ms", hint="in that stretch"),
+            col("step", lambda r: r.draw.step_ms, unit="ms", hint="in the same block"),
             col(
                 "energy lasts",
                 lambda r: r.draw.lasts_ms,
                 unit="ms",
-                hint="at the power cap: how long a step's energy lasts at the limit",
+                hint="energy per step over the power limit, for steps at the power cap",
             ),
         ],
         caption="One block of consecutive steps for each side, of 1.5 to 4 s or two steps after"
-        " the clock has settled, by the device's own counter, ± one increment of it. At the"
-        " power cap a step takes as long as its energy lasts. Reading the counter slows a host"
-        " that limits the step.",
+        " the clock has settled, measured by the device's energy counter, ± one increment. At the"
+        " power cap the step time is the energy per step over the power limit. Reading the counter"
+        " slows a host-bound step.",
     )
 
 
 class HeatRow(NamedTuple):
-    """A form that was tried, in the race that counts or in another of the same step."""
+    """Trial of a variant, in the race that counts or in another race of the same step."""
 
     case: str
     name: str
@@ -401,38 +408,38 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         return
     yield table(
         "step-heats",
-        "Every form that was tried",
+        "All variants tried",
         rows,
         [
             col("case", lambda r: r.case),
             col("side", lambda r: r.name.partition(": ")[0]),
-            col("form", lambda r: r.name.partition(": ")[2]),
+            col("variant", lambda r: r.name.partition(": ")[2]),
+            col("step", lambda r: r.heat and r.heat.ms, unit="ms", hint="alone, by the host clock"),
             col(
-                "step", lambda r: r.heat and r.heat.ms, unit="ms", hint="alone, by the host's clock"
-            ),
-            col(
-                "in turns",
+                "run-off",
                 lambda r: r.heat and r.heat.turns_ms,
                 unit="ms",
-                hint="forms of one side whose steps were close took turns",
+                hint="alternating blocks, for variants of one side whose step times are close",
             ),
             col(
                 "first step",
                 lambda r: r.heat and r.heat.first_s,
                 unit="s",
-                hint="building and compiling too",
+                hint="including building and compiling",
             ),
             col("peak memory", lambda r: r.heat and r.heat.peak_bytes, "bytes"),
             col("outcome", lambda r: r.outcome),
         ],
-        caption="The fastest of each side raced: by its turns, where forms that were close took"
-        " turns. A peak counts what a form shares with the others (weights, moments) as its"
-        " own.",
+        caption="The fastest variant of each side raced, by its run-off where there was one."
+        " The peak memory of a variant includes what all variants share (weights,"
+        " moments). In the names, joined means fused QKV and gate/up projections, searched means"
+        " autotuned GEMMs, keeps names the saved activations, and updates in backward means that"
+        " the optimizer overlaps with the backward.",
     )
 
 
 def _heat_rows(race: StepRace) -> Iterator[HeatRow]:
-    """The forms of the race that counts, then those that only others had."""
+    """Variants of the race that counts, then those that only other races tried."""
     shown: set[str] = set()
     for run in (race, *race.others):
         for name, heat in run.heats.items():
@@ -451,7 +458,7 @@ def _heat_rows(race: StepRace) -> Iterator[HeatRow]:
 
 def _raced(run: StepRace, side: str) -> str:
     failed = (run.record.attachment("no_run_off", dict[str, str]) or {}).get(side)
-    return "raced" if failed is None else f"raced for its step alone, turns failed: {failed}"
+    return "raced" if failed is None else f"raced by its time alone, the run-off failed: {failed}"
 
 
 def _elsewhere(run: StepRace, side: str) -> str:
