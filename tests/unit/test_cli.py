@@ -131,9 +131,11 @@ def test_export_leaves_cases_out_and_rounds_samples(desk: Desk, tmp_path: Path) 
         for held, full in zip(short.series, long.series, strict=True):
             assert held.values == tuple(float(f"{value:.4g}") for value in full.values)
             assert held.warmup == tuple(float(f"{value:.4g}") for value in full.warmup)
-    one_line(desk("export", "new", "--leave-out", "*"), 2, "leaves none of 4 records")
+    one_line(desk("export", "new", "--leave-out", "*"), 2, "excludes all of 4 records")
     one_line(desk("export", "new", "--digits", "2"), 2, "2 digits would change")
-    one_line(desk("export", "new", "--digits", "6", "--format", "csv"), 2, "--digits is of samples")
+    one_line(
+        desk("export", "new", "--digits", "6", "--format", "csv"), 2, "--digits applies to samples"
+    )
 
 
 def test_export_without_a_name_goes_beside_the_store(desk: Desk) -> None:

@@ -53,7 +53,7 @@ def ended(done: subprocess.CompletedProcess[str]) -> Said:
         (["--min-seconds", "-1"], ["min-seconds is -1", "negative"]),
         (["--timeout", "0"], ["timeout is 0"]),
         (["--retry"], ["--resume"]),
-        (["--size"], ["no case to measure"]),
+        (["--size"], ["no cases to measure"]),
     ],
     ids=lambda words: " ".join(words) if words and words[0].startswith("--") else "",
 )
@@ -92,7 +92,7 @@ def test_a_value_that_cannot_be_meant_is_named_alone(
     ],
 )
 def test_a_study_after_options_is_told_its_place(desk: Desk, words: list[str], right: str) -> None:
-    one_line(desk("run", *words), 2, "name the study first", right)
+    one_line(desk("run", *words), 2, "put the study first", right)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_names_that_do_not_exist(desk: Desk, words: list[str], parts: list[str])
 
 def test_a_preset_and_cases_of_ones_own_are_not_mixed(desk: Desk) -> None:
     words = ("run", "profile", "--preset", "quick", "--size", "xl")
-    one_line(desk(*words), 2, "a preset has its own cases", "leave --preset")
+    one_line(desk(*words), 2, "--preset and flags that choose cases exclude each other", "omit one")
 
 
 @pytest.mark.parametrize(

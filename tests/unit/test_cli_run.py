@@ -58,7 +58,7 @@ def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> N
     for page in (facts["report"], facts["markdown"]):
         assert all(record.case in Path(page).read_text() for record in records)
     lines = done.stderr.splitlines()
-    assert lines[0] == f"run {facts['run']}: 3 cases, 0 done before"
+    assert lines[0] == f"run {facts['run']}: 3 cases, 0 already done"
     assert lines[2] == "[2/3] planted raise-0: error: RuntimeError: planted"
 
     again = cli("run", "planted", "--does", "ok", "raise", "skip", "--device", "cpu",
@@ -103,9 +103,9 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(cli: CommandLine)
         kept = [record.case for record in cli.records()]
         assert len(kept) == len(set(kept)) >= before + 2
         assert announced <= set(kept)
-        assert re.search(rf"interrupted: {len(kept)} of 8 cases are kept in run", said)
+        assert re.search(rf"interrupted: {len(kept)} of 8 cases are saved in run", said)
         assert cli.left_behind() == []
-        (command,) = re.findall(r"go on with: stepscope (.*)", said)
+        (command,) = re.findall(r"resume with: stepscope (.*)", said)
         words = shlex.split(command)
         assert words[-1] == "--resume"
 
@@ -148,7 +148,7 @@ def test_an_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> No
     words = ["run", "planted", "--does", "ok", "hang", "--device", "cpu", "--no-report"]
     code, said = interrupt(cli, words, signal.SIGINT, after=1)
     assert code == 130
-    assert "interrupted: 1 of 2 cases are kept" in said
+    assert "interrupted: 1 of 2 cases are saved" in said
     assert cli.left_behind() == []
 
 

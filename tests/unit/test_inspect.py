@@ -65,7 +65,7 @@ def test_a_script_has_its_page_and_its_own_output_and_exit_code(
     *rest, short, last = (line for line in said if line != f"stepscope: {warning}")
     assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
     # On a busy machine traced steps may take another time than the timed ones.
-    told = r"stepscope: a step takes [\d.]+ \ws( \(the traced ones .*\))?, peak memory [\d.]+ \w*B"
+    told = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"
     assert re.fullmatch(told, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
@@ -227,7 +227,7 @@ def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
     assert done.returncode == 1
     why = "the program ended after 6 of the 12 steps that it takes; it ended with exit code 1"
     said = done.stderr.splitlines()[-2]
-    assert said == f"stepscope: not all of it was recorded: {why}"
+    assert said == f"stepscope: the recording is incomplete: {why}"
     assert why in (command.out / "train.html").read_text()
 
 
@@ -263,7 +263,7 @@ def test_steps_that_change_while_they_are_recorded_are_told(
     words = ("--no-memory", "--warmup", "1", "--timed", "5", "--traced", "2", str(script), "14")
     done = command("inspect", *words)
     (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]
-    assert "others than the timed)" in short
+    assert "so they differ from the timed steps)" in short
 
 
 def test_an_interrupt_reaches_the_script_and_ends_us_alike(
@@ -297,10 +297,10 @@ def test_a_module_runs_as_python_m_would(command: CommandLine, script: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "there is no script to inspect"),
+        ((), "no script is given"),
         (("missing.py",), "there is no script missing.py"),
-        (("--timed", "0", __file__), "make no recording"),
-        (("--traced", "-1", __file__), "make no recording"),
+        (("--timed", "0", __file__), "at least one step must be timed"),
+        (("--traced", "-1", __file__), "at least one step must be timed"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

@@ -115,8 +115,8 @@ def test_the_bound_is_printed(
         observer.measuring_again(noisy)
         observer.case_finished(noisy)
     told = " ".join(capsys.readouterr().err.split())
-    assert "waiting up to 30 s for other work to end: it uses 1.8 of 2 cores (--wait)" in told
-    assert "benchmark a: the machine was busy; measuring it once more" in told
+    assert "waiting up to 30 s (--wait): other processes use 1.8 of 2 cores" in told
+    assert "benchmark a: the machine was busy; measuring it again" in told
 
 
 def test_the_default_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_cases_beyond_those_that_were_announced_are_counted(
 
 
 @pytest.mark.parametrize(
-    ("total", "told"), [(0, ""), (1, ": 1 case, 0 done before"), (2, ": 2 cases, 0 done before")]
+    ("total", "told"), [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")]
 )
 def test_the_first_line_counts_cases(
     total: int, told: str, capsys: pytest.CaptureFixture[str]

@@ -203,8 +203,8 @@ def test_a_larger_batch_of_a_script_is_compared_for_as_many_samples() -> None:
     ("words", "said"),
     [
         (("--verify", "nowhere.py"), "there is no script nowhere.py"),
-        (("--verify", "--model", "a:b", "{script}"), "there are a script and a model"),
-        (("--warmup", "1", "{script}"), "4 steps of warm-up"),
+        (("--verify", "--model", "a:b", "{script}"), "both a script and --model are given"),
+        (("--warmup", "1", "{script}"), "4 warm-up steps"),
     ],
 )
 def test_bad_words_are_refused(

@@ -102,7 +102,7 @@ def test_a_buffer_that_was_full_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["snapshot", str(path)]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "events is at least 4.00 MiB" in said
-        assert "The buffer of the history is full, so earlier events were overwritten" in said
+        assert "The history buffer is full, so earlier events were overwritten" in said
     assert main(["snapshot", str(written(tmp_path / "part", snapshot(pair * 499)))]) == 0
     assert "buffer" not in capsys.readouterr().out
 

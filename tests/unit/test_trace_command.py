@@ -112,7 +112,7 @@ def test_a_whole_trace_is_not_called_a_step(
     assert "A step takes" not in said
     assert "Nothing tells a step in whole.json: there it is the whole trace." in said
     page = (tmp_path / "out" / "trace.html").read_text()
-    assert "The whole trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
+    assert "The entire trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
 
 
 def test_a_kernel_name_cannot_leave_its_cell(

@@ -176,7 +176,7 @@ def test_time_is_left_for_the_changes_together(
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
     assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
 
 
 def test_a_trial_runs_no_longer_than_the_time_that_is_left(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
 ) -> None:
     asked = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
     assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
@@ -233,7 +233,7 @@ def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
         tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0
     )  # fmt: skip
     assert asked == ["bfloat16", "data-ahead+bfloat16"]
-    assert "no time is left to go on with cuda-graph (--within)" in capsys.readouterr().err
+    assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_outcome_has_its_interval() -> None:
     vague = advice("vague", 0.2)
     said = verification.outcome(Tried(tried(49.9, vague)))
     assert re.fullmatch(
-        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained of 100 µs predicted; dropped: no gain shown",
+        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained, 100 µs predicted; dropped: no gain shown",
         said,
     )
     unmade = tried(49.9, vague, notes={"without_effect": "nothing was changed"})
@@ -397,11 +397,11 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     started.send_signal(signal.SIGTERM)
     _, said = started.communicate(timeout=400)
     assert started.returncode == 130, said
-    assert "go on with: stepscope advise --resume --verify" in said
+    assert "resume with: stepscope advise --resume --verify" in said
     assert command.left_behind() == []
     done = command("advise", "--resume", *words)
     assert done.returncode == 0, done.stderr
-    assert "recording some steps" not in done.stderr
+    assert "recording a few steps" not in done.stderr
     (trial,) = json.loads(done.stdout)["tried"]
     assert trial["change"] == "fused-optimizer"
     assert trial["predicted_ms"] > 0
@@ -412,7 +412,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     assert command.left_behind() == []
     refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
     assert refused.returncode == 2
-    assert "magic is not advised here" in refused.stderr
+    assert "magic is not advised for this step" in refused.stderr
 
 
 def wait_for_the_record(path: Path) -> None:
