@@ -225,7 +225,7 @@ def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
     script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
     done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "6")
     assert done.returncode == 1
-    why = "the program ended after 6 of the 12 steps that it takes; it ended with exit code 1"
+    why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
     said = done.stderr.splitlines()[-2]
     assert said == f"stepscope: the recording is incomplete: {why}"
     assert why in (command.out / "train.html").read_text()

@@ -42,23 +42,23 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
     ms = 1_000_000
     turns = found("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
     assert turns.text == (
-        "The ranks take turns in being late, and the others wait for whoever it is: last to come"
-        " to 3 collectives was rank 0 for 2, rank 1 for 1."
+        "Different ranks are late at different collectives, and the others wait for them. Of 3"
+        " collectives, the last to arrive was rank 0 for 2, rank 1 for 1."
     )
     slow = found("inspect.slowest-rank", [[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]])
     assert slow.values["slowest"] == 1
-    assert slow.text.startswith("Rank 1 is the slowest: it comes to a collective 1")
+    assert slow.text.startswith("Rank 1 is the slowest: on average it arrives at a collective 1")
     several = found("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])
     assert several.values == {
         "ranks": 3, "slowest": None,
         "rank0_late_ms": 0.0, "rank1_late_ms": 6.0, "rank2_late_ms": 10.0,
     }  # fmt: skip
     assert several.text == (
-        "Several ranks are late to the collectives, in the mean after the first one:"
+        "Several ranks are late at collectives, on average after the first one:"
         " rank 2 10.0 ms, rank 1 6.00 ms."
     )
     alike = found("inspect.ranks-alike", [[0], [20 * ms]], [[10], [20 * ms]])
-    assert alike.text == "The 2 ranks are alike: none holds the others up."
+    assert alike.text == "The 2 ranks are equally fast: none delays the others."
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
     [
         (0.8, ("Under the profiler it takes 25.0 % more.",
                "A traced step takes 1.00 ms (800 µs without the profiler): the device works")),
-        (1.01, ("half lie between", "A step takes 1.00 ms: the device works")),
-        (1.25, ("Under the profiler it takes 20.0 % less: what the script does",
+        (1.01, ("half of which are between", "A step takes 1.00 ms: the device works")),
+        (1.25, ("Under the profiler it takes 20.0 % less: the script's work",
                 "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works")),
     ],
 )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     ledger = memory_record(lines=lines).attachments["ledger"]
     (ranks,) = programs([attached(inspected_record(), ledger=ledger)])
     found = coded(inspected_findings(ranks), "inspect.memory")
-    assert "the line “1 BatchNorm2d, batch_norm” has the most" in found.text
+    assert "saved for backward is “1 BatchNorm2d, batch_norm”" in found.text
     assert not found.timed
 
 
@@ -146,7 +146,7 @@ def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
 
 def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
     made = inspected_record(step=1.0)
-    for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
+    for issue, said in ((0.5, "takes 2 times that"), (2.0, "the host is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
         series = (*made.series, issued)
         lead = Watched(msgspec.structs.replace(made, series=series))

@@ -68,7 +68,7 @@ def test_an_attempt_of_its_own_has_a_folder_of_its_own(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     second = follow(monkeypatch)
     assert second.folder != led.folder
-    assert "left no folder within 0.2 s" in second.alone
+    assert "created no directory within 0.2 s" in second.alone
     second.leave()
 
 
@@ -84,7 +84,8 @@ def open_to_others(folder: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"), [(plant_link, "is not a folder"), (open_to_others, "others can enter")]
+    ("plant", "said"),
+    [(plant_link, "is not a directory"), (open_to_others, "other users can enter")],
 )
 @pytest.mark.parametrize("planted", ["the folder", "the place of the invitation"])
 def test_what_others_could_have_made_is_refused_and_the_program_runs_all_the_same(

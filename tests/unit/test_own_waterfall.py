@@ -39,7 +39,7 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 def test_the_least_time_is_of_products_and_the_update() -> None:
     assert least_ms(Watched(watched())) == {
         "matmuls at the limit": pytest.approx(2.0),
-        "the update's bytes, once": pytest.approx(0.28),
+        "optimizer bytes, moved once": pytest.approx(0.28),
     }
     assert least_ms(Watched(watched(ceilings=()))) == {}
     assert least_ms(Watched(watched(flops=0))) == {}
@@ -57,14 +57,14 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     )  # fmt: skip
     least = {"products": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
-        "matmuls beyond that": pytest.approx(2.0),
-        "operations that move memory": 0.5,
+        "matmuls beyond the minimum": pytest.approx(2.0),
+        "memory-bound operations": 0.5,
         "copies and casts": 0.25,
-        "the optimizer beyond that": pytest.approx(0.72),
+        "optimizer beyond the minimum": pytest.approx(0.72),
         "exposed communication": 0.5,
         "outside of the model": 0.125,
         "idle: host launches late": 2.0,
-        "not explained": 0.125,
+        "unexplained": 0.125,
         "not in the traced steps": pytest.approx(1.5),
     }
 
@@ -82,7 +82,7 @@ def test_what_the_profiler_adds_is_idle_time(
     assert beyond["idle: host launches late"] == pytest.approx(late)
     assert beyond["idle: waits"] == pytest.approx(waits)
     # Where operators alone take longer than the step, the machine was slower: all are scaled.
-    assert beyond["matmuls beyond that"] == pytest.approx(matmuls)
+    assert beyond["matmuls beyond the minimum"] == pytest.approx(matmuls)
     assert beyond["not in the traced steps"] == pytest.approx(0.0)
 
 
@@ -139,8 +139,10 @@ def test_the_page_has_it_where_the_rate_is_known() -> None:
     blocks = waterfall_blocks(Watched(watched()), "inspect")
     assert codes(blocks) == ["inspect.waterfall"]
     finding = coded(blocks, "inspect.waterfall")
-    assert "can take here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
-    assert finding.conclusion.startswith(f"The largest part beyond is {finding.values['cause']}: ")
+    assert "optimizer update here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
+    assert finding.conclusion.startswith(
+        f"The largest part beyond the minimum is {finding.values['cause']}: "
+    )
     assert finding.values["step_ms"] == pytest.approx(10.0)
     assert finding.records == (watched().id,)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))

@@ -107,7 +107,7 @@ def test_words_after_the_script_are_the_scripts(
     [
         (Progress(), False, "without importing torch"),
         (Progress(torch=True), False, "without an optimizer step"),
-        (Progress(torch=True), True, "in processes that it started itself"),
+        (Progress(torch=True), True, "in child processes"),
         (Progress(torch=True, optimizer_steps=3, needed=20), False, "after 3 optimizer steps"),
         (
             Progress(torch=True, failure="OSError: full"),
@@ -117,9 +117,9 @@ def test_words_after_the_script_are_the_scripts(
     ],
 )
 def test_one_line_says_why_there_is_no_page(progress: Progress, child: bool, expected: str) -> None:
-    said = why_nothing(progress, "train.py", describe_end(256), child, "let it make more")
+    said = why_nothing(progress, "train.py", describe_end(256), child, "let it run more steps")
     assert said.startswith("train.py ended with exit code 1")
-    assert said.endswith("(let it make more)") == (progress.optimizer_steps > 0)
+    assert said.endswith("(let it run more steps)") == (progress.optimizer_steps > 0)
     assert expected in said
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_counted_ends_the_count_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FlopCount, "add", fails)
     model, optimizer = network()
     record = scoped(lambda: train(model, optimizer), model, optimizer).record()
-    assert record.notes["memory_missing"] == "the count broke off (TypeError: planned)"
+    assert record.notes["memory_missing"] == "the count failed (TypeError: planned)"
     assert "recording_failed" not in record.notes
     watched = Watched(record)
     assert watched.summary is not None

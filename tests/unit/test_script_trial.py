@@ -174,15 +174,15 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
 
 
 def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
-    idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
-    assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"
+    idle = tried(30.0, notes={"without_effect": "it had no effect on the script (data)"})
+    assert Tried(idle).verdict == "dropped: it had no effect on the script (data)"
     step = Quantity(name="loss_lost", variant="changed", value=3, unit="steps")
     lost = tried(30.0, quantities=(step,))
-    assert Tried(lost).verdict == "dropped: the loss is no number from step 3 on"
+    assert Tried(lost).verdict == "dropped: the loss is not finite from step 3 on"
     bare = tried(30.0)
     series = tuple(one for one in bare.series if one.name != "loss")
     unseen = Tried(msgspec.structs.replace(bare, series=series))
-    assert unseen.verdict == "kept, without a loss to compare"
+    assert unseen.verdict == "kept, no loss to compare"
     assert unseen.kept
 
 

@@ -94,7 +94,7 @@ def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
         model.zero_grad()
         step(model, draw()).backward()
         if number == 1:
-            made.when_models_are_known([model])
+            made.on_models_known([model])
         made.end_step(number)
     return made
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepscope.advisor.trial import loop as habits
+from stepscope.advisor.trial import loop
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
 from stepscope.advisor.trial.optimizers import fuse_optimizers
@@ -67,22 +67,22 @@ def test_habits_of_a_loop_are_changed() -> None:
     model = Network()
     x, y = batch()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    habits.drop_gradients(applied)
+    loop.set_gradients_to_none(applied)
     torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
     assert next(model.parameters()).grad is None
-    habits.load_ahead(applied)
+    loop.use_loader_workers(applied)
     assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
     assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
-    habits.run_nothing_again(applied)
+    loop.disable_checkpointing(applied)
     assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
-    habits.larger_batches(8, applied)
+    loop.larger_batches(8, applied)
     sizes = [
         DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
     ]
     assert sizes == [8, 8, 3]
-    habits.without_autocast(applied)
+    loop.disable_autocast(applied)
     with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
         assert model(x).dtype == torch.float32
     with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):
@@ -92,7 +92,7 @@ def test_habits_of_a_loop_are_changed() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_a_whole_number_that_is_read_back_is_a_float_where_one_is_asked_for() -> None:
-    habits.read_back_later(Counter())
+    loop.read_back_delayed(Counter())
     right = (torch.arange(4) > 1).sum()
     assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
 
@@ -128,7 +128,7 @@ def test_every_way_to_call_to_can_be_made_not_to_wait(
     x = torch.ones(3)
     before = (arguments, dict(keywords))
     expected = x.to(*arguments, **keywords)
-    given, named = habits.without_waiting(arguments, keywords)
+    given, named = loop.with_non_blocking(arguments, keywords)
     found = x.to(*given, **named)
     assert (found.dtype, found.device) == (expected.dtype, expected.device)
     assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
@@ -141,12 +141,12 @@ def test_a_copy_to_a_gpu_is_known_by_its_words() -> None:
         (("cuda",), {}), (("cuda:1", HALF), {}), ((gpu, None, True), {}), ((0,), {}),
         ((), {"device": gpu}), ((), {"dtype": HALF, "device": "cuda"}),
     ):  # fmt: skip
-        assert habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        assert loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
     for arguments, keywords in (
         (("cpu", HALF, True), {}), ((HALF, True), {}), ((HERE,), {}), ((), {"tensor": HERE}),
         ((None, HALF), {}), ((), {"dtype": HALF}), ((), {}),
     ):  # fmt: skip
-        assert not habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        assert not loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
@@ -172,7 +172,7 @@ def test_a_model_is_changed_once_it_is_known() -> None:
         seen,
     )
     model = Network()
-    changes.when_models_are_known([model])
+    changes.on_models_known([model])
     formats = []
     model.head.register_forward_hook(lambda *given: formats.append(given[-1].dtype))
     x, y = batch()
@@ -197,8 +197,8 @@ def test_models_that_are_known_later_are_changed_too_and_the_others_not_again(
 ) -> None:
     changes = Changes({"checkpoint": "blocks"} | also, Backwards())
     first, second = Network(), Network()
-    changes.when_models_are_known([first])
+    changes.on_models_known([first])
     once = changes._applied["checkpoint"]
     assert once
-    changes.when_models_are_known([first, second])
+    changes.on_models_known([first, second])
     assert changes._applied["checkpoint"] == 2 * once

@@ -40,10 +40,10 @@ def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> No
     assert found.summary.wall_ms < 200
     said = inspected_findings([found])
     for code, words in (
-        ("inspect.timed-evaluations", "Of the timed steps 1 also ran the model without gradients"),
+        ("inspect.timed-evaluations", "1 of the timed steps also ran the model without gradients"),
         (
             "inspect.traced-evaluations",
-            "Of the traced steps 1 also ran the model without gradients: they are left out",
+            "1 of the traced steps also ran the model without gradients: they are excluded",
         ),
     ):
         assert coded(said, code).values == {"steps": 1}
@@ -66,7 +66,7 @@ def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -
     assert len(found.summary.steps) == 2, "one was far longer"
     said = coded(inspected_findings([found]), "inspect.evaluates-in-every-step")
     assert said.text.startswith(
-        "All traced steps also ran the model without gradients: that work is in the"
+        "All traced steps also ran the model without gradients: the time ledger"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Pat
     assert longer > 500
     said = coded(inspected_findings([found]), "inspect.traced-longer")
     assert (said.values["steps"], said.values["longest_ms"]) == (1, longer)
-    assert said.text.startswith("Of the traced steps 1 took ")
+    assert said.text.startswith("1 of the traced steps took ")
 
 
 def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:

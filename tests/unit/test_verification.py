@@ -326,12 +326,12 @@ def test_runs_that_do_not_fit_together_run_one_after_the_other(
     )
     assert trial.program is not None
     found = script_trial.measure_script_trial(trial, trial.program, QuietBench())
-    assert "do not fit into the memory" in found.notes[APART]
+    assert "do not fit into memory" in found.notes[APART]
     values = {one.variant: one.values for one in found.series if one.name == "step"}
     assert values["base"] == (5.0,) * 8
     assert values["changed"] == (4.0,) * 8
     shown = trial_blocks([tried(40.0, UPDATE, notes=found.notes)])
-    assert "timed one after the other" in " ".join(getattr(block, "text", "") for block in shown)
+    assert "timed in blocks" in " ".join(getattr(block, "text", "") for block in shown)
 
 
 def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -> None:
@@ -355,14 +355,14 @@ def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
     from stepscope.advisor.advise import measure
     from stepscope.studies.own.cases import OwnStep
 
-    plain = measure._in_turns
+    plain = measure._interleaved
 
     def full(cases: Any, *arguments: Any) -> Any:
         if len(cases) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(cases, *arguments)
 
-    monkeypatch.setattr(measure, "_in_turns", full)
+    monkeypatch.setattr(measure, "_interleaved", full)
     base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
     )
@@ -408,7 +408,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     assert not trial["verdict"].startswith("not tried")
     page = (command.out / "train-advice.html").read_text()
     assert "Advice for train.py" in page
-    assert "Predicted against realised" in page
+    assert "Predicted and realised gain" in page
     assert command.left_behind() == []
     refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
     assert refused.returncode == 2

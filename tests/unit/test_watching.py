@@ -148,10 +148,10 @@ def test_a_script_that_ends_while_it_is_traced_keeps_what_there_is(tmp_path: Pat
     assert len(found.summary.steps) == 1
     assert found.micro_batches == 1
     missing = found.record.notes["cut_short"]
-    assert missing == "the program ended after 11 of the 12 steps that it takes"
+    assert missing == "the program ended after 11 of the 12 steps of a recording"
     said = coded(inspected_findings([found]), "inspect.cut-short")
     assert said.values == {"rank": 0, "reason": missing}
-    assert said.text == f"The recording is not whole: {missing}."
+    assert said.text == f"The recording is incomplete: {missing}."
 
 
 def test_a_script_that_ends_while_it_is_timed_has_its_times(tmp_path: Path) -> None:

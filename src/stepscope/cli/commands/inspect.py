@@ -148,7 +148,7 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
         if page is None or writing is not None or len(parts(folder)) < ranks:
             return
         # An incomplete recording also reports how the script ended, so wait for its end.
-        if read_progress(folder).whole:
+        if read_progress(folder).complete:
             writing = Background(partial(_write, folder, page, options))
 
     text = msgspec.json.encode(order).decode()
@@ -214,7 +214,7 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         step_ms=max(times, default=None),
         traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
-        reason=next((why for one in ranks if (why := one.not_whole)), ""),
+        reason=next((why for one in ranks if (why := one.incomplete)), ""),
     )
     if not options.json:
         if text := _in_short(outcome, len(records)):
