@@ -1,4 +1,4 @@
-"""The commands that read, on a store made by hand."""
+"""Commands that read a store, on a store with known records."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_show_prints_findings_and_tables(desk: Desk) -> None:
     assert "nearest to the limit" not in " ".join(only.out.split())
 
 
-def test_show_prints_one_record_whole(desk: Desk) -> None:
+def test_show_prints_all_of_one_record(desk: Desk) -> None:
     with Store(desk.store) as store:
         record = store.records("new")[1]
     assert json.loads(desk("show", record.id).out)["id"] == record.id
@@ -79,7 +79,7 @@ def test_show_prints_one_record_whole(desk: Desk) -> None:
     assert len(parsed(desk("show", "new", "--json"))) == 4
 
 
-def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
+def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
     said = desk("report", "new")
     assert said.code == 0
     for name in ("report.html", "report.md"):
@@ -96,11 +96,12 @@ def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
         "trust": {"good": 3, "noisy": 0, "invalid": 0},
     }
     assert sorted(p.name for p in desk.out.iterdir() if "report" in p.name) == [
-        "report.html", "report.md",
-    ]  # fmt: skip
+        "report.html",
+        "report.md",
+    ]
 
 
-def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> None:
+def test_export_and_import_preserve_records(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "carried.jsonl"
     assert parsed(desk("export", "new", "--to", str(file), "--json")) == {"files": [str(file)]}
     with Store(desk.store) as store:
@@ -116,7 +117,7 @@ def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> No
     assert desk("report", str(file)).code == 0
 
 
-def test_export_leaves_cases_out_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
+def test_export_excludes_cases_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
     with Store(desk.store) as store:
         whole = store.records("new")
@@ -138,7 +139,7 @@ def test_export_leaves_cases_out_and_rounds_samples(desk: Desk, tmp_path: Path) 
     )
 
 
-def test_export_without_a_name_goes_beside_the_store(desk: Desk) -> None:
+def test_export_without_a_path_is_written_next_to_the_store(desk: Desk) -> None:
     assert "wrote" in desk("export", "base").err
     assert len(read_records(desk.out / "base.jsonl")) == 4
 
@@ -186,7 +187,7 @@ def test_compare_gives_a_verdict_for_every_case(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("limit", "code"), [("3%", 3), ("0.03", 3), ("15%", 0), ("0.15", 0)])
-def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int) -> None:
+def test_gate_fails_only_beyond_its_limit(desk: Desk, limit: str, code: int) -> None:
     said = desk("compare", "base", "new", "--fail-above", limit)
     assert said.code == code
     assert (f"beyond {limit}: benchmark small_c512" in said.out) == (code == 3)
@@ -195,8 +196,8 @@ def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int)
     assert desk("compare", "new", "base", "--fail-above", limit).code == 0
 
 
-def test_the_gate_cannot_tell_between_two_runs_of_a_busy_machine(desk: Desk) -> None:
-    """The same benchmark twice, both flagged: a third slower by the samples, and no verdict."""
+def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
+    """The same benchmark twice, both flagged: a third slower, but no verdict."""
     busy = Lint(code="busy-machine", message="threads waited for a core")
     for name, step in (("one", 100.0), ("two", 133.0)):
         kept = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
@@ -214,7 +215,7 @@ def test_the_gate_cannot_tell_between_two_runs_of_a_busy_machine(desk: Desk) -> 
     assert desk("compare", "base", "two", "--fail-above", "3%").code == 4
 
 
-def test_a_certain_slowdown_outweighs_what_cannot_be_told(desk: Desk) -> None:
+def test_certain_slowdown_outweighs_undecided_cases(desk: Desk) -> None:
     busy = Lint(code="busy-machine", message="threads waited for a core")
     first, *rest = run_of("mixed", step=133.0)
     fill(desk.store, {"mixed": [msgspec.structs.replace(first, lints=(busy,)), *rest]})
@@ -224,7 +225,7 @@ def test_a_certain_slowdown_outweighs_what_cannot_be_told(desk: Desk) -> None:
     assert "not judged, cannot tell: " in said.out
 
 
-def test_the_gate_cannot_tell_from_too_few_samples(desk: Desk) -> None:
+def test_gate_cannot_judge_too_few_samples(desk: Desk) -> None:
     def few(record: Record) -> Record:
         cut = (msgspec.structs.replace(s, values=s.values[:3]) for s in record.series)
         return msgspec.structs.replace(record, series=tuple(cut))
@@ -246,12 +247,12 @@ def test_compared_times_have_their_unit(desk: Desk) -> None:
     assert {len(row) for row in mixed.rows} == {len(mixed.columns)}
 
 
-def test_a_gate_that_is_not_a_share_is_refused(desk: Desk) -> None:
+def test_gate_that_is_not_a_fraction_is_refused(desk: Desk) -> None:
     for text in ("three", "-3%", "3 %", "%", "3"):
         one_line(desk("compare", "base", "new", f"--fail-above={text}"), 2, "--fail-above", "3%")
 
 
-def test_unlike_machines_are_compared_when_told_to(desk: Desk) -> None:
+def test_different_machines_are_compared_with_across(desk: Desk) -> None:
     fill(desk.store, {"a10": run_of("a10", step=400.0, device="NVIDIA A10")})
     one_line(desk("compare", "base", "a10"), 1, "NVIDIA H200 / NVIDIA A10", "--across")
     found = parsed(desk("compare", "base", "a10", "--across", "--json"))["comparisons"]
@@ -273,7 +274,7 @@ def test_runs_without_a_case_in_common_are_refused(desk: Desk, tmp_path: Path) -
     one_line(desk("compare", str(file), str(other)), 2, "no measured case in common")
 
 
-def test_only_a_run_that_is_not_done_says_how_to_go_on(desk: Desk) -> None:
+def test_only_an_unfinished_run_lists_how_to_resume(desk: Desk) -> None:
     with Store(desk.store) as store:
         for name, cases in (("more", 1), ("open", 3)):
             store.add_run(run(id=name, cases=cases, command="go on"))
@@ -286,7 +287,7 @@ def test_only_a_run_that_is_not_done_says_how_to_go_on(desk: Desk) -> None:
     assert (told["more"], told["open"]) == ((2, 2, ""), (2, 3, "go on"))
 
 
-def test_list_tells_of_everything(desk: Desk) -> None:
+def test_list_prints_every_table(desk: Desk) -> None:
     facts = parsed(desk("list", "--json"))
     assert set(facts) >= {"studies", "presets", "sizes", "dtypes", "runs"}
     assert [run["run"] for run in facts["runs"]] == ["empty", "new", "base"]
@@ -302,7 +303,9 @@ class NoWorker:
         raise StepscopeError(f"no worker for {device}")
 
 
-def test_doctor_tells_broken_from_missing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_distinguishes_broken_from_missing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = parsed(desk("doctor", "--json"))
     checks = {check["what"]: check for check in facts["checks"]}
     assert checks["torch"]["verdict"] == checks["output folder"]["verdict"] == "ok"
@@ -315,7 +318,7 @@ def test_doctor_tells_broken_from_missing(desk: Desk, monkeypatch: pytest.Monkey
     assert "no worker for auto" in " ".join(said.out.split())
 
 
-def test_doctor_sees_a_folder_that_cannot_be_written(
+def test_doctor_detects_an_unwritable_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""What is said of a watched program, from records made by hand."""
+"""Findings about an observed program, from synthetic records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_summary(made: Record, **changes: object) -> Record:
     return attached(made, profile=summary)
 
 
-def test_ranks_that_take_turns_are_not_blamed() -> None:
+def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
     def found(code: str, *starts: list[list[int]]) -> Finding:
         records = [
             attached(inspected_record(rank, len(starts), id=f"rank{rank}"), collectives=times)
@@ -50,9 +50,12 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
     assert slow.text.startswith("Rank 1 is the slowest: on average it arrives at a collective 1")
     several = found("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])
     assert several.values == {
-        "ranks": 3, "slowest": None,
-        "rank0_late_ms": 0.0, "rank1_late_ms": 6.0, "rank2_late_ms": 10.0,
-    }  # fmt: skip
+        "ranks": 3,
+        "slowest": None,
+        "rank0_late_ms": 0.0,
+        "rank1_late_ms": 6.0,
+        "rank2_late_ms": 10.0,
+    }
     assert several.text == (
         "Several ranks are late at collectives, on average after the first one:"
         " rank 2 10.0 ms, rank 1 6.00 ms."
@@ -64,14 +67,24 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (0.8, ("Under the profiler it takes 25.0 % more.",
-               "A traced step takes 1.00 ms (800 µs without the profiler): the device works")),
+        (
+            0.8,
+            (
+                "Under the profiler it takes 25.0 % more.",
+                "A traced step takes 1.00 ms (800 µs without the profiler): the device works",
+            ),
+        ),
         (1.01, ("half of which are between", "A step takes 1.00 ms: the device works")),
-        (1.25, ("Under the profiler it takes 20.0 % less: the script's work",
-                "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works")),
+        (
+            1.25,
+            (
+                "Under the profiler it takes 20.0 % less: the script's work",
+                "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works",
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[str, ...]) -> None:
+)
+def test_traced_and_timed_steps_are_distinguished(step: float, said: tuple[str, ...]) -> None:
     (ranks,) = programs([inspected_record(step=step)])
     found = inspected_findings(ranks)
     text = " ".join(one.sentence for one in found)
@@ -82,9 +95,7 @@ def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[st
 
 
 @pytest.mark.parametrize(("device", "things"), [("cpu", "operators"), ("cuda", "kernels")])
-def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
-    device: str, things: str
-) -> None:
+def test_kernels_or_operators_are_counted_in_integers(device: str, things: str) -> None:
     where = environment(device_kind=device)
     made = with_summary(inspected_record(environment=where), launches=367.7)
     (ranks,) = programs([made])
@@ -95,7 +106,7 @@ def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
     assert table.rows[0][titles.index(things)] == 368
 
 
-def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
+def test_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     lines = {PARAMETERS: 1 << 20, f"{SAVED}1 BatchNorm2d, batch_norm": 1 << 30}
     ledger = memory_record(lines=lines).attachments["ledger"]
     (ranks,) = programs([attached(inspected_record(), ledger=ledger)])
@@ -112,16 +123,18 @@ def watched_with(**changes: object) -> Watched:
     lines=st.lists(
         st.tuples(
             st.sampled_from(("forward", "backward", "idle")),
-            st.sampled_from(("matmul", "softmax", "host", "other")), st.floats(0, 1),
+            st.sampled_from(("matmul", "softmax", "host", "other")),
+            st.floats(0, 1),
         ),
-        min_size=1, max_size=8,
+        min_size=1,
+        max_size=8,
     ),
     residual=st.floats(-1, 1),
-)  # fmt: skip
-def test_shares_of_what_runs_are_shares_of_one_total(
+)
+def test_shares_of_kernels_have_one_total(
     lines: list[tuple[str, str, float]], residual: float
 ) -> None:
-    """Also where a ledger does not close."""
+    """Holds even if a ledger does not add up."""
     made = tuple(Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual)))
     lead = watched_with(lines=made)
     texts = [one.text for one in inspected_findings([lead])]
@@ -135,7 +148,7 @@ def test_shares_of_what_runs_are_shares_of_one_total(
     ("counted", "said"),
     [(17 / 3, " in 5.7 calls on average, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
 )
-def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
+def test_mean_number_of_calls_is_called_a_mean(counted: float, said: str) -> None:
     summary = inspected_record().required("profile", Summary)
     (first, *_) = summary.kernels
     row = msgspec.structs.replace(first, ms=100.0, count=counted)
@@ -144,7 +157,7 @@ def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
     assert said in text
 
 
-def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
+def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
     made = inspected_record(step=1.0)
     for issue, said in ((0.5, "takes 2 times that"), (2.0, "the host is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
@@ -155,7 +168,7 @@ def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
         assert said in found.text
 
 
-def test_loading_is_no_more_than_the_step() -> None:
+def test_loading_time_is_at_most_the_step() -> None:
     made = inspected_record(step=1.0)
     lead = Watched(
         msgspec.structs.replace(made, series=(*made.series, times("loading", 1.4, "host")))
@@ -165,7 +178,7 @@ def test_loading_is_no_more_than_the_step() -> None:
     assert "it may get slower" in text
 
 
-def test_a_rate_above_its_ceiling_says_why() -> None:
+def test_rate_above_its_ceiling_is_explained() -> None:
     quantities = (Quantity(name="flops", value=2e9, unit="FLOP"),)
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
@@ -175,7 +188,7 @@ def test_a_rate_above_its_ceiling_says_why() -> None:
         assert ("measured too low" in found.text) is too_low
 
 
-def test_a_trace_that_is_missing_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
+def test_missing_trace_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
     made = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
     (tmp_path / "rank-0.trace.json").write_text("{")
     (tmp_path / "rank-1.trace.json.gz").write_bytes(b"")

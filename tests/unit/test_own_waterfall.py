@@ -1,4 +1,4 @@
-"""The waterfall of a watched step: parts add up to the step, whatever they are."""
+"""Waterfall of an observed step: the parts always add up to the step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
     return msgspec.structs.replace(summary, lines=made)
 
 
-def test_the_least_time_is_of_products_and_the_update() -> None:
+def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
     assert least_ms(Watched(watched())) == {
         "matmuls at the limit": pytest.approx(2.0),
         "optimizer bytes, moved once": pytest.approx(0.28),
@@ -50,11 +50,16 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     assert lead.summary is not None
     summary = with_lines(
         lead.summary,
-        ("forward", "matmul", 3.0), ("backward", "attention", 1.0), ("forward", "softmax", 0.5),
-        ("backward", "copy/cast", 0.25), ("optimizer", "elementwise", 1.0),
-        ("backward", "communication", 0.5), ("outside", "reduction", 0.125),
-        ("idle", "host launches late", 2.0), ("", "residual", 0.125),
-    )  # fmt: skip
+        ("forward", "matmul", 3.0),
+        ("backward", "attention", 1.0),
+        ("forward", "softmax", 0.5),
+        ("backward", "copy/cast", 0.25),
+        ("optimizer", "elementwise", 1.0),
+        ("backward", "communication", 0.5),
+        ("outside", "reduction", 0.125),
+        ("idle", "host launches late", 2.0),
+        ("", "residual", 0.125),
+    )
     least = {"products": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
         "matmuls beyond the minimum": pytest.approx(2.0),
@@ -73,7 +78,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     ("step_ms", "late", "waits", "matmuls"),
     [(8.0, 3.0, 1.0, 2.0), (6.0, 1.5, 0.5, 2.0), (3.0, 0.0, 0.0, 1.0)],
 )
-def test_what_the_profiler_adds_is_idle_time(
+def test_profiler_overhead_is_idle_time(
     step_ms: float, late: float, waits: float, matmuls: float
 ) -> None:
     assert SUMMARY is not None
@@ -81,7 +86,7 @@ def test_what_the_profiler_adds_is_idle_time(
     beyond = parts_of(with_lines(SUMMARY, *lines), {"matmuls": 2.0}, step_ms).beyond
     assert beyond["idle: host launches late"] == pytest.approx(late)
     assert beyond["idle: waits"] == pytest.approx(waits)
-    # Where operators alone take longer than the step, the machine was slower: all are scaled.
+    # If operators alone take longer than the step, the machine was slower: all are scaled.
     assert beyond["matmuls beyond the minimum"] == pytest.approx(matmuls)
     assert beyond["not in the traced steps"] == pytest.approx(0.0)
 
@@ -95,14 +100,20 @@ ledgers = st.lists(st.tuples(PHASES, KINDS, st.floats(0, 100)), max_size=12)
 
 
 @given(
-    lines=ledgers, residual=st.floats(-20, 20), matmuls=st.floats(0, 100), update=st.floats(0, 100),
+    lines=ledgers,
+    residual=st.floats(-20, 20),
+    matmuls=st.floats(0, 100),
+    update=st.floats(0, 100),
     step_ms=st.floats(0.1, 1000),
-)  # fmt: skip
+)
 def test_parts_are_shares_of_the_step(
-    lines: list[tuple[str, str, float]], residual: float, matmuls: float, update: float,
+    lines: list[tuple[str, str, float]],
+    residual: float,
+    matmuls: float,
+    update: float,
     step_ms: float,
-) -> None:  # fmt: skip
-    """Each is zero or more, and they add up: no share and no sum of shares exceeds the step."""
+) -> None:
+    """Parts are non-negative and add up to the step: no share or sum of shares exceeds it."""
     assert SUMMARY is not None
     least = {"matmuls": matmuls, "update": update}
     parts = parts_of(with_lines(SUMMARY, *lines, ("", "residual", residual)), least, step_ms)
@@ -116,7 +127,7 @@ def test_parts_are_shares_of_the_step(
 
 
 @given(lines=ledgers, flops=st.floats(1e6, 1e12))
-def test_a_least_time_above_the_measured_one_has_its_reason(
+def test_minimum_time_above_the_measured_one_is_explained(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
     made = watched(flops)
@@ -135,7 +146,7 @@ def test_a_least_time_above_the_measured_one_has_its_reason(
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
 
 
-def test_the_page_has_it_where_the_rate_is_known() -> None:
+def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     blocks = waterfall_blocks(Watched(watched()), "inspect")
     assert codes(blocks) == ["inspect.waterfall"]
     finding = coded(blocks, "inspect.waterfall")
@@ -150,7 +161,7 @@ def test_the_page_has_it_where_the_rate_is_known() -> None:
     assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()
 
 
-def test_a_step_at_the_power_cap_is_told_beside_it() -> None:
+def test_power_cap_is_reported_with_the_waterfall() -> None:
     capped = Reading(at_s=1.0, sm_clock_mhz=1700.0, throttle=("power-cap",))
     here = environment(max_sm_clock_mhz=1980.0)
     blocks = waterfall_blocks(Watched(watched(readings=(capped,), environment=here)), "inspect")

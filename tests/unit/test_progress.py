@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal."""
+"""Progress of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def case(key: str) -> PlannedCase:
 
 
 @pytest.mark.parametrize("kind", [PlainLines, Bar])
-def test_cases_beyond_those_that_were_announced_are_counted(
+def test_cases_beyond_the_announced_total_are_counted(
     kind: type[PlainLines | Bar], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with kind(run(), 1, 0) as observer:
@@ -32,8 +32,6 @@ def test_cases_beyond_those_that_were_announced_are_counted(
 @pytest.mark.parametrize(
     ("total", "told"), [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")]
 )
-def test_the_first_line_counts_cases(
-    total: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_line_counts_cases(total: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     PlainLines(run(), total, 0)
     assert capsys.readouterr().err == f"run {run().id}{told}\n"

@@ -1,4 +1,4 @@
-"""`stepscope rehearse`: predictions of a stored recording, one line for what cannot be meant."""
+"""`stepscope rehearse`: predictions from a stored recording, and one line for invalid options."""
 
 from __future__ import annotations
 
@@ -61,12 +61,17 @@ def test_json_has_every_prediction(
     forms = held["closed_forms"]
     assert isinstance(forms, list)
     assert {form["parallelism"].split()[0].rstrip(":") for form in forms} == {
-        "data", "FSDP", "tensor", "2-D",
-    }  # fmt: skip
+        "data",
+        "FSDP",
+        "tensor",
+        "2-D",
+    }
     assert held["compute_ms"] == 100.0
 
 
-def test_a_link_of_ones_own(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_interconnect(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("--ranks", "2", "--latency-us", "0", "--bandwidth-gbs", "1", "--strategy", "flat")
     held = told(tmp_path, capsys, str(file), *words)
     (prediction,) = held["predictions"]  # type: ignore[misc]
@@ -88,7 +93,7 @@ def test_another_batch_and_another_device(
     assert given["flops_per_s"] == 50e12
 
 
-def test_the_newest_recording_of_the_store_is_the_default(
+def test_newest_recording_of_the_store_is_the_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -97,12 +102,12 @@ def test_the_newest_recording_of_the_store_is_the_default(
         for held in (recorded_record(), recorded_record(context=256), check_record()):
             store.add(held)
     assert told(tmp_path, capsys, "--ranks", "8")["case"] == recorded_record(context=256).case
-    # A check has a recording too, where it is named.
+    # The recording of a check is used only if it is named.
     asked = told(tmp_path, capsys, check_record().id, "--ranks", "8")
     assert asked["case"] == check_record().case
 
 
-def test_where_nothing_is_recorded_it_says_how(
+def test_without_a_recording_prints_how_to_make_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path) == 2
@@ -133,7 +138,7 @@ def test_where_nothing_is_recorded_it_says_how(
         (["--exposed-above", "0"], "exposed_above is 0"),
     ],
 )
-def test_nonsense_is_one_line_and_exit_2(
+def test_invalid_options_give_one_line_and_exit_code_2(
     tmp_path: Path, file: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path, str(file), *words) == 2

@@ -1,4 +1,4 @@
-"""`stepscope trace`: tables and a page from a file, one line for a bad one."""
+"""`stepscope trace`: tables and a page from a file, and one line for an invalid file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_prints_the_ledger_and_writes_the_page(
     assert page.count("<svg") == 2
 
 
-def test_an_export_of_nsight_gives_the_same_tables(
+def test_export_of_nsight_gives_the_same_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, nsight_file(tmp_path / "report.sqlite")) == 0
@@ -101,7 +101,7 @@ def test_traces_without_marks_are_compared_step_by_step(
     assert rows["step"] == pytest.approx((0.1, 0.1, 0.0, 1.0))
 
 
-def test_a_whole_trace_is_not_called_a_step(
+def test_unmarked_trace_is_not_called_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = unmarked_step(2, 40).write(tmp_path / "whole.json")
@@ -115,7 +115,7 @@ def test_a_whole_trace_is_not_called_a_step(
     assert "The entire trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
 
 
-def test_a_kernel_name_cannot_leave_its_cell(
+def test_kernel_name_is_escaped_in_its_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = training_step()
@@ -153,7 +153,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
     "name",
     ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"],
 )
-def test_a_bad_file_is_one_line_and_exit_code_1(
+def test_bad_file_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert run(tmp_path, bad_files(tmp_path)[name]) == 1
@@ -180,7 +180,7 @@ def test_time_without_operators_may_be_a_wait() -> None:
 
 
 def busy_step() -> ChromeTrace:
-    """The device is always behind the host."""
+    """A step in which the device is always behind the host."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 60)
     trace.operator("aten::mm", 0, 60)
@@ -189,13 +189,13 @@ def busy_step() -> ChromeTrace:
     return trace
 
 
-def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
+def test_host_is_blamed_only_where_launches_prove_it() -> None:
     assert "The host limits this step: for 28.0 % of it" in findings(training_step())
     assert "The host limits" not in findings(busy_step())
     assert "waits for launches" not in findings(busy_step())
 
 
-def test_products_on_plain_cores_are_pointed_out() -> None:
+def test_matmuls_outside_tensor_cores_are_reported() -> None:
     assert "100.0 % of the time of matmuls is spent on FP32 or FP64" in findings(busy_step())
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 60)
@@ -203,13 +203,13 @@ def test_products_on_plain_cores_are_pointed_out() -> None:
     assert "100.0 % of the time of matmuls is spent on tensor cores" in findings(trace)
 
 
-def test_an_open_ledger_is_a_warning() -> None:
+def test_open_ledger_is_a_warning() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
     assert "The ledger does not close: 6.8% of the time is kernels" in findings(trace)
 
 
-def test_blocks_are_whole() -> None:
+def test_blocks_are_complete() -> None:
     blocks = trace_blocks(summarize(training_step(blocks=3, steps=2).read()), "x")
     assert len([block for block in blocks if isinstance(block, Timeline)]) == 1
     for block in blocks:
@@ -222,7 +222,7 @@ def test_blocks_are_whole() -> None:
             assert shown == pytest.approx(1.0)
 
 
-def test_a_class_of_work_has_one_colour_in_every_picture() -> None:
+def test_kernel_class_has_one_colour_in_every_figure() -> None:
     summary = summarize(training_step(blocks=3, steps=2).read())
     blocks = trace_blocks(summary, "x")
     (stack,) = (block for block in blocks if isinstance(block, Figure))
@@ -236,7 +236,7 @@ def test_a_class_of_work_has_one_colour_in_every_picture() -> None:
     assert len(CURVES) >= len(CLASSES)
 
 
-def test_products_of_linear_layers_are_told_apart() -> None:
+def test_matmuls_of_linear_layers_are_distinguished() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 30, sequence=1)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
@@ -244,8 +244,12 @@ def test_products_of_linear_layers_are_told_apart() -> None:
     for place, layout in enumerate(("nn", "nt")):
         at = 40 + 20 * place
         trace.operator("aten::mm", at, at + 15)
-        trace.kernel(f"ampere_sgemm_128x64_{layout}", 60 + 40 * place, 90 + 40 * place,
-                     launch=(at + 1, at + 2))  # fmt: skip
+        trace.kernel(
+            f"ampere_sgemm_128x64_{layout}",
+            60 + 40 * place,
+            90 + 40 * place,
+            launch=(at + 1, at + 2),
+        )
     (table,) = (
         block
         for block in trace_blocks(summarize(trace.read()))

@@ -1,4 +1,4 @@
-"""Changes reach what a program calls, however it calls its model, and what runs again."""
+"""Changes apply however a program calls its model, also in recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Attention written out."""
+    """Block with naive attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
         return self.forward(x).square().mean()
 
 
-def as_a_whole(model: nn.Module, x: Tensor) -> Tensor:
+def by_the_model(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss
 
@@ -67,17 +67,17 @@ def block_by_block(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def blocks_that_run_again(model: nn.Module, x: Tensor) -> Tensor:
+def checkpointed_blocks(model: nn.Module, x: Tensor) -> Tensor:
     for block in model:  # type: ignore[attr-defined]
         x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
     return x.square().mean()
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "as a whole": (Model, as_a_whole),
+    "as a whole": (Model, by_the_model),
     "by a method": (Model, by_a_method),
     "block by block": (lambda: nn.ModuleList(Block() for _ in range(2)), block_by_block),
-    "blocks run again": (lambda: nn.ModuleList(Block() for _ in range(2)), blocks_that_run_again),
+    "blocks run again": (lambda: nn.ModuleList(Block() for _ in range(2)), checkpointed_blocks),
 }
 
 
@@ -86,7 +86,7 @@ def draw() -> Tensor:
 
 
 def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
-    """As a trial does, without its optimizer."""
+    """Run steps as a trial does, without an optimizer."""
     seen = Backwards()
     seen.attach()
     made = Changes(settings, seen)
@@ -100,7 +100,7 @@ def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_change_reaches_what_the_program_calls(name: str) -> None:
+def test_change_applies_to_modules_that_the_program_calls(name: str) -> None:
     make, step = PROGRAMS[name]
     model = make()
     formats = []
@@ -119,7 +119,9 @@ def test_a_change_reaches_what_the_program_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_the_program_calls_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_the_program_calls_are_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[tuple[nn.Module, str]] = []
     monkeypatch.setattr(
         changing, "compile_own", lambda module, how, _: compiled.append((module, how))
@@ -133,7 +135,7 @@ def test_what_the_program_calls_is_compiled(name: str, monkeypatch: pytest.Monke
     assert not any("__call__" in vars(type(part)) for part in model.modules())
 
 
-def test_parts_that_torch_jit_made_are_called_as_they_are() -> None:
+def test_torch_jit_modules_are_not_changed() -> None:
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         part = torch.jit.script(nn.Linear(WIDTH, WIDTH))
     model = nn.ModuleList([Block(), part])
@@ -142,7 +144,7 @@ def test_parts_that_torch_jit_made_are_called_as_they_are() -> None:
     assert made._calls[0].called == list(model)
 
 
-def test_a_model_that_nothing_calls_is_said_to_be_as_it_was() -> None:
+def test_model_that_is_never_called_is_reported_as_unchanged() -> None:
     weight = nn.Linear(WIDTH, WIDTH)
     made = run(
         weight,
@@ -155,10 +157,12 @@ def test_a_model_that_nothing_calls_is_said_to_be_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_stretch_has_one_kernel_both_times(reentrant: bool) -> None:
+def test_checkpointed_segment_uses_fused_attention_in_forward_and_recomputation(
+    reentrant: bool,
+) -> None:
     torch.manual_seed(0)
     model = Model()
-    as_a_whole(model, draw()).backward()
+    by_the_model(model, draw()).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     mode = one_kernel_attention()
 
@@ -178,8 +182,8 @@ def test_a_checkpointed_stretch_has_one_kernel_both_times(reentrant: bool) -> No
         torch.testing.assert_close(parameter.grad, one)
 
 
-def test_a_product_that_waits_is_made_within_its_stretch() -> None:
-    """Scores that nobody turns into attention."""
+def test_deferred_matmul_is_computed_inside_its_segment() -> None:
+    """Scores that are never used for attention."""
     q = draw().requires_grad_()
     mode = one_kernel_attention()
 
@@ -196,20 +200,20 @@ def test_a_product_that_waits_is_made_within_its_stretch() -> None:
     torch.testing.assert_close(q.grad, other.grad)
 
 
-def test_blocks_that_run_again_and_one_kernel_together() -> None:
+def test_checkpointing_and_fused_attention_together() -> None:
     torch.manual_seed(0)
     model = Model()
-    made = run(model, as_a_whole, 3, attention="fused", checkpoint="blocks")
+    made = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
     assert made.without_effect() == []
     found = [parameter.grad for parameter in model.parameters()]
     torch.manual_seed(0)
     plain = Model()
-    as_a_whole(plain, draw()).backward()
+    by_the_model(plain, draw()).backward()
     for parameter, one in zip(plain.parameters(), found, strict=True):
         torch.testing.assert_close(parameter.grad, one)
 
 
-def test_without_the_mode_checkpoints_are_torch_s() -> None:
+def test_without_the_mode_torch_checkpoint_is_used() -> None:
     mode = one_kernel_attention()
     follows = torch.utils.checkpoint.checkpoint
     one_kernel_attention()

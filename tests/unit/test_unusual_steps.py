@@ -1,4 +1,4 @@
-"""Steps that are not like the others: they validate, save, or have several forwards."""
+"""Steps that differ from the others: validation, checkpoints, several forward passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
 
 
-def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> None:
+def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, _ = batch()
@@ -50,7 +50,7 @@ def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> No
         assert coded(said, code).text.startswith(words)
 
 
-def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -> None:
+def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path, traced=3):
@@ -73,7 +73,7 @@ def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -
 @pytest.mark.parametrize(
     "validating", [(7,), (7, 8), range(7, 30)], ids=["once", "twice", "always"]
 )
-def test_the_memory_is_counted_in_a_step_without_a_validation(
+def test_memory_is_counted_in_a_step_without_validation(
     tmp_path: Path, validating: Collection[int]
 ) -> None:
     model = Network()
@@ -94,7 +94,7 @@ def test_the_memory_is_counted_in_a_step_without_a_validation(
     assert found.summary is not None, "it goes on after that"
 
 
-def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Path) -> None:
+def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path, traced=3):
@@ -113,7 +113,7 @@ def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Pat
     assert said.text.startswith("1 of the traced steps took ")
 
 
-def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
+def test_tensors_saved_by_each_forward_are_listed_once(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
@@ -135,5 +135,5 @@ def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
     ("counts", "expected"),
     [((0, 0, 3, 0), [0, 1, 3]), ((1, 1, 1), [0, 1, 2]), ((2, 0, 2, 2), [0, 1, 2, 3]), ((), [])],
 )
-def test_steps_count_where_most_are_alike(counts: tuple[int, ...], expected: list[int]) -> None:
+def test_usual_steps_are_the_majority(counts: tuple[int, ...], expected: list[int]) -> None:
     assert usual_steps(counts) == expected

@@ -1,4 +1,4 @@
-"""Advice is tried in order, within its time, and not twice."""
+"""Verification of advice: order, time limit, and resumption of trials."""
 
 from __future__ import annotations
 
@@ -40,15 +40,20 @@ FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
 WHOLE = advice("compile", 20.0, compile="model")
 CHANGED_MS = {
-    "bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0, "cuda-graph": 35.0, "slows": 55.0,
-    "too": 51.0, "tf32": 35.0,
-}  # fmt: skip
-"""Of a step that takes 50 without."""
+    "bfloat16": 30.0,
+    "fused-optimizer": 40.0,
+    "compile": 60.0,
+    "cuda-graph": 35.0,
+    "slows": 55.0,
+    "too": 51.0,
+    "tf32": 35.0,
+}
+"""Time of the changed step by code; the unchanged one takes 50."""
 
 
 class PlantedRunner:
-    """Every trial comes out as planted, and takes so long. One that is called `breaks` fails, and
-    `unmade` changes nothing."""
+    """Runner with planted results and durations. A trial named `breaks` fails, and `unmade` has no
+    effect."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.asked: list[str] = []
@@ -56,9 +61,15 @@ class PlantedRunner:
         self._seconds, self._clock = seconds, clock
 
     def run(
-        self, cases: Sequence[PlannedCase], run: Run, store: Store, observer: object, *,
-        retry: bool, within_s: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        cases: Sequence[PlannedCase],
+        run: Run,
+        store: Store,
+        observer: object,
+        *,
+        retry: bool,
+        within_s: float | None,
+    ) -> None:
         del observer
         assert retry
         self.limits.append(within_s)
@@ -75,16 +86,27 @@ class PlantedRunner:
                 continue
             notes = {"without_effect": "nothing was changed"} if "unmade" in trial.code else {}
             store.add(
-                tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id, notes=notes,
-                      attempt=before + 1)
-            )  # fmt: skip
+                tried(
+                    ms,
+                    *trial.advice,
+                    id=f"id-{trial.code}",
+                    run=run.id,
+                    notes=notes,
+                    attempt=before + 1,
+                )
+            )
 
 
 def verify(
-    tmp_path: Path, *advised: Advice, seconds: float = 10.0, store: Store | None = None,
-    run: Run | None = None, later: Later | None = None, limits: list[float | None] | None = None,
+    tmp_path: Path,
+    *advised: Advice,
+    seconds: float = 10.0,
+    store: Store | None = None,
+    run: Run | None = None,
+    later: Later | None = None,
+    limits: list[float | None] | None = None,
     **keywords: Any,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     clock = [0.0]
     runner = PlantedRunner(seconds, clock)
     if limits is not None:
@@ -98,37 +120,40 @@ def verify(
             place.add_run(run)
         base = msgspec.convert(tried().config, Trial).base
         Verification(
-            runner, place, run,  # type: ignore[arg-type]
+            runner,
+            place,
+            run,  # type: ignore[arg-type]
             lambda some: Trial(base=base, advice=some, step_ms=100.0),
-            later or (lambda _: ()), **keywords,
-        ).verify(advised, OF_MODELS)  # fmt: skip
+            later or (lambda _: ()),
+            **keywords,
+        ).verify(advised, OF_MODELS)
     return runner.asked
 
 
-def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
+def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
     assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
-def test_another_batch_stays_on_its_own(tmp_path: Path) -> None:
+def test_batch_size_change_is_never_combined(tmp_path: Path) -> None:
     batch = advice("larger-batch", 35.0, batch="16")
     asked = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
     assert asked == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
-def test_a_change_that_breaks_the_program_stops_nothing(tmp_path: Path) -> None:
+def test_change_that_breaks_the_program_does_not_stop_the_others(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
     assert asked == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
-def test_of_several_for_one_setting_the_others_come_last(tmp_path: Path) -> None:
+def test_alternatives_for_the_same_setting_come_last(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
     asked = verify(tmp_path, FORMAT, other, UPDATE)
     assert asked == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
 
 
-def test_what_limits_the_changed_step_is_looked_for_again(tmp_path: Path) -> None:
-    """A graph takes the place of the compiler; what was dropped for its own sake stays out."""
+def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> None:
+    """A CUDA graph replaces the compiler; a change that was dropped alone stays dropped."""
     graph = advice("cuda-graph", 10.0, compile="graphs")
     asked: list[Sequence[str]] = []
 
@@ -138,17 +163,17 @@ def test_what_limits_the_changed_step_is_looked_for_again(tmp_path: Path) -> Non
 
     found = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
     assert asked == [["bfloat16", "fused-optimizer"]]
-    # `compile` was slower alone, and is not tried again.
+    # `compile` was slower alone and is not tried again.
     assert found[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
 
 
-def test_what_gains_nothing_more_is_left_out_again(tmp_path: Path) -> None:
+def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
     later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
     found = verify(tmp_path, FORMAT, later=lambda _: later)
     assert found == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
-def test_an_interrupted_run_has_a_case_left(
+def test_interrupted_run_has_an_unfinished_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = PlantedRunner.run
@@ -166,11 +191,11 @@ def test_an_interrupted_run_has_a_case_left(
         assert (len(store.finished(found.id)), found.cases) == (1, 2)
 
 
-def test_only_what_was_named_is_tried(tmp_path: Path) -> None:
+def test_only_named_changes_are_tried(tmp_path: Path) -> None:
     assert verify(tmp_path, FORMAT, UPDATE, WHOLE, only=("compile",)) == ["compile"]
 
 
-def test_time_is_left_for_the_changes_together(
+def test_time_is_reserved_for_the_changes_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
@@ -179,8 +204,8 @@ def test_time_is_left_for_the_changes_together(
     assert "not tried, out of time (--within): compile" in capsys.readouterr().err
 
 
-def test_a_trial_runs_no_longer_than_the_time_that_is_left(tmp_path: Path) -> None:
-    """Also the first, of which nobody knows how long it takes."""
+def test_trial_runs_no_longer_than_the_time_left(tmp_path: Path) -> None:
+    """This includes the first trial, whose duration is unknown."""
     limits: list[float | None] = []
     asked = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
     assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
@@ -193,25 +218,37 @@ def test_a_trial_runs_no_longer_than_the_time_that_is_left(tmp_path: Path) -> No
     assert limits == [None]
 
 
-def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
+def test_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")
         store.add_run(run)
         store.add(
-            tried(0, FORMAT, run=run.id, id="cut", status="timeout",
-                  reason="not done after 3 s (--within)")
-        )  # fmt: skip
+            tried(
+                0,
+                FORMAT,
+                run=run.id,
+                id="cut",
+                status="timeout",
+                reason="not done after 3 s (--within)",
+            )
+        )
         assert verify(tmp_path, FORMAT, store=store, run=run) == ["bfloat16"]
         given_up = new_run((), "stepscope advise")
         store.add_run(given_up)
         store.add(
-            tried(0, FORMAT, run=given_up.id, id="given-up", status="timeout",
-                  reason="not done after 600 s (--timeout)")
-        )  # fmt: skip
+            tried(
+                0,
+                FORMAT,
+                run=given_up.id,
+                id="given-up",
+                status="timeout",
+                reason="not done after 600 s (--timeout)",
+            )
+        )
         assert verify(tmp_path, FORMAT, store=store, run=given_up) == []
 
 
-def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> None:
+def test_no_time_is_reserved_if_nothing_can_be_combined(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
     assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
     (tmp_path / "batch").mkdir()
@@ -220,7 +257,7 @@ def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> N
     assert asked == ["bfloat16", "larger-batch"]
 
 
-def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
+def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
@@ -229,14 +266,12 @@ def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
-    asked = verify(
-        tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0
-    )  # fmt: skip
+    asked = verify(tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0)
     assert asked == ["bfloat16", "data-ahead+bfloat16"]
     assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")
         store.add_run(run)
@@ -258,7 +293,7 @@ def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
         assert [one.code for one in read_history()] == ["bfloat16"]
 
 
-def test_the_outcome_has_its_interval() -> None:
+def test_outcome_has_its_interval() -> None:
     vague = advice("vague", 0.2)
     said = verification.outcome(Tried(tried(49.9, vague)))
     assert re.fullmatch(
@@ -272,9 +307,7 @@ def test_the_outcome_has_its_interval() -> None:
 @pytest.mark.parametrize(
     ("within", "plain", "compiled"), [(0.0, True, True), (25.0, True, False), (5.0, False, False)]
 )
-def test_what_waits_for_a_compiler_needs_more_time(
-    within: float, plain: bool, compiled: bool
-) -> None:
+def test_compiled_trials_need_more_time(within: float, plain: bool, compiled: bool) -> None:
     base = msgspec.convert(tried().config, Trial).base
     one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (FORMAT, WHOLE))
     deadline = Deadline(within, lambda: 0.0)
@@ -283,14 +316,14 @@ def test_what_waits_for_a_compiler_needs_more_time(
     assert deadline.allows(other) is compiled
 
 
-def test_a_record_keeps_the_advice_that_was_given() -> None:
+def test_record_stores_its_advice() -> None:
     made = with_advice(tried(), [FORMAT, UPDATE])
     assert advice_given(made) == (FORMAT, UPDATE)
     assert advice_given(tried()) is None
 
 
 class Greedy:
-    """A run that leaves no memory for another one."""
+    """A run that leaves no memory for a second one."""
 
     alive = 0
 
@@ -317,7 +350,7 @@ class Greedy:
         return self._ms
 
 
-def test_runs_that_do_not_fit_together_run_one_after_the_other(
+def test_runs_that_do_not_fit_together_are_timed_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(script_trial, "Contestant", Greedy)
@@ -334,7 +367,7 @@ def test_runs_that_do_not_fit_together_run_one_after_the_other(
     assert "timed in blocks" in " ".join(getattr(block, "text", "") for block in shown)
 
 
-def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -> None:
+def test_out_of_memory_of_a_run_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(
         "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried 80 GiB.\\nSee')\n"
@@ -347,7 +380,7 @@ def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -
         run.ready()
 
 
-def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
+def test_models_that_do_not_fit_together_are_timed_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
@@ -373,7 +406,7 @@ def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
     assert {len(s.values) for s in found.series if s.name == "step"} == {6}
 
 
-def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
@@ -418,7 +451,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
 def wait_for_the_record(path: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        # At first it is not yet a store.
+        # The file is not a store at first.
         with contextlib.suppress(StepscopeError), Store(path, create=False) as store:
             if store.records():
                 return
