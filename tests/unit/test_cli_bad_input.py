@@ -22,16 +22,16 @@ READERS = (("show",), ("report",), ("export",), ("compare", "latest", "latest"),
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
-    made = Desk(tmp_path / "out", capsys)
-    fill(made.store, {"base": run_of("base")})
-    return made
+    created = Desk(tmp_path / "out", capsys)
+    fill(created.store, {"base": run_of("base")})
+    return created
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    created = CommandLine(tmp_path)
+    created.know_ceilings()
+    return created
 
 
 def ended(done: subprocess.CompletedProcess[str]) -> Said:
@@ -129,17 +129,17 @@ def test_preset_and_chosen_cases_exclude_each_other(desk: Desk) -> None:
     ],
 )
 def test_unknown_flag_suggests_a_similar_one(desk: Desk, words: list[str], near: str) -> None:
-    said = desk(*words)
-    assert (said.code, said.out) == (2, "")
-    assert "Perhaps you meant" in said.err
-    assert near in said.err
+    output = desk(*words)
+    assert (output.code, output.out) == (2, "")
+    assert "Perhaps you meant" in output.err
+    assert near in output.err
 
 
 def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
-    said = desk("run", "benchmark", "--context", "long")
-    assert (said.code, said.out) == (2, "")
-    assert "--context" in said.err
-    assert "long" in said.err
+    output = desk("run", "benchmark", "--context", "long")
+    assert (output.code, output.out) == (2, "")
+    assert "--context" in output.err
+    assert "long" in output.err
 
 
 def test_optional_option_is_shown_with_its_type(
@@ -147,14 +147,14 @@ def test_optional_option_is_shown_with_its_type(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["predict", "--budget", "abc"])
-    told = capsys.readouterr().err
-    assert "'abc' is not a number" in told
-    assert "None" not in told
+    text = capsys.readouterr().err
+    assert "'abc' is not a number" in text
+    assert "None" not in text
 
 
 def test_dtype_that_the_device_lacks(cli: CommandLine) -> None:
-    said = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
-    one_line(said, 2, "TF32", "use float32")
+    output = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
+    one_line(output, 2, "TF32", "use float32")
     assert cli.left_behind() == []
     assert cli.records() == ()
 
@@ -190,10 +190,10 @@ def test_import_of_nothing_creates_no_store(
 
 
 def test_what_a_comparison_lacks_is_named(desk: Desk) -> None:
-    said = desk("compare", "latest")
-    assert said.code == 2
-    assert "NEW" in said.err
-    assert "STR" not in said.err
+    output = desk("compare", "latest")
+    assert output.code == 2
+    assert "NEW" in output.err
+    assert "STR" not in output.err
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], comman
     meant = str(tmp_path / f"traned{ending}")
     words = [command, meant, *([meant] if command == "compare" else [])]
     assert main(words) == 2
-    said = capsys.readouterr()
-    one_line(Said(2, *said), 2, meant, "there is no", f"perhaps you meant {there}")
+    output = capsys.readouterr()
+    one_line(Said(2, *output), 2, meant, "there is no", f"perhaps you meant {there}")
     assert main([command, str(tmp_path / f"x{ending}"), *words[2:]]) == 2
     assert "check its name" in capsys.readouterr().err
 
@@ -237,9 +237,9 @@ def test_directory_instead_of_a_file(desk: Desk, tmp_path: Path) -> None:
     ],
 )
 def test_unknown_name_lists_the_choices(desk: Desk, words: list[str], known: str) -> None:
-    said = desk(*words)
-    one_line(said, 2, "one of:", known)
-    assert "perhaps" not in said.err
+    output = desk(*words)
+    one_line(output, 2, "one of:", known)
+    assert "perhaps" not in output.err
 
 
 def test_run_suggests_no_study_that_it_refuses(desk: Desk) -> None:
@@ -332,20 +332,20 @@ def test_full_disk_preserves_finished_measurements(
     cli.environment["STEPSCOPE_OUT"] = str(cli.out)
     (cli.out / "ballast").write_bytes(bytes(340 << 10))
     words = ("run", "planted", "--times", "60", "--device", "cpu", "--no-report", "--resume")
-    said = ended(cli(*words))
-    assert (said.code, said.out) == (1, "")
-    assert said.err.splitlines()[-1].startswith("stepscope: the disk of ")
-    assert "what was stored before is safe" in said.err
-    assert "Traceback" not in said.err
-    announced = said.err.count("] planted ok-")
+    output = ended(cli(*words))
+    assert (output.code, output.out) == (1, "")
+    assert output.err.splitlines()[-1].startswith("stepscope: the disk of ")
+    assert "what was stored before is safe" in output.err
+    assert "Traceback" not in output.err
+    announced = output.err.count("] planted ok-")
     first = cli.records()
     assert len(first) == announced > 3
     assert cli.left_behind() == []
 
     (cli.out / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,size=64m", str(cli.out)], check=True)
-    said = ended(cli(*words))
-    assert said.code == 0, said.err
+    output = ended(cli(*words))
+    assert output.code == 0, output.err
     assert cli.records()[: len(first)] == first
     assert len(cli.records()) == 60
 

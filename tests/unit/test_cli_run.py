@@ -22,9 +22,9 @@ ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    created = CommandLine(tmp_path)
+    created.know_ceilings()
+    return created
 
 
 def interrupt(
@@ -126,16 +126,16 @@ def test_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine
 def test_interrupt_saves_finished_cases_and_prints_how_to_resume(cli: CommandLine) -> None:
     words = ["run", "planted", "--times", "8", "--seconds", "0.1", "--device", "cpu", "--no-report"]
     for how, before in ((signal.SIGINT, 0), (signal.SIGTERM, 2)):
-        code, said = interrupt(cli, words, how, after=2)
+        code, output = interrupt(cli, words, how, after=2)
         assert code == 130
-        assert "Traceback" not in said
-        announced = set(ANNOUNCED.findall(said))
-        kept = [record.case for record in cli.records()]
-        assert len(kept) == len(set(kept)) >= before + 2
-        assert announced <= set(kept)
-        assert re.search(rf"interrupted: {len(kept)} of 8 cases are saved in run", said)
+        assert "Traceback" not in output
+        announced = set(ANNOUNCED.findall(output))
+        saved = [record.case for record in cli.records()]
+        assert len(saved) == len(set(saved)) >= before + 2
+        assert announced <= set(saved)
+        assert re.search(rf"interrupted: {len(saved)} of 8 cases are saved in run", output)
         assert cli.left_behind() == []
-        (command,) = re.findall(r"resume with: stepscope (.*)", said)
+        (command,) = re.findall(r"resume with: stepscope (.*)", output)
         words = shlex.split(command)
         assert words[-1] == "--resume"
 
@@ -176,9 +176,9 @@ def test_interrupt_inside_dataclass_creation_has_exit_code_130(tmp_path: Path) -
 
 def test_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> None:
     words = ["run", "planted", "--does", "ok", "hang", "--device", "cpu", "--no-report"]
-    code, said = interrupt(cli, words, signal.SIGINT, after=1)
+    code, output = interrupt(cli, words, signal.SIGINT, after=1)
     assert code == 130
-    assert "interrupted: 1 of 2 cases are saved" in said
+    assert "interrupted: 1 of 2 cases are saved" in output
     assert cli.left_behind() == []
 
 
@@ -188,10 +188,10 @@ def test_interrupt_before_the_first_case_leaves_no_records(cli: CommandLine) -> 
     while len(cli.processes()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=400)
+    _, output = process.communicate(timeout=400)
     assert process.returncode == 130
-    assert "interrupted" in said
-    assert "Traceback" not in said
+    assert "interrupted" in output
+    assert "Traceback" not in output
     assert cli.left_behind() == []
 
 

@@ -25,11 +25,11 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def flops_by_phase(found: Watched) -> dict[str, set[str]]:
+def flops_by_phase(watched: Watched) -> dict[str, set[str]]:
     """Return the operators with a matmul, by phase."""
-    assert found.summary is not None
+    assert watched.summary is not None
     phases: dict[str, set[str]] = {}
-    for use in found.summary.uses:
+    for use in watched.summary.uses:
         phases.setdefault(use.phase, set()).add(use.kernel)
     return phases
 
@@ -68,19 +68,19 @@ def test_forward_and_backward_of_a_closure_are_not_optimizer_time(
     with watching(tmp_path):
         for _ in range(STEPS):
             step()
-    found = only(tmp_path)
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::mm" in phases["backward"]
     assert not {"aten::addmm", "aten::mm"} & phases["optimizer"]
-    assert found.account is not None
-    kept = {
+    assert result.account is not None
+    saved = {
         peak.phase: [line for line in peak.lines if line.startswith(SAVED)]
-        for peak in found.account.phases
+        for peak in result.account.phases
     }
-    assert kept.keys() == {"forward", "backward", "optimizer"}
-    assert kept["backward"]
-    assert not kept["optimizer"]
+    assert saved.keys() == {"forward", "backward", "optimizer"}
+    assert saved["backward"]
+    assert not saved["optimizer"]
 
 
 def test_scope_supports_closures() -> None:
@@ -120,11 +120,11 @@ def test_submodules_called_by_the_program_are_its_forward(tmp_path: Path) -> Non
         for _ in range(STEPS):
             optimizer.step(closure)  # type: ignore[arg-type]
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.setting is not None
-    assert found.setting.models == ("Container",)
-    assert found.micro_batches == 2
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    assert result.setting is not None
+    assert result.setting.models == ("Container",)
+    assert result.micro_batches == 2
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::normal_" in phases["outside"]
     assert not {"aten::addmm", "aten::mm", "aten::normal_"} & phases["optimizer"]
@@ -148,18 +148,18 @@ def test_optimizer_in_backward_is_recorded(tmp_path: Path) -> None:
     with watching(tmp_path):
         for _ in range(STEPS):
             step()
-    found = only(tmp_path)
-    assert "recording_failed" not in found.record.notes
-    assert found.record.quantity("flops") == network_flops(8)
-    assert found.micro_batches == 1
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    assert "recording_failed" not in result.record.notes
+    assert result.record.quantity("flops") == network_flops(8)
+    assert result.micro_batches == 1
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::mm" in phases["backward"]
     assert "aten::addcdiv_" in phases["optimizer"]
-    assert found.account is not None
-    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
-    assert found.setting is not None
-    assert len(found.setting.optimizers) == len(list(model.parameters()))
+    assert result.account is not None
+    assert [peak.phase for peak in result.account.phases] == ["forward", "backward", "optimizer"]
+    assert result.setting is not None
+    assert len(result.setting.optimizers) == len(list(model.parameters()))
 
 
 def subtract(model: nn.Module) -> None:
@@ -188,13 +188,13 @@ def test_manual_updates_end_a_step(
             for _ in range(micro_batches):
                 loss_of(model).backward()
             update(model)
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == micro_batches * network_flops(8)
-    assert found.micro_batches == micro_batches
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == micro_batches * network_flops(8)
+    assert result.micro_batches == micro_batches
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert found.record.quantity("parameters") == parameters
-    assert found.setting is not None
-    assert (found.setting.models, found.setting.optimizers) == (("Network",), ())
+    assert result.record.quantity("parameters") == parameters
+    assert result.setting is not None
+    assert (result.setting.models, result.setting.optimizers) == (("Network",), ())
 
 
 def test_manual_updates_with_torch_autograd_grad_end_a_step(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_manual_updates_with_torch_autograd_grad_end_a_step(tmp_path: Path) -> N
             )
             with torch.no_grad():
                 weight -= 0.01 * gradient
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == 2 * 2 * 8 * WIDTH * WIDTH
-    assert found.summary is not None
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == 2 * 2 * 8 * WIDTH * WIDTH
+    assert result.summary is not None
 
 
 def test_gradients_written_between_micro_batches_do_not_end_a_step(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ def test_gradients_written_between_micro_batches_do_not_end_a_step(tmp_path: Pat
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == 8 * network_flops(8)
-    assert found.micro_batches == 8
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == 8 * network_flops(8)
+    assert result.micro_batches == 8
     assert read_progress(tmp_path).optimizer_steps == 12
 
 
@@ -258,15 +258,15 @@ def test_step_with_too_many_operators_is_only_timed(tmp_path: Path, few_operator
         for _ in range(STEPS):
             optimizer.step(closure)
     # The hooks are removed before the end of the step that they would slow down.
-    counted = [place for place, depth in enumerate(seen) if depth]
+    counted = [index for index, depth in enumerate(seen) if depth]
     assert 0 < len(counted) <= 3
-    found = only(tmp_path)
-    assert len(found.record.find("step").values) == 5  # type: ignore[union-attr]
-    notes = found.record.notes
+    result = only(tmp_path)
+    assert len(result.record.find("step").values) == 5  # type: ignore[union-attr]
+    notes = result.record.notes
     assert f"more than {few_operators} operators" in notes["memory_missing"]
     assert f"more than {few_operators} operators" in notes["trace_missing"]
     assert "cut_short" not in notes
-    assert found.missing == notes["trace_missing"]
+    assert result.missing == notes["trace_missing"]
     assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
 
 

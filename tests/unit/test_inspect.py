@@ -59,28 +59,28 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     assert done.stdout == "False __main__ ['14'] True\n"
     page = command.out / "train.html"
     warning = banner(read_records(page.with_suffix(".jsonl")))
-    said = done.stderr.splitlines()
+    output = done.stderr.splitlines()
     # Other tests may or may not use the cores.
-    assert (f"stepscope: {warning}" in said) == bool(warning)
-    *rest, short, last = (line for line in said if line != f"stepscope: {warning}")
+    assert (f"stepscope: {warning}" in output) == bool(warning)
+    *rest, short, last = (line for line in output if line != f"stepscope: {warning}")
     assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
     # On a busy machine traced and timed steps may differ.
-    told = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"
-    assert re.fullmatch(told, short)
+    text = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"
+    assert re.fullmatch(text, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
     watched = Watched(record)
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
-    kept = page.with_name("train.rank-0.trace.json.gz")
-    told = command("trace", str(kept), "--json")
-    assert len(json.loads(told.stdout)["summary"]["steps"]) == 2
+    saved = page.with_name("train.rank-0.trace.json.gz")
+    text = command("trace", str(saved), "--json")
+    assert len(json.loads(text.stdout)["summary"]["steps"]) == 2
     shown = command("show", str(page.with_suffix(".jsonl")))
     assert "Parts of the model by time" in shown.stdout
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("expected", "line"),
     [
         ("print('no torch here')", "ended without importing torch"),
         ("def f():\n    raise ValueError('planned')\nf()", "exit code 1 without importing torch"),
@@ -92,9 +92,9 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     ],
 )
 def test_script_ends_as_without_inspect(
-    command: CommandLine, script: Path, text: str, line: str
+    command: CommandLine, script: Path, expected: str, line: str
 ) -> None:
-    script.write_text(text)
+    script.write_text(expected)
     alone, watched = plain(script), command("inspect", str(script))
     assert watched.returncode == alone.returncode
     assert watched.stdout == alone.stdout
@@ -170,10 +170,10 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     done = command("inspect", *words, str(script), "14")
     assert (done.returncode, done.stdout) == (7, "False __main__ ['14'] True\n")
     threads, line = done.stderr.splitlines()
-    told = json.loads(line)
+    text = json.loads(line)
     assert threads == "threads 1"
-    (record,) = read_records(Path(told["records"]))
-    assert told == {
+    (record,) = read_records(Path(text["records"]))
+    assert text == {
         "page": str((command.out / "train.html").resolve()),
         "records": str((command.out / "train.jsonl").resolve()),
         "step_ms": Watched(record).step_ms,
@@ -182,7 +182,7 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
         "reason": "",
         "exit_code": 7,
     }
-    assert Path(told["page"]).exists()
+    assert Path(text["page"]).exists()
     script.write_text("print('no torch here')")
     nothing = json.loads(command("inspect", "--json", str(script)).stderr)
     assert (nothing["page"], nothing["exit_code"]) == (None, 0)
@@ -226,8 +226,8 @@ def test_crash_during_the_recording_is_reported_with_partial_results(
     done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "6")
     assert done.returncode == 1
     why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
-    said = done.stderr.splitlines()[-2]
-    assert said == f"stepscope: the recording is incomplete: {why}"
+    output = done.stderr.splitlines()[-2]
+    assert output == f"stepscope: the recording is incomplete: {why}"
     assert why in (command.out / "train.html").read_text()
 
 
@@ -250,10 +250,10 @@ def test_records_are_named_if_the_page_cannot_be_written(
     script.write_text(f"import os\nos.mkdir({str(page)!r})\n{TRAINING}")
     done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "14")
     assert done.returncode == 7
-    said = done.stderr.splitlines()[-1]
-    assert f"cannot write {page}" in said
+    output = done.stderr.splitlines()[-1]
+    assert f"cannot write {page}" in output
     records = page.with_suffix(".jsonl").resolve()
-    assert said.endswith(f"the records are in {records}")
+    assert output.endswith(f"the records are in {records}")
     assert len(read_records(records)) == 1
 
 
@@ -297,7 +297,7 @@ def test_module_runs_as_with_python_m(command: CommandLine, script: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ((), "no script is given"),
         (("missing.py",), "there is no script missing.py"),
@@ -306,12 +306,12 @@ def test_module_runs_as_with_python_m(command: CommandLine, script: Path) -> Non
     ],
 )
 def test_invalid_options_are_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.cli import main
 
     assert main(["inspect", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_run_names_the_command_that_records_inspect(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,10 +56,10 @@ def test_ranks_share_a_private_directory_with_a_random_name(
 
 def test_single_rank_needs_no_rendezvous(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found = meet()
-    assert (found.leads, found.alone, found.invitation) == (True, "", None)
+    result = meet()
+    assert (result.leads, result.alone, result.invitation) == (True, "", None)
     assert not (home / "cache").exists()
-    found.leave()
+    result.leave()
 
 
 def test_each_attempt_has_its_own_directory(led: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def open_to_others(folder: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("plant", "expected"),
     [(plant_link, "is not a directory"), (open_to_others, "other users can enter")],
 )
 @pytest.mark.parametrize("planted", ["the folder", "the place of the invitation"])
@@ -91,17 +91,17 @@ def test_directory_open_to_others_is_refused_and_the_program_still_runs(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     plant: object,
-    said: str,
+    expected: str,
     planted: str,
 ) -> None:
-    place = led.folder
+    index = led.folder
     if planted != "the folder":
-        place = home / "cache" / "stepscope" / "meetings"
+        index = home / "cache" / "stepscope" / "meetings"
         led.leave()
-    plant(place, home)  # type: ignore[operator]
+    plant(index, home)  # type: ignore[operator]
     second = follow(monkeypatch)
-    assert said in second.alone
-    assert second.folder.resolve() != place.resolve()
+    assert expected in second.alone
+    assert second.folder.resolve() != index.resolve()
     assert second.folder.stat().st_uid == os.geteuid()
     second.leave()
     assert not second.folder.exists()

@@ -32,8 +32,8 @@ def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
-    made = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
-    return msgspec.structs.replace(summary, lines=made)
+    created = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    return msgspec.structs.replace(summary, lines=created)
 
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
@@ -130,19 +130,19 @@ def test_parts_are_shares_of_the_step(
 def test_minimum_time_above_the_measured_one_is_explained(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
-    made = watched(flops)
-    profile = with_lines(made.required("profile", Summary), *lines)
-    lead = Watched(attached(made, profile=profile))
+    created = watched(flops)
+    profile = with_lines(created.required("profile", Summary), *lines)
+    lead = Watched(attached(created, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
-    said = coded(blocks, "inspect.waterfall")
-    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", said.sentence)]
+    output = coded(blocks, "inspect.waterfall")
+    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", output.sentence)]
     assert len(shares) == 2
     assert sum(shares) <= 100.2
     assert lead.step_ms is not None
     if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
         assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
-    ends = [stretch.end for lane in picture.lanes for stretch in lane.stretches]
+    ends = [segment.end for lane in picture.lanes for segment in lane.stretches]
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
 
 
@@ -165,7 +165,7 @@ def test_power_cap_is_reported_with_the_waterfall() -> None:
     capped = Reading(at_s=1.0, sm_clock_mhz=1700.0, throttle=("power-cap",))
     here = environment(max_sm_clock_mhz=1980.0)
     blocks = waterfall_blocks(Watched(watched(readings=(capped,), environment=here)), "inspect")
-    told = [block.text for block in blocks if isinstance(block, Finding)]
-    assert told[1].startswith(
+    text = [block.text for block in blocks if isinstance(block, Finding)]
+    assert text[1].startswith(
         "At the power cap: this step, in 1 of 1 readings, its clock at 1.70 of 1.98 GHz."
     )

@@ -21,17 +21,20 @@ def test_cases_beyond_the_announced_total_are_counted(
         for key in ("a", "b"):
             observer.case_started(case(key))
             observer.case_finished(record(case=key))
-    told = capsys.readouterr().err
-    assert told.index("benchmark a:") < told.index("benchmark b:")
-    assert "2/1" not in told
+    text = capsys.readouterr().err
+    assert text.index("benchmark a:") < text.index("benchmark b:")
+    assert "2/1" not in text
     if kind is PlainLines:
-        assert "[1/1]" in told
-        assert "[2/2]" in told
+        assert "[1/1]" in text
+        assert "[2/2]" in text
 
 
 @pytest.mark.parametrize(
-    ("total", "told"), [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")]
+    ("total", "expected"),
+    [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")],
 )
-def test_first_line_counts_cases(total: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_line_counts_cases(
+    total: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     PlainLines(run(), total, 0)
-    assert capsys.readouterr().err == f"run {run().id}{told}\n"
+    assert capsys.readouterr().err == f"run {run().id}{expected}\n"

@@ -29,18 +29,18 @@ def rehearse(folder: Path, *words: str) -> int:
 
 def told(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     assert rehearse(folder, *words, "--json") == 0
-    (held,) = json.loads(capsys.readouterr().out)["rehearsals"]
-    assert isinstance(held, dict)
-    return held
+    (value,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    assert isinstance(value, dict)
+    return value
 
 
 def test_it_prints_findings_and_tables_and_writes_a_page(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path, str(file), "--ranks", "64") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "on 64 ranks over infiniband: the best bucket size is" in said
-    assert "Where each parallelism becomes communication-bound" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "on 64 ranks over infiniband: the best bucket size is" in output
+    assert "Where each parallelism becomes communication-bound" in output
     page = (tmp_path / "out" / "rehearsal.html").read_text()
     assert "Predicted overlap on 64 ranks" in page
     assert page.count("<svg") == 4
@@ -49,8 +49,8 @@ def test_it_prints_findings_and_tables_and_writes_a_page(
 def test_json_has_every_prediction(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = told(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
-    predictions = held["predictions"]
+    value = told(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
+    predictions = value["predictions"]
     assert isinstance(predictions, list)
     assert [(p["link"], p["ranks"]) for p in predictions] == [("ethernet", 8), ("ethernet", 64)]
     strategies = predictions[1]["strategies"]
@@ -58,23 +58,23 @@ def test_json_has_every_prediction(
     assert predictions[1]["bucket_step_ms"][f"{predictions[1]['best_bucket_mb']:g}"] == min(
         predictions[1]["bucket_step_ms"].values()
     )
-    forms = held["closed_forms"]
+    forms = value["closed_forms"]
     assert isinstance(forms, list)
-    assert {form["parallelism"].split()[0].rstrip(":") for form in forms} == {
+    assert {variant["parallelism"].split()[0].rstrip(":") for variant in forms} == {
         "data",
         "FSDP",
         "tensor",
         "2-D",
     }
-    assert held["compute_ms"] == 100.0
+    assert value["compute_ms"] == 100.0
 
 
 def test_custom_interconnect(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--ranks", "2", "--latency-us", "0", "--bandwidth-gbs", "1", "--strategy", "flat")
-    held = told(tmp_path, capsys, str(file), *words)
-    (prediction,) = held["predictions"]  # type: ignore[misc]
+    value = told(tmp_path, capsys, str(file), *words)
+    (prediction,) = value["predictions"]  # type: ignore[misc]
     assert prediction["link"] == "1 GB/s, 0 µs"
     # 6 MiB at 1 GB/s between two ranks, and packing at 4 TB/s.
     expected = 6 * 2**20 / 1e6 + 6 * 2**20 * 2 / 4e9
@@ -84,11 +84,11 @@ def test_custom_interconnect(
 def test_another_batch_and_another_device(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = told(tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2")
+    value = told(tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2")
     # Passes of 90 ms twice as long at half the time, and half of the optimizer's 10 ms.
-    assert held["compute_ms"] == pytest.approx(95.0)
-    assert held["batch"] == 8
-    assert held["flops_per_s"] == pytest.approx(2e14)
+    assert value["compute_ms"] == pytest.approx(95.0)
+    assert value["batch"] == 8
+    assert value["flops_per_s"] == pytest.approx(2e14)
     given = told(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
     assert given["flops_per_s"] == 50e12
 
@@ -99,12 +99,12 @@ def test_newest_recording_of_the_store_is_the_default(
     (tmp_path / "out").mkdir()
     with Store(tmp_path / "out" / "records.db") as store:
         store.add_run(run())
-        for held in (recorded_record(), recorded_record(context=256), check_record()):
-            store.add(held)
+        for value in (recorded_record(), recorded_record(context=256), check_record()):
+            store.add(value)
     assert told(tmp_path, capsys, "--ranks", "8")["case"] == recorded_record(context=256).case
     # The recording of a check is used only if it is named.
-    asked = told(tmp_path, capsys, check_record().id, "--ranks", "8")
-    assert asked["case"] == check_record().case
+    requested = told(tmp_path, capsys, check_record().id, "--ranks", "8")
+    assert requested["case"] == check_record().case
 
 
 def test_without_a_recording_prints_how_to_make_one(
@@ -115,8 +115,8 @@ def test_without_a_recording_prints_how_to_make_one(
     other = tmp_path / "other.jsonl"
     write_records([record(), recorded_record(status="oom", reason="OutOfMemoryError")], other)
     assert rehearse(tmp_path, str(other)) == 2
-    said = capsys.readouterr().err
-    assert "has no recorded step (record one with `stepscope run rehearsal" in said
+    output = capsys.readouterr().err
+    assert "has no recorded step (record one with `stepscope run rehearsal" in output
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_invalid_options_give_one_line_and_exit_code_2(
     tmp_path: Path, file: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path, str(file), *words) == 2
-    said = capsys.readouterr().err
-    assert expected in said
-    assert len(said.strip().splitlines()) == 1
+    output = capsys.readouterr().err
+    assert expected in output
+    assert len(output.strip().splitlines()) == 1
     assert not (tmp_path / "out" / "rehearsal.html").exists()
 
 

@@ -75,9 +75,9 @@ def test_memory_ledger_has_the_bytes_of_the_model(
 def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path]) -> None:
     _, page = scoped
     records = read_records(page.with_suffix(".jsonl"))
-    made = make_page(records)
-    assert made.headline.rows[0][0] == "a test"
-    blocks = made.sections[0].blocks
+    created = make_page(records)
+    assert created.headline.rows[0][0] == "a test"
+    blocks = created.sections[0].blocks
     names = [block.name for block in blocks if isinstance(block, Table)]
     assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
     assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))
@@ -90,7 +90,7 @@ def test_loop_computes_the_same_numbers() -> None:
         model = Network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
-        found = []
+        result = []
         for _ in range(4):
             x, y = batch()
             if with_scope:
@@ -104,8 +104,8 @@ def test_loop_computes_the_same_numbers() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            result.append(loss.item())
+        return result
 
     assert losses(True) == losses(False)
 

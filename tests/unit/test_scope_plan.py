@@ -128,10 +128,10 @@ def test_words_after_the_script_belong_to_it(
 def test_reason_for_a_missing_page_is_one_line(
     progress: Progress, child: bool, expected: str
 ) -> None:
-    said = why_nothing(progress, "train.py", describe_end(256), child, "let it run more steps")
-    assert said.startswith("train.py ended with exit code 1")
-    assert said.endswith("(let it run more steps)") == (progress.optimizer_steps > 0)
-    assert expected in said
+    output = why_nothing(progress, "train.py", describe_end(256), child, "let it run more steps")
+    assert output.startswith("train.py ended with exit code 1")
+    assert output.endswith("(let it run more steps)") == (progress.optimizer_steps > 0)
+    assert expected in output
 
 
 def test_module_is_noticed_when_it_is_imported_and_not_before(

@@ -69,10 +69,10 @@ def test_model_saved_in_every_step_loads_without_stepscope() -> None:
 
     scope = scoped(step, model, optimizer)
     assert len(files) == STEPS
-    assert not any(b"stepscope" in held for held in files)
+    assert not any(b"stepscope" in value for value in files)
     x, _ = batch()
-    for held in files:
-        loaded = torch.load(io.BytesIO(held), weights_only=False)
+    for value in files:
+        loaded = torch.load(io.BytesIO(value), weights_only=False)
         assert loaded(x).shape == model(x).shape
     assert torch.equal(loaded(x), model(x))
     assert is_complete(scope.record())
@@ -101,14 +101,14 @@ def test_copy_of_the_model_runs_unobserved() -> None:
 
 
 def per_sample(model: nn.Module, rows: int = 8) -> None:
-    weights = {name: held.detach() for name, held in model.named_parameters()}
+    weights = {name: value.detach() for name, value in model.named_parameters()}
     x, y = batch(rows)
 
     def loss(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(functional_call(model, weights, (x[None],)), y[None])
 
-    found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
-    assert found["head.weight"].shape == (rows, *weights["head.weight"].shape)
+    result = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    assert result["head.weight"].shape == (rows, *weights["head.weight"].shape)
 
 
 def hooks_of_torch() -> tuple[Any, Any]:
@@ -191,8 +191,8 @@ def test_rows_of_different_lengths_have_no_size() -> None:
 
     def step() -> None:
         rows = [torch.randn(2, 4), torch.randn(3, 4)]
-        made = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
-        made.values().pow(2).mean().backward()
+        created = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+        created.values().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -235,15 +235,15 @@ def loop_that_raises(scope: stepscope.Scope, step: Callable[[], object], steps: 
 def test_step_that_raises_is_not_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=2, timed=4, traced=1)
-    made = 0
+    created = 0
 
     def step() -> None:
-        nonlocal made
-        made += 1
+        nonlocal created
+        created += 1
         train(model, optimizer)
 
     # One second per completed step.
-    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(made)))
+    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(created)))
     loop_that_raises(scope, step, 16)
     record = scope.record()
     series = record.find("step")

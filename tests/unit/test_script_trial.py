@@ -57,19 +57,19 @@ def trial(script: Path, steps: int, **setting: str) -> Trial:
 
 
 def test_two_runs_of_a_script_are_interleaved(script: Path) -> None:
-    made = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
-    assert made.program is not None
+    created = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
+    assert created.program is not None
     before = script.read_bytes()
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    result = measure_script_trial(created, created.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     # Neither the script nor its data is seeded, but both runs see the same data.
     assert series["loss", "base"] == pytest.approx(series["loss", "changed"], rel=1e-4)
     assert len(series["loss", "base"]) >= 8
     assert series["loss", "base"][-1] < series["loss", "base"][0]
-    assert found.notes == {}
+    assert result.notes == {}
     assert script.read_bytes() == before
-    assert made.key == "train.py_a-change"
+    assert created.key == "train.py_a-change"
 
 
 NOT_ADAM = """
@@ -98,15 +98,15 @@ def test_change_that_affects_the_loss_is_dropped(tmp_path: Path) -> None:
     """Script with several optimizers, micro-batches, and an update that only looks like Adam."""
     path = tmp_path / "odd.py"
     path.write_text(NOT_ADAM)
-    made = trial(path, 0, optimizer="adamw-fused")
-    assert made.program is not None
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    created = trial(path, 0, optimizer="adamw-fused")
+    assert created.program is not None
+    result = measure_script_trial(created, created.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     # Both see the same data up to their first update.
     assert series["loss", "base"][0] == series["loss", "changed"][0]
     record = tried(30.0)
-    losses = tuple(one for one in found.series if one.name == "loss")
+    losses = tuple(one for one in result.series if one.name == "loss")
     times = tuple(one for one in record.series if one.name != "loss")
     judged = Tried(msgspec.structs.replace(record, series=(*times, *losses)))
     assert judged.verdict == "dropped: the loss differs"
@@ -138,25 +138,27 @@ while True:
 """
 
 
-@pytest.mark.parametrize("text", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
-def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("expected", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
+def test_scripts_with_manual_or_in_backward_updates_are_tried(
+    tmp_path: Path, expected: str
+) -> None:
     path = tmp_path / "odd.py"
-    path.write_text(text)
-    made = trial(path, 0, dtype="bfloat16")
-    assert made.program is not None
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    path.write_text(expected)
+    created = trial(path, 0, dtype="bfloat16")
+    assert created.program is not None
+    result = measure_script_trial(created, created.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     assert series["loss", "base"][0] == pytest.approx(series["loss", "changed"][0], rel=0.1)
-    assert found.notes == {}
+    assert result.notes == {}
 
 
 def test_early_end_of_a_script_is_reported(script: Path) -> None:
-    made = trial(script, 7, data="workers")
-    assert made.program is not None
+    created = trial(script, 7, data="workers")
+    assert created.program is not None
     with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
-        measure_script_trial(made, made.program, QuietBench())
+        measure_script_trial(created, created.program, QuietBench())
     order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
     with (
         TrialProcess(order, {}) as run,
@@ -169,8 +171,8 @@ def test_error_with_many_lines_is_reported_by_its_first(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import torch\nraise RuntimeError('no room\\nadvice\\n  and more of it')\n")
     order = Order(target=str(script), words=(), warmup=5, timed=1, traced=1, memory=False)
-    said = "code 1: RuntimeError: no room$"
-    with TrialProcess(order, {}) as run, pytest.raises(ScriptEndedError, match=said):
+    output = "code 1: RuntimeError: no room$"
+    with TrialProcess(order, {}) as run, pytest.raises(ScriptEndedError, match=output):
         run.ready()
 
 
@@ -205,7 +207,7 @@ def test_larger_batch_of_a_script_is_compared_per_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--verify", "nowhere.py"), "there is no script nowhere.py"),
         (("--verify", "--model", "a:b", "{script}"), "both a script and --model are given"),
@@ -213,12 +215,12 @@ def test_larger_batch_of_a_script_is_compared_per_sample() -> None:
     ],
 )
 def test_invalid_options_are_refused(
-    words: tuple[str, ...], said: str, script: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], expected: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.cli import main
 
     assert main(["advise", *(word.format(script=script) for word in words)]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:

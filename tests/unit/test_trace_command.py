@@ -29,11 +29,11 @@ def test_it_prints_the_ledger_and_writes_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, training_step(steps=3).write(tmp_path / "t.json.gz")) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The ledger closes with a residual of 0.0 %" in said
-    assert "host: nothing was launched" in said
-    assert "ampere_sgemm_128x64_tn" in said
-    assert "block */attention" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "The ledger closes with a residual of 0.0 %" in output
+    assert "host: nothing was launched" in output
+    assert "ampere_sgemm_128x64_tn" in output
+    assert "block */attention" in output
     page = (tmp_path / "out" / "trace.html").read_text()
     assert "3 steps on NVIDIA H200, written by torch.profiler" in page
     assert page.count("<svg") == 2
@@ -43,17 +43,17 @@ def test_export_of_nsight_gives_the_same_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, nsight_file(tmp_path / "report.sqlite")) == 0
-    said = capsys.readouterr().out
-    assert "cutlass_80_simt_sgemm" in said
-    assert "synchronisation: the host waits" in said
+    output = capsys.readouterr().out
+    assert "cutlass_80_simt_sgemm" in output
+    assert "synchronisation: the host waits" in output
 
 
 def test_it_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, training_step().write(tmp_path / "t.json"), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["summary"]["steps"] == [1.0]
-    assert told["against"] is None
-    assert Path(told["report"]).exists()
+    text = json.loads(capsys.readouterr().out)
+    assert text["summary"]["steps"] == [1.0]
+    assert text["against"] is None
+    assert Path(text["report"]).exists()
 
 
 def test_two_traces_are_compared_by_class(
@@ -88,11 +88,11 @@ def test_traces_without_marks_are_compared_step_by_step(
     slow = unmarked_step(9, 40).write(tmp_path / "slow.json")
     fast = unmarked_step(4, 20).write(tmp_path / "fast.json")
     assert run(tmp_path, fast, "--against", slow) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
-        "No step is marked in this trace: 3 steps are cut where the optimizer has stepped" in said
+        "No step is marked in this trace: 3 steps are cut where the optimizer has stepped" in output
     )
-    assert "A step takes 100 µs: operators run for 20.0 % of it" in said
+    assert "A step takes 100 µs: operators run for 20.0 % of it" in output
     table = comparison_table(
         *(summarize(unmarked_step(*how).read()) for how in ((9, 40), (4, 20))), names=("a", "b")
     )
@@ -104,13 +104,13 @@ def test_traces_without_marks_are_compared_step_by_step(
 def test_unmarked_trace_is_not_called_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = unmarked_step(2, 40).write(tmp_path / "whole.json")
+    full = unmarked_step(2, 40).write(tmp_path / "whole.json")
     steps = unmarked_step(4, 40).write(tmp_path / "steps.json")
-    assert run(tmp_path, whole, "--against", steps) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the whole of it is taken, as if it were one step. It takes 190 µs" in said
-    assert "A step takes" not in said
-    assert "Nothing tells a step in whole.json: there it is the whole trace." in said
+    assert run(tmp_path, full, "--against", steps) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the whole of it is taken, as if it were one step. It takes 190 µs" in output
+    assert "A step takes" not in output
+    assert "Nothing tells a step in whole.json: there it is the whole trace." in output
     page = (tmp_path / "out" / "trace.html").read_text()
     assert "The entire trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
 
@@ -130,9 +130,9 @@ def test_kernel_name_is_escaped_in_its_cell(
 
 
 def bad_files(folder: Path) -> dict[str, Path]:
-    whole = training_step().text().encode()
+    full = training_step().text().encode()
     contents = {
-        "truncated": whole[:200],
+        "truncated": full[:200],
         "empty": b"",
         "words": b"not a trace at all",
         "no-kernels": b'{"traceEvents": []}',
@@ -174,9 +174,9 @@ def test_time_without_operators_may_be_a_wait() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.operator("aten::mm", 0, 9)
-    said = findings(trace)
-    assert "No operator runs for 91.0 % of the step: there the program is in Python" in said
-    assert "or it waits for something that is no operator" in said
+    output = findings(trace)
+    assert "No operator runs for 91.0 % of the step: there the program is in Python" in output
+    assert "or it waits for something that is no operator" in output
 
 
 def busy_step() -> ChromeTrace:
@@ -184,8 +184,8 @@ def busy_step() -> ChromeTrace:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 60)
     trace.operator("aten::mm", 0, 60)
-    for place in range(20):
-        trace.kernel(SGEMM, 4 + 50.0 * place, 54 + 50.0 * place, launch=(place * 2, place * 2 + 1))
+    for index in range(20):
+        trace.kernel(SGEMM, 4 + 50.0 * index, 54 + 50.0 * index, launch=(index * 2, index * 2 + 1))
     return trace
 
 
@@ -241,13 +241,13 @@ def test_matmuls_of_linear_layers_are_distinguished() -> None:
     trace.operator("aten::mm", 0, 30, sequence=1)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.operator("autograd::engine::evaluate_function: MmBackward0", 30, 90, sequence=1, back=1)
-    for place, layout in enumerate(("nn", "nt")):
-        at = 40 + 20 * place
+    for index, layout in enumerate(("nn", "nt")):
+        at = 40 + 20 * index
         trace.operator("aten::mm", at, at + 15)
         trace.kernel(
             f"ampere_sgemm_128x64_{layout}",
-            60 + 40 * place,
-            90 + 40 * place,
+            60 + 40 * index,
+            90 + 40 * index,
             launch=(at + 1, at + 2),
         )
     (table,) = (
@@ -267,20 +267,20 @@ def test_every_finding_of_a_trace_has_a_code_and_its_records() -> None:
     late.kernel("mystery", 900, 950)
     for trace in (training_step(blocks=3, steps=2), late):
         summary = summarize(trace.read())
-        found = {one.code: one for one in trace_findings(summary, step_ms=1.0, records=("r1",))}
-        assert all(code.startswith("trace.") for code in found)
-        assert {one.records for one in found.values()} == {("r1",)}
-        ledger = found["trace.ledger-open" if summary.doubt else "trace.ledger-closes"]
+        result = {one.code: one for one in trace_findings(summary, step_ms=1.0, records=("r1",))}
+        assert all(code.startswith("trace.") for code in result)
+        assert {one.records for one in result.values()} == {("r1",)}
+        ledger = result["trace.ledger-open" if summary.doubt else "trace.ledger-closes"]
         assert ledger.values["busy"] == summary.busy_ms / summary.wall_ms
         assert ledger.tone == ("warn" if summary.doubt else "good")
-        top = found["trace.top-kernel"]
+        top = result["trace.top-kernel"]
         assert top.values["kernel"] == SGEMM
         assert top.text.startswith(f"{SGEMM} (matmul on FP32 cores) takes the most time: ")
 
 
 def test_what_would_help_is_a_conclusion() -> None:
     summary = summarize(training_step().read())
-    (found,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
-    assert found.values["idle"] == pytest.approx(0.28)
-    assert found.text.endswith("before the one before it had ended.")
-    assert "fewer launches can" in found.conclusion
+    (result,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
+    assert result.values["idle"] == pytest.approx(0.28)
+    assert result.text.endswith("before the one before it had ended.")
+    assert "fewer launches can" in result.conclusion

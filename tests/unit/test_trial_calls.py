@@ -89,14 +89,14 @@ def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
     """Run steps as a trial does, without an optimizer."""
     seen = Backwards()
     seen.attach()
-    made = Changes(settings, seen)
+    created = Changes(settings, seen)
     for number in range(1, steps + 1):
         model.zero_grad()
         step(model, draw()).backward()
         if number == 1:
-            made.on_models_known([model])
-        made.end_step(number)
-    return made
+            created.on_models_known([model])
+        created.end_step(number)
+    return created
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -107,9 +107,9 @@ def test_change_applies_to_modules_that_the_program_calls(name: str) -> None:
     blocks_of(model)[0].out.register_forward_hook(  # type: ignore[union-attr]
         lambda *given: formats.append(given[-1].dtype)
     )
-    made = run(model, step, 4, dtype="bfloat16", attention="fused")
-    assert made.without_effect() == []
-    calls = made._calls[0]
+    created = run(model, step, 4, dtype="bfloat16", attention="fused")
+    assert created.without_effect() == []
+    calls = created._calls[0]
     assert calls.settle()
     assert calls.called == ([model] if name == "as a whole" else blocks_of(model))
     watched = {part for part in model.modules() if "__call__" in vars(type(part))}
@@ -128,10 +128,10 @@ def test_modules_that_the_program_calls_are_compiled(
     )
     make, step = PROGRAMS[name]
     model = make()
-    made = run(model, step, 4, compile="model")
-    whole = name == "as a whole"
-    assert compiled == [(part, "model") for part in ([model] if whole else blocks_of(model))]
-    assert made.without_effect() == []
+    created = run(model, step, 4, compile="model")
+    full = name == "as a whole"
+    assert compiled == [(part, "model") for part in ([model] if full else blocks_of(model))]
+    assert created.without_effect() == []
     assert not any("__call__" in vars(type(part)) for part in model.modules())
 
 
@@ -139,21 +139,21 @@ def test_torch_jit_modules_are_not_changed() -> None:
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         part = torch.jit.script(nn.Linear(WIDTH, WIDTH))
     model = nn.ModuleList([Block(), part])
-    made = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
-    assert made.without_effect() == []
-    assert made._calls[0].called == list(model)
+    created = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
+    assert created.without_effect() == []
+    assert created._calls[0].called == list(model)
 
 
 def test_model_that_is_never_called_is_reported_as_unchanged() -> None:
     weight = nn.Linear(WIDTH, WIDTH)
-    made = run(
+    created = run(
         weight,
         lambda one, x: (x @ one.weight).square().mean(),
         5,
         dtype="bfloat16",
         compile="model",
     )
-    assert made.without_effect() == ["compile", "dtype"]
+    assert created.without_effect() == ["compile", "dtype"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -167,8 +167,8 @@ def test_checkpointed_segment_uses_fused_attention_in_forward_and_recomputation(
     mode = one_kernel_attention()
 
     def again(block: nn.Module, x: Tensor) -> Tensor:
-        found: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        return found
+        result: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        return result
 
     model.zero_grad()
     x = draw().requires_grad_()
@@ -191,8 +191,8 @@ def test_deferred_matmul_is_computed_inside_its_segment() -> None:
         return x @ x.mT
 
     with mode:
-        found = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
-        loss = found.square().mean()
+        result = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
+        loss = result.square().mean()
     loss.backward()
     assert q.grad is not None
     other = draw().requires_grad_()
@@ -203,13 +203,13 @@ def test_deferred_matmul_is_computed_inside_its_segment() -> None:
 def test_checkpointing_and_fused_attention_together() -> None:
     torch.manual_seed(0)
     model = Model()
-    made = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
-    assert made.without_effect() == []
-    found = [parameter.grad for parameter in model.parameters()]
+    created = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
+    assert created.without_effect() == []
+    result = [parameter.grad for parameter in model.parameters()]
     torch.manual_seed(0)
     plain = Model()
     by_the_model(plain, draw()).backward()
-    for parameter, one in zip(plain.parameters(), found, strict=True):
+    for parameter, one in zip(plain.parameters(), result, strict=True):
         torch.testing.assert_close(parameter.grad, one)
 
 

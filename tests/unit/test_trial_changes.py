@@ -129,8 +129,8 @@ def test_every_signature_of_to_can_be_made_non_blocking(
     before = (arguments, dict(keywords))
     expected = x.to(*arguments, **keywords)
     given, named = loop.with_non_blocking(arguments, keywords)
-    found = x.to(*given, **named)
-    assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    result = x.to(*given, **named)
+    assert (result.dtype, result.device) == (expected.dtype, expected.device)
     assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
     assert (arguments, keywords) == before
 

@@ -28,17 +28,17 @@ def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
                 with torch.no_grad():
                     time.sleep(0.2)
                     model(x)
-    found = only(tmp_path)
-    series = found.record.find("step")
+    result = only(tmp_path)
+    series = result.record.find("step")
     assert series is not None
     assert len(series.values) == 4
     assert max(series.values) < 200
-    assert found.record.notes["left_out"] == "1"
-    assert found.record.attachments["traced_validations"] == [0]
-    assert found.summary is not None
-    assert len(found.summary.steps) == 1
-    assert found.summary.wall_ms < 200
-    said = inspected_findings([found])
+    assert result.record.notes["left_out"] == "1"
+    assert result.record.attachments["traced_validations"] == [0]
+    assert result.summary is not None
+    assert len(result.summary.steps) == 1
+    assert result.summary.wall_ms < 200
+    output = inspected_findings([result])
     for code, words in (
         ("inspect.timed-evaluations", "1 of the timed steps also ran the model without gradients"),
         (
@@ -46,8 +46,8 @@ def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
             "1 of the traced steps also ran the model without gradients: they are excluded",
         ),
     ):
-        assert coded(said, code).values == {"steps": 1}
-        assert coded(said, code).text.startswith(words)
+        assert coded(output, code).values == {"steps": 1}
+        assert coded(output, code).text.startswith(words)
 
 
 def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
@@ -61,11 +61,11 @@ def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
                     model(batch()[0])
             if step == 10:
                 time.sleep(0.5)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2, "one was far longer"
-    said = coded(inspected_findings([found]), "inspect.evaluates-in-every-step")
-    assert said.text.startswith(
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2, "one was far longer"
+    output = coded(inspected_findings([result]), "inspect.evaluates-in-every-step")
+    assert output.text.startswith(
         "All traced steps also ran the model without gradients: the time ledger"
     )
 
@@ -84,14 +84,14 @@ def test_memory_is_counted_in_a_step_without_validation(
             if step in validating:
                 with torch.no_grad():
                     model(batch()[0])
-    found = only(tmp_path)
-    flops = found.record.quantity("flops")
+    result = only(tmp_path)
+    flops = result.record.quantity("flops")
     assert flops is not None
     if len(validating) > 2:
         assert flops > network_flops(8)
     else:
         assert flops == network_flops(8)
-    assert found.summary is not None, "it goes on after that"
+    assert result.summary is not None, "it goes on after that"
 
 
 def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path) -> None:
@@ -102,15 +102,15 @@ def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path
             train(model, optimizer)
             if step == 10:
                 time.sleep(0.5)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2
-    assert found.summary.wall_ms < 500
-    (longer,) = found.traced_longer
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2
+    assert result.summary.wall_ms < 500
+    (longer,) = result.traced_longer
     assert longer > 500
-    said = coded(inspected_findings([found]), "inspect.traced-longer")
-    assert (said.values["steps"], said.values["longest_ms"]) == (1, longer)
-    assert said.text.startswith("1 of the traced steps took ")
+    output = coded(inspected_findings([result]), "inspect.traced-longer")
+    assert (output.values["steps"], output.values["longest_ms"]) == (1, longer)
+    assert output.text.startswith("1 of the traced steps took ")
 
 
 def test_tensors_saved_by_each_forward_are_listed_once(tmp_path: Path) -> None:

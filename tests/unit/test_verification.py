@@ -114,14 +114,14 @@ def verify(
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
-        place = store or own
+        index = store or own
         if run is None:
             run = new_run((), "stepscope advise")
-            place.add_run(run)
+            index.add_run(run)
         base = msgspec.convert(tried().config, Trial).base
         Verification(
             runner,
-            place,
+            index,
             run,  # type: ignore[arg-type]
             lambda some: Trial(base=base, advice=some, step_ms=100.0),
             later or (lambda _: ()),
@@ -131,46 +131,46 @@ def verify(
 
 
 def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
-    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
-    assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, UPDATE, WHOLE)
+    assert requested == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
 def test_batch_size_change_is_never_combined(tmp_path: Path) -> None:
     batch = advice("larger-batch", 35.0, batch="16")
-    asked = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
-    assert asked == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
+    assert requested == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
 def test_change_that_breaks_the_program_does_not_stop_the_others(tmp_path: Path) -> None:
-    asked = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
-    assert asked == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
+    assert requested == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
 def test_alternatives_for_the_same_setting_come_last(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
-    asked = verify(tmp_path, FORMAT, other, UPDATE)
-    assert asked == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, other, UPDATE)
+    assert requested == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
 
 
 def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> None:
     """A CUDA graph replaces the compiler; a change that was dropped alone stays dropped."""
     graph = advice("cuda-graph", 10.0, compile="graphs")
-    asked: list[Sequence[str]] = []
+    requested: list[Sequence[str]] = []
 
     def later(codes: Sequence[str]) -> tuple[Advice, ...]:
-        asked.append(codes)
+        requested.append(codes)
         return (graph, WHOLE)
 
-    found = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
-    assert asked == [["bfloat16", "fused-optimizer"]]
+    result = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
+    assert requested == [["bfloat16", "fused-optimizer"]]
     # `compile` was slower alone and is not tried again.
-    assert found[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
+    assert result[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
 
 
 def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
     later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
-    found = verify(tmp_path, FORMAT, later=lambda _: later)
-    assert found == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
+    result = verify(tmp_path, FORMAT, later=lambda _: later)
+    assert result == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
 def test_interrupted_run_has_an_unfinished_case(
@@ -187,8 +187,8 @@ def test_interrupted_run_has_an_unfinished_case(
     with pytest.raises(KeyboardInterrupt):
         verify(tmp_path, FORMAT, UPDATE)
     with Store(tmp_path / "records.db") as store:
-        (found,) = store.runs()
-        assert (len(store.finished(found.id)), found.cases) == (1, 2)
+        (result,) = store.runs()
+        assert (len(store.finished(result.id)), result.cases) == (1, 2)
 
 
 def test_only_named_changes_are_tried(tmp_path: Path) -> None:
@@ -199,16 +199,16 @@ def test_time_is_reserved_for_the_changes_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
-    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
+    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert "not tried, out of time (--within): compile" in capsys.readouterr().err
 
 
 def test_trial_runs_no_longer_than_the_time_left(tmp_path: Path) -> None:
     """This includes the first trial, whose duration is unknown."""
     limits: list[float | None] = []
-    asked = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
+    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert limits == [35.0, 25.0, 15.0]
     (tmp_path / "long").mkdir()
     assert verify(tmp_path / "long", FORMAT, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
@@ -253,21 +253,21 @@ def test_no_time_is_reserved_if_nothing_can_be_combined(tmp_path: Path) -> None:
     assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
     (tmp_path / "batch").mkdir()
     batch = advice("larger-batch", 35.0, batch="16")
-    asked = verify(tmp_path / "batch", FORMAT, batch, within_s=25.0)
-    assert asked == ["bfloat16", "larger-batch"]
+    requested = verify(tmp_path / "batch", FORMAT, batch, within_s=25.0)
+    assert requested == ["bfloat16", "larger-batch"]
 
 
 def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    requested = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
+    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert "not tried, out of time (--within): compile" in capsys.readouterr().err
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
-    asked = verify(tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0)
-    assert asked == ["bfloat16", "data-ahead+bfloat16"]
+    requested = verify(tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0)
+    assert requested == ["bfloat16", "data-ahead+bfloat16"]
     assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
@@ -286,8 +286,8 @@ def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:
 
 def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
     unmade = advice("unmade", 30.0, optimizer="adamw-fused")
-    asked = verify(tmp_path, FORMAT, unmade, advice("vague", 0.1, compile="block"))
-    assert asked == ["bfloat16", "unmade", "vague"]
+    requested = verify(tmp_path, FORMAT, unmade, advice("vague", 0.1, compile="block"))
+    assert requested == ["bfloat16", "unmade", "vague"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert [one.code for one in read_history()] == ["bfloat16"]
@@ -295,10 +295,10 @@ def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
 
 def test_outcome_has_its_interval() -> None:
     vague = advice("vague", 0.2)
-    said = verification.outcome(Tried(tried(49.9, vague)))
+    output = verification.outcome(Tried(tried(49.9, vague)))
     assert re.fullmatch(
         r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained, 100 µs predicted; dropped: no gain shown",
-        said,
+        output,
     )
     unmade = tried(49.9, vague, notes={"without_effect": "nothing was changed"})
     assert verification.outcome(Tried(unmade)) == "vague: dropped: nothing was changed"
@@ -317,8 +317,8 @@ def test_compiled_trials_need_more_time(within: float, plain: bool, compiled: bo
 
 
 def test_record_stores_its_advice() -> None:
-    made = with_advice(tried(), [FORMAT, UPDATE])
-    assert advice_given(made) == (FORMAT, UPDATE)
+    created = with_advice(tried(), [FORMAT, UPDATE])
+    assert advice_given(created) == (FORMAT, UPDATE)
     assert advice_given(tried()) is None
 
 
@@ -327,8 +327,8 @@ class Greedy:
 
     alive = 0
 
-    def __init__(self, order: Order, settings: dict[str, str], told: object) -> None:
-        del order, told
+    def __init__(self, order: Order, settings: dict[str, str], alive: object) -> None:
+        del order, alive
         self.losses: list[float | None] = []
         self.peak_bytes = None
         self._ms = 4.0 if settings else 5.0
@@ -358,12 +358,12 @@ def test_runs_that_do_not_fit_together_are_timed_in_blocks(
         program=Script(target="large.py"), step_ms=5.0, rounds=7, loss_steps=8, advice=(UPDATE,)
     )
     assert trial.program is not None
-    found = script_trial.measure_script_trial(trial, trial.program, QuietBench())
-    assert "do not fit into memory" in found.notes[APART]
-    values = {one.variant: one.values for one in found.series if one.name == "step"}
+    result = script_trial.measure_script_trial(trial, trial.program, QuietBench())
+    assert "do not fit into memory" in result.notes[APART]
+    values = {one.variant: one.values for one in result.series if one.name == "step"}
     assert values["base"] == (5.0,) * 8
     assert values["changed"] == (4.0,) * 8
-    shown = trial_blocks([tried(40.0, UPDATE, notes=found.notes)])
+    shown = trial_blocks([tried(40.0, UPDATE, notes=result.notes)])
     assert "timed in blocks" in " ".join(getattr(block, "text", "") for block in shown)
 
 
@@ -401,9 +401,9 @@ def test_models_that_do_not_fit_together_are_timed_in_blocks(
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
-    found = measure.measure_trial(trial, QuietBench())
-    assert APART in found.notes
-    assert {len(s.values) for s in found.series if s.name == "step"} == {6}
+    result = measure.measure_trial(trial, QuietBench())
+    assert APART in result.notes
+    assert {len(s.values) for s in result.series if s.name == "step"} == {6}
 
 
 def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) -> None:
@@ -428,9 +428,9 @@ def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) 
     started = command.start("advise", *words)
     wait_for_the_record(command.out / "records.db")
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=400)
-    assert started.returncode == 130, said
-    assert "resume with: stepscope advise --resume --verify" in said
+    _, output = started.communicate(timeout=400)
+    assert started.returncode == 130, output
+    assert "resume with: stepscope advise --resume --verify" in output
     assert command.left_behind() == []
     done = command("advise", "--resume", *words)
     assert done.returncode == 0, done.stderr

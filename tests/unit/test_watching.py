@@ -36,18 +36,18 @@ def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
                 torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.micro_batches == 3
-    assert found.record.quantity("flops") == 3 * network_flops(8)
-    assert found.record.config["arguments"] == ["--fast"]
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2
-    assert found.summary.doubt == ""
-    assert "blocks.*/up" in {use.module for use in found.summary.uses}
-    assert found.setting is not None
-    assert found.setting.models == ("Network",)
-    assert found.account is not None
-    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
+    result = only(tmp_path)
+    assert result.micro_batches == 3
+    assert result.record.quantity("flops") == 3 * network_flops(8)
+    assert result.record.config["arguments"] == ["--fast"]
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2
+    assert result.summary.doubt == ""
+    assert "blocks.*/up" in {use.module for use in result.summary.uses}
+    assert result.setting is not None
+    assert result.setting.models == ("Network",)
+    assert result.account is not None
+    assert [peak.phase for peak in result.account.phases] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,19 @@ def test_unusual_objects_of_the_program_are_skipped(tmp_path: Path) -> None:
     with watching(tmp_path):
         for _ in range(16):
             train(model, optimizer)
-    found = only(tmp_path)
+    result = only(tmp_path)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert found.record.quantity("parameters") == numbers
-    assert found.setting is not None
-    assert "Network" in found.setting.models
+    assert result.record.quantity("parameters") == numbers
+    assert result.setting is not None
+    assert "Network" in result.setting.models
     assert len(odd) == 2
 
 
 def test_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:
     class Slow(TensorDataset):
-        def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             time.sleep(0.01)
-            return super().__getitem__(place)
+            return super().__getitem__(index)
 
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,17 +127,17 @@ def test_several_optimizers_make_one_step_per_iteration(tmp_path: Path) -> None:
         for _ in range(16):
             train(first, one)
             train(second, two)
-    found = only(tmp_path)
-    assert found.micro_batches == 1
-    assert found.record.quantity("flops") == 2 * network_flops(8)
-    assert found.setting is not None
-    assert sorted(o.name for o in found.setting.optimizers) == ["AdamW", "SGD"]
-    assert found.summary is not None
-    parts = {use.module for use in found.summary.uses}
+    result = only(tmp_path)
+    assert result.micro_batches == 1
+    assert result.record.quantity("flops") == 2 * network_flops(8)
+    assert result.setting is not None
+    assert sorted(o.name for o in result.setting.optimizers) == ["AdamW", "SGD"]
+    assert result.summary is not None
+    parts = {use.module for use in result.summary.uses}
     assert parts >= {"Network first/head", "Network second/head"}
-    assert found.account is not None
-    kept = {saved.module for saved in found.account.saved}
-    assert kept >= {"Network first/head", "Network second/head"}
+    assert result.account is not None
+    remaining = {saved.module for saved in result.account.saved}
+    assert remaining >= {"Network first/head", "Network second/head"}
 
 
 def test_script_that_ends_while_traced_leaves_a_partial_recording(tmp_path: Path) -> None:
@@ -147,15 +147,15 @@ def test_script_that_ends_while_traced_leaves_a_partial_recording(tmp_path: Path
         # 2 warm-up, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
         for _ in range(11):
             train(model, optimizer)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 1
-    assert found.micro_batches == 1
-    missing = found.record.notes["cut_short"]
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 1
+    assert result.micro_batches == 1
+    missing = result.record.notes["cut_short"]
     assert missing == "the program ended after 11 of the 12 steps of a recording"
-    said = coded(inspected_findings([found]), "inspect.cut-short")
-    assert said.values == {"rank": 0, "reason": missing}
-    assert said.text == f"The recording is incomplete: {missing}."
+    output = coded(inspected_findings([result]), "inspect.cut-short")
+    assert output.values == {"rank": 0, "reason": missing}
+    assert output.text == f"The recording is incomplete: {missing}."
 
 
 def test_script_that_ends_while_timed_leaves_its_times(tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ def test_script_that_ends_while_timed_leaves_its_times(tmp_path: Path) -> None:
     with watching(tmp_path):
         for _ in range(6):
             train(model, optimizer)
-    found = only(tmp_path)
-    step = found.record.find("step")
+    result = only(tmp_path)
+    step = result.record.find("step")
     assert step is not None
     assert len(step.values) == 3
-    assert found.summary is None
-    assert found.account is None
+    assert result.summary is None
+    assert result.account is None
 
 
 def test_too_few_steps_leave_only_their_number(tmp_path: Path) -> None:
