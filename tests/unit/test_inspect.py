@@ -80,7 +80,7 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("expected", "line"),
+    ("source", "line"),
     [
         ("print('no torch here')", "ended without importing torch"),
         ("def f():\n    raise ValueError('planned')\nf()", "exit code 1 without importing torch"),
@@ -92,9 +92,9 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     ],
 )
 def test_script_ends_as_without_inspect(
-    command: CommandLine, script: Path, expected: str, line: str
+    command: CommandLine, script: Path, source: str, line: str
 ) -> None:
-    script.write_text(expected)
+    script.write_text(source)
     alone, watched = plain(script), command("inspect", str(script))
     assert watched.returncode == alone.returncode
     assert watched.stdout == alone.stdout

@@ -138,12 +138,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize("expected", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
+@pytest.mark.parametrize("source", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
 def test_scripts_with_manual_or_in_backward_updates_are_tried(
-    tmp_path: Path, expected: str
+    tmp_path: Path, source: str
 ) -> None:
     path = tmp_path / "odd.py"
-    path.write_text(expected)
+    path.write_text(source)
     created = trial(path, 0, dtype="bfloat16")
     assert created.program is not None
     result = measure_script_trial(created, created.program, QuietBench())

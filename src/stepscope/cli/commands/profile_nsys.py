@@ -65,17 +65,37 @@ def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
     # The capture range (cudaProfilerStart to Stop) excludes the warm-up. CPU sampling is off: it
     # would slow down the host, and launches are timed on the host.
     record = [
-        "nsys", "profile", "--trace=cuda,nvtx,cublas,cudnn", "--sample=none", "--cpuctxsw=none",
-        "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true",
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--force-overwrite=true",
         f"--output={report}",
-        sys.executable, "-m", "stepscope.studies.profile.nsight_steps", config,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "stepscope.studies.profile.nsight_steps",
+        config,
+    ]
     export = [
-        "nsys", "export", "--type=sqlite", "--force-overwrite=true",
-        f"--output={report}.sqlite", f"{report}.nsys-rep",
-    ]  # fmt: skip
-    read = [sys.executable, "-m", "stepscope", "trace", f"{report}.sqlite", "--out",
-            str(options.out)]  # fmt: skip
+        "nsys",
+        "export",
+        "--type=sqlite",
+        "--force-overwrite=true",
+        f"--output={report}.sqlite",
+        f"{report}.nsys-rep",
+    ]
+    read = [
+        sys.executable,
+        "-m",
+        "stepscope",
+        "trace",
+        f"{report}.sqlite",
+        "--out",
+        str(options.out),
+    ]
     return record, export, read
 
 
