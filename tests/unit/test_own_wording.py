@@ -110,7 +110,7 @@ def test_rules_without_an_input_are_named_with_what_supplies_it() -> None:
     left_out = [Unjudged(code="x", title="a change", missing=MEMORY)]
     found = coded(not_judged(left_out), "advice.not-judged")
     assert found.values == {"changes": "a change", "missing": MEMORY}
-    assert found.text.startswith(f"Not judged: a change. The records have no {MEMORY}: ")
+    assert found.text.startswith(f"Not judged: a change. The records have no {MEMORY}; ")
 
 
 def test_each_lint_of_a_record_is_a_finding() -> None:
