@@ -63,10 +63,10 @@ def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes
     )
 
 
-def attached(record_: Record, **attachments: object) -> Record:
+def attached(source: Record, **attachments: object) -> Record:
     """Return the record with these attachments, as a store would load it."""
     return msgspec.structs.replace(
-        record_, attachments=record_.attachments | msgspec.to_builtins(attachments)
+        source, attachments=source.attachments | msgspec.to_builtins(attachments)
     )
 
 

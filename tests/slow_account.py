@@ -63,8 +63,8 @@ class Account:
         }
         device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
         self.on_device = bool(device)
-        created = [self._kernel(e) for e in device] if device else self._operator_spans()
-        self.pieces = sorted(created, key=lambda piece: piece.start)
+        pieces = [self._kernel(e) for e in device] if device else self._operator_spans()
+        self.pieces = sorted(pieces, key=lambda piece: piece.start)
         (mark,) = (s for s in self.spans if s.name.startswith("ProfilerStep#"))
         self.start = mark.start
         self.end = max([mark.end, *(p.end for p in self.pieces)])
@@ -88,7 +88,7 @@ class Account:
         return Piece(start, end, event["name"], launch, by_graph, around)
 
     def _operator_spans(self) -> list[Piece]:
-        created: list[Piece] = []
+        pieces: list[Piece] = []
         for thread, (own, *_) in self.threads.items():
             edges = sorted({t for s in own if not s.is_range for t in (s.start, s.end)})
             for first, last in pairwise(edges):
@@ -98,12 +98,12 @@ class Account:
                     continue
                 inner = operators[-1]
                 around = around[: around.index(inner) + 1]
-                before = created[-1] if created else None
+                before = pieces[-1] if pieces else None
                 if before and before.end == first and before.around[-1] is inner:
-                    created[-1] = before._replace(end=last)
+                    pieces[-1] = before._replace(end=last)
                 else:
-                    created.append(Piece(first, last, inner.name, None, False, around))
-        return created
+                    pieces.append(Piece(first, last, inner.name, None, False, around))
+        return pieces
 
     def phase_of(self, piece: Piece) -> str:
         phase = self.phase(piece.around)

@@ -115,7 +115,7 @@ class Inspected:
     page: Path
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Lines that Stepscope itself wrote to standard error."""
         lines = self.done.stderr.splitlines()
         return [line for line in lines if line.startswith("stepscope:")]

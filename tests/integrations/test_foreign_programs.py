@@ -125,14 +125,14 @@ def test_parameters_are_those_that_the_optimizer_trains(program: Program) -> Non
 def test_ranks_of_torchrun_share_one_page(program: Program) -> None:
     watched = runs.inspected_run(program)
     assert [record.config["rank"] for record in watched.records] == [0, 1]
-    assert len([line for line in watched.said if "page:" in line]) == 1
+    assert len([line for line in watched.messages if "page:" in line]) == 1
 
 
 @only(BY_NAME["torch_vae"], BY_NAME["hf_llama"])
 def test_early_end_is_reported_in_one_line(program: Program) -> None:
     short = runs.inspect(program, "--steps", "2", name=f"{program.name}-short")
     assert short.done.returncode == 0
-    reasons = [line for line in short.said if "page:" not in line]
+    reasons = [line for line in short.messages if "page:" not in line]
     assert len(reasons) == 1
     assert "step" in reasons[0]
 
@@ -147,15 +147,15 @@ def test_output_of_a_program_without_optimizer_is_unchanged() -> None:
     if watched.page.exists():
         assert watched.watched.step_ms
     else:
-        assert len(watched.said) == 1
-        assert "optimizer" in watched.said[0]
+        assert len(watched.messages) == 1
+        assert "optimizer" in watched.messages[0]
 
 
 def test_exit_code_of_a_failing_program_is_unchanged() -> None:
     program = BY_NAME["torch_vae"]
     watched = runs.inspect(program, "--no-such-flag", name="failed")
     assert watched.done.returncode == 2
-    assert len(watched.said) == 1
+    assert len(watched.messages) == 1
     assert "no-such-flag" in watched.done.stderr
 
 

@@ -24,9 +24,9 @@ from stepscope.records.store import Store
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
-    created = Desk(tmp_path / "out", capsys)
-    fill(created.store, {"base": run_of("base"), "new": run_of("new", step=110.0), "empty": []})
-    return created
+    prepared = Desk(tmp_path / "out", capsys)
+    fill(prepared.store, {"base": run_of("base"), "new": run_of("new", step=110.0), "empty": []})
+    return prepared
 
 
 def parsed(output: Said) -> Any:
@@ -120,18 +120,18 @@ def test_export_and_import_preserve_records(desk: Desk, tmp_path: Path) -> None:
 def test_export_excludes_cases_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
     with Store(desk.store) as store:
-        complete = store.records("new")
-    pattern = f"{complete[0].case[:6]}*"
-    left = [record for record in complete if not record.case.startswith(complete[0].case[:6])]
-    assert 0 < len(left) < len(complete)
+        records = store.records("new")
+    pattern = f"{records[0].case[:6]}*"
+    left = [record for record in records if not record.case.startswith(records[0].case[:6])]
+    assert 0 < len(left) < len(records)
     desk("export", "new", "--leave-out", pattern, "--digits", "4", "--to", str(file))
     saved = read_records(file)
     assert [record.id for record in saved] == [record.id for record in left]
     for short, long in zip(saved, left, strict=True):
         assert short.quantities == long.quantities
-        for entries, full in zip(short.series, long.series, strict=True):
-            assert entries.values == tuple(float(f"{value:.4g}") for value in full.values)
-            assert entries.warmup == tuple(float(f"{value:.4g}") for value in full.warmup)
+        for rounded_series, series in zip(short.series, long.series, strict=True):
+            assert rounded_series.values == tuple(float(f"{value:.4g}") for value in series.values)
+            assert rounded_series.warmup == tuple(float(f"{value:.4g}") for value in series.warmup)
     one_line(desk("export", "new", "--leave-out", "*"), 2, "excludes all of 4 records")
     one_line(desk("export", "new", "--digits", "2"), 2, "2 digits would change")
     one_line(

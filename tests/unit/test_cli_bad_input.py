@@ -22,16 +22,16 @@ READERS = (("show",), ("report",), ("export",), ("compare", "latest", "latest"),
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
-    created = Desk(tmp_path / "out", capsys)
-    fill(created.store, {"base": run_of("base")})
-    return created
+    prepared = Desk(tmp_path / "out", capsys)
+    fill(prepared.store, {"base": run_of("base")})
+    return prepared
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    created = CommandLine(tmp_path)
-    created.know_ceilings()
-    return created
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    return command
 
 
 def ended(done: subprocess.CompletedProcess[str]) -> Said:

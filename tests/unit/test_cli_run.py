@@ -22,9 +22,9 @@ ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    created = CommandLine(tmp_path)
-    created.know_ceilings()
-    return created
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    return command
 
 
 def interrupt(

@@ -40,8 +40,8 @@ def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
         return one
 
     ms = 1_000_000
-    turns = finding("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
-    assert turns.text == (
+    alternating = finding("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
+    assert alternating.text == (
         "Different ranks are late at different collectives, and the others wait for them. Of 3"
         " collectives, the last to arrive was rank 0 for 2, rank 1 for 1."
     )
@@ -97,11 +97,11 @@ def test_traced_and_timed_steps_are_distinguished(step: float, expected: tuple[s
 @pytest.mark.parametrize(("device", "things"), [("cpu", "operators"), ("cuda", "kernels")])
 def test_kernels_or_operators_are_counted_in_integers(device: str, things: str) -> None:
     where = environment(device_kind=device)
-    created = with_summary(inspected_record(environment=where), launches=367.7)
-    (ranks,) = programs([created])
+    record = with_summary(inspected_record(environment=where), launches=367.7)
+    (ranks,) = programs([record])
     texts = [one.text for one in inspected_findings(ranks)]
     assert any(f"in 368 {things}" in text for text in texts), texts
-    table = headline_table([created])
+    table = headline_table([record])
     titles = [column.title for column in table.columns]
     assert table.rows[0][titles.index(things)] == 368
 
@@ -135,10 +135,10 @@ def test_shares_of_kernels_have_one_total(
     lines: list[tuple[str, str, float]], residual: float
 ) -> None:
     """Holds even if a ledger does not add up."""
-    created = tuple(
+    ledger_lines = tuple(
         Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
     )
-    lead = watched_with(lines=created)
+    lead = watched_with(lines=ledger_lines)
     texts = [one.text for one in inspected_findings([lead])]
     for text in texts:
         if text.startswith("Of the time of all"):
@@ -160,20 +160,20 @@ def test_mean_number_of_calls_is_called_a_mean(counted: float, expected: str) ->
 
 
 def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
-    created = inspected_record(step=1.0)
+    record = inspected_record(step=1.0)
     for issue, output in ((0.5, "takes 2 times that"), (2.0, "the host is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
-        series = (*created.series, issued)
-        lead = Watched(msgspec.structs.replace(created, series=series))
+        series = (*record.series, issued)
+        lead = Watched(msgspec.structs.replace(record, series=series))
         result = coded(inspected_findings([lead]), "inspect.issue")
         assert result.values == {"issue_ms": issue, "step_ms": 1.0, "forward": issue}
         assert output in result.text
 
 
 def test_loading_time_is_at_most_the_step() -> None:
-    created = inspected_record(step=1.0)
+    record = inspected_record(step=1.0)
     lead = Watched(
-        msgspec.structs.replace(created, series=(*created.series, times("loading", 1.4, "host")))
+        msgspec.structs.replace(record, series=(*record.series, times("loading", 1.4, "host")))
     )
     (text,) = [one.sentence for one in inspected_findings([lead]) if "DataLoader" in one.text]
     assert "100.0 %" in text
@@ -184,18 +184,18 @@ def test_rate_above_its_ceiling_is_explained() -> None:
     quantities = (Quantity(name="flops", value=2e9, unit="FLOP"),)
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
-        created = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
-        result = coded(inspected_findings([Watched(created)]), "inspect.rate")
+        record = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
+        result = coded(inspected_findings([Watched(record)]), "inspect.rate")
         assert result.values["mfu"] == pytest.approx(2e12 / value)
         assert ("measured too low" in result.text) is too_low
 
 
 def test_missing_trace_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
-    created = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
+    record = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
     (tmp_path / "rank-0.trace.json").write_text("{")
     (tmp_path / "rank-1.trace.json.gz").write_bytes(b"")
     for name in ("rank-0.trace.json.gz", "rank-0.trace.json", "rank-1.trace.json.gz"):
-        noted = msgspec.structs.replace(created, notes={"trace": name})
+        noted = msgspec.structs.replace(record, notes={"trace": name})
         missing = with_profile(noted, tmp_path).notes["trace_missing"]
         assert str(tmp_path) not in missing
         assert "perhaps you meant" not in missing

@@ -85,7 +85,7 @@ def open_to_others(folder: Path, home: Path) -> None:
     ("plant", "expected"),
     [(plant_link, "is not a directory"), (open_to_others, "other users can enter")],
 )
-@pytest.mark.parametrize("planted", ["the folder", "the place of the invitation"])
+@pytest.mark.parametrize("planted", ["the directory", "the directory of the invitation"])
 def test_directory_open_to_others_is_refused_and_the_program_still_runs(
     led: Meeting,
     home: Path,
@@ -94,14 +94,14 @@ def test_directory_open_to_others_is_refused_and_the_program_still_runs(
     expected: str,
     planted: str,
 ) -> None:
-    index = led.folder
-    if planted != "the folder":
-        index = home / "cache" / "stepscope" / "meetings"
+    directory = led.folder
+    if planted != "the directory":
+        directory = home / "cache" / "stepscope" / "meetings"
         led.leave()
-    plant(index, home)  # type: ignore[operator]
+    plant(directory, home)  # type: ignore[operator]
     second = follow(monkeypatch)
     assert expected in second.alone
-    assert second.folder.resolve() != index.resolve()
+    assert second.folder.resolve() != directory.resolve()
     assert second.folder.stat().st_uid == os.geteuid()
     second.leave()
     assert not second.folder.exists()

@@ -32,8 +32,8 @@ def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
-    created = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
-    return msgspec.structs.replace(summary, lines=created)
+    new_lines = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    return msgspec.structs.replace(summary, lines=new_lines)
 
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
@@ -60,7 +60,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         ("idle", "host launches late", 2.0),
         ("", "residual", 0.125),
     )
-    least = {"products": 2.0, "update": 0.28}
+    least = {"matmuls": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
         "matmuls beyond the minimum": pytest.approx(2.0),
         "memory-bound operations": 0.5,
@@ -130,9 +130,9 @@ def test_parts_are_shares_of_the_step(
 def test_minimum_time_above_the_measured_one_is_explained(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
-    created = watched(flops)
-    profile = with_lines(created.required("profile", Summary), *lines)
-    lead = Watched(attached(created, profile=profile))
+    record = watched(flops)
+    profile = with_lines(record.required("profile", Summary), *lines)
+    lead = Watched(attached(record, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
     output = coded(blocks, "inspect.waterfall")
     shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", output.sentence)]
@@ -142,7 +142,7 @@ def test_minimum_time_above_the_measured_one_is_explained(
     if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
         assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
-    ends = [segment.end for lane in picture.lanes for segment in lane.stretches]
+    ends = [span.end for lane in picture.lanes for span in lane.stretches]
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
 
 

@@ -82,22 +82,22 @@ def test_budget_is_checked_and_a_change_suggested(capsys: pytest.CaptureFixture[
 
 
 def test_fit_uses_the_same_criterion_as_the_choice_of_changes() -> None:
-    text = predict(plan("tiny", 512, batch=2, attention="sdpa", optimizer="torch-fused"))
+    prediction = predict(plan("tiny", 512, batch=2, attention="sdpa", optimizer="torch-fused"))
     budget = int(0.3 * 2**30)
-    assert text.peak.allocated * MARGIN <= budget
-    finding = budget_finding("tiny", text, budget)
+    assert prediction.peak.allocated * MARGIN <= budget
+    finding = budget_finding("tiny", prediction, budget)
     assert finding.code == "prediction.does-not-fit"
     assert "gaps between its blocks" in finding.text
-    full = changes_that_fit(predict(plan("tiny", 512)).plan, budget)
-    assert text.plan not in [change.plan for change in full]
-    for change in full:
+    changes = changes_that_fit(predict(plan("tiny", 512)).plan, budget)
+    assert prediction.plan not in [change.plan for change in changes]
+    for change in changes:
         fitting = budget_finding("tiny", predict(change.plan), budget)
         assert (fitting.code, fitting.tone) == ("prediction.fits", "good")
 
 
 def test_budget_that_no_change_meets_is_reported() -> None:
-    text = predict(plan("tiny", 64))
-    finding = budget_finding("tiny", text, 1 << 20)
+    prediction = predict(plan("tiny", 64))
+    finding = budget_finding("tiny", prediction, 1 << 20)
     assert finding.values["change"] is None
     assert finding.conclusion.startswith("No change that is known here fits either; the model")
 

@@ -27,11 +27,13 @@ def rehearse(folder: Path, *words: str) -> int:
     return main(["rehearse", *words, "--out", str(folder / "out")])
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def rehearsal_json(
+    folder: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> dict[str, object]:
     assert rehearse(folder, *words, "--json") == 0
-    (value,) = json.loads(capsys.readouterr().out)["rehearsals"]
-    assert isinstance(value, dict)
-    return value
+    (facts,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    assert isinstance(facts, dict)
+    return facts
 
 
 def test_it_prints_findings_and_tables_and_writes_a_page(
@@ -49,8 +51,8 @@ def test_it_prints_findings_and_tables_and_writes_a_page(
 def test_json_has_every_prediction(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    value = told(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
-    predictions = value["predictions"]
+    facts = rehearsal_json(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
+    predictions = facts["predictions"]
     assert isinstance(predictions, list)
     assert [(p["link"], p["ranks"]) for p in predictions] == [("ethernet", 8), ("ethernet", 64)]
     strategies = predictions[1]["strategies"]
@@ -58,23 +60,23 @@ def test_json_has_every_prediction(
     assert predictions[1]["bucket_step_ms"][f"{predictions[1]['best_bucket_mb']:g}"] == min(
         predictions[1]["bucket_step_ms"].values()
     )
-    forms = value["closed_forms"]
+    forms = facts["closed_forms"]
     assert isinstance(forms, list)
-    assert {variant["parallelism"].split()[0].rstrip(":") for variant in forms} == {
+    assert {entry["parallelism"].split()[0].rstrip(":") for entry in forms} == {
         "data",
         "FSDP",
         "tensor",
         "2-D",
     }
-    assert value["compute_ms"] == 100.0
+    assert facts["compute_ms"] == 100.0
 
 
 def test_custom_interconnect(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--ranks", "2", "--latency-us", "0", "--bandwidth-gbs", "1", "--strategy", "flat")
-    value = told(tmp_path, capsys, str(file), *words)
-    (prediction,) = value["predictions"]  # type: ignore[misc]
+    facts = rehearsal_json(tmp_path, capsys, str(file), *words)
+    (prediction,) = facts["predictions"]  # type: ignore[misc]
     assert prediction["link"] == "1 GB/s, 0 µs"
     # 6 MiB at 1 GB/s between two ranks, and packing at 4 TB/s.
     expected = 6 * 2**20 / 1e6 + 6 * 2**20 * 2 / 4e9
@@ -84,12 +86,14 @@ def test_custom_interconnect(
 def test_another_batch_and_another_device(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    value = told(tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2")
+    facts = rehearsal_json(
+        tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2"
+    )
     # Passes of 90 ms twice as long at half the time, and half of the optimizer's 10 ms.
-    assert value["compute_ms"] == pytest.approx(95.0)
-    assert value["batch"] == 8
-    assert value["flops_per_s"] == pytest.approx(2e14)
-    given = told(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
+    assert facts["compute_ms"] == pytest.approx(95.0)
+    assert facts["batch"] == 8
+    assert facts["flops_per_s"] == pytest.approx(2e14)
+    given = rehearsal_json(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
     assert given["flops_per_s"] == 50e12
 
 
@@ -99,12 +103,15 @@ def test_newest_recording_of_the_store_is_the_default(
     (tmp_path / "out").mkdir()
     with Store(tmp_path / "out" / "records.db") as store:
         store.add_run(run())
-        for value in (recorded_record(), recorded_record(context=256), check_record()):
-            store.add(value)
-    assert told(tmp_path, capsys, "--ranks", "8")["case"] == recorded_record(context=256).case
+        for record in (recorded_record(), recorded_record(context=256), check_record()):
+            store.add(record)
+    assert (
+        rehearsal_json(tmp_path, capsys, "--ranks", "8")["case"]
+        == recorded_record(context=256).case
+    )
     # The recording of a check is used only if it is named.
-    requested = told(tmp_path, capsys, check_record().id, "--ranks", "8")
-    assert requested["case"] == check_record().case
+    named = rehearsal_json(tmp_path, capsys, check_record().id, "--ranks", "8")
+    assert named["case"] == check_record().case
 
 
 def test_without_a_recording_prints_how_to_make_one(

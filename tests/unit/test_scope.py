@@ -75,9 +75,9 @@ def test_memory_ledger_has_the_bytes_of_the_model(
 def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path]) -> None:
     _, page = scoped
     records = read_records(page.with_suffix(".jsonl"))
-    created = make_page(records)
-    assert created.headline.rows[0][0] == "a test"
-    blocks = created.sections[0].blocks
+    rebuilt = make_page(records)
+    assert rebuilt.headline.rows[0][0] == "a test"
+    blocks = rebuilt.sections[0].blocks
     names = [block.name for block in blocks if isinstance(block, Table)]
     assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
     assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))

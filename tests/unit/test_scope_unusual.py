@@ -69,10 +69,10 @@ def test_model_saved_in_every_step_loads_without_stepscope() -> None:
 
     scope = scoped(step, model, optimizer)
     assert len(files) == STEPS
-    assert not any(b"stepscope" in value for value in files)
+    assert not any(b"stepscope" in data for data in files)
     x, _ = batch()
-    for value in files:
-        loaded = torch.load(io.BytesIO(value), weights_only=False)
+    for data in files:
+        loaded = torch.load(io.BytesIO(data), weights_only=False)
         assert loaded(x).shape == model(x).shape
     assert torch.equal(loaded(x), model(x))
     assert is_complete(scope.record())
@@ -191,8 +191,8 @@ def test_rows_of_different_lengths_have_no_size() -> None:
 
     def step() -> None:
         rows = [torch.randn(2, 4), torch.randn(3, 4)]
-        created = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
-        created.values().pow(2).mean().backward()
+        output = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+        output.values().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -235,15 +235,15 @@ def loop_that_raises(scope: stepscope.Scope, step: Callable[[], object], steps: 
 def test_step_that_raises_is_not_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=2, timed=4, traced=1)
-    created = 0
+    steps_done = 0
 
     def step() -> None:
-        nonlocal created
-        created += 1
+        nonlocal steps_done
+        steps_done += 1
         train(model, optimizer)
 
     # One second per completed step.
-    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(created)))
+    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(steps_done)))
     loop_that_raises(scope, step, 16)
     record = scope.record()
     series = record.find("step")

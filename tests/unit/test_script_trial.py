@@ -57,10 +57,10 @@ def trial(script: Path, steps: int, **setting: str) -> Trial:
 
 
 def test_two_runs_of_a_script_are_interleaved(script: Path) -> None:
-    created = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
-    assert created.program is not None
+    planned = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
+    assert planned.program is not None
     before = script.read_bytes()
-    result = measure_script_trial(created, created.program, QuietBench())
+    result = measure_script_trial(planned, planned.program, QuietBench())
     series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     # Neither the script nor its data is seeded, but both runs see the same data.
@@ -69,7 +69,7 @@ def test_two_runs_of_a_script_are_interleaved(script: Path) -> None:
     assert series["loss", "base"][-1] < series["loss", "base"][0]
     assert result.notes == {}
     assert script.read_bytes() == before
-    assert created.key == "train.py_a-change"
+    assert planned.key == "train.py_a-change"
 
 
 NOT_ADAM = """
@@ -98,9 +98,9 @@ def test_change_that_affects_the_loss_is_dropped(tmp_path: Path) -> None:
     """Script with several optimizers, micro-batches, and an update that only looks like Adam."""
     path = tmp_path / "odd.py"
     path.write_text(NOT_ADAM)
-    created = trial(path, 0, optimizer="adamw-fused")
-    assert created.program is not None
-    result = measure_script_trial(created, created.program, QuietBench())
+    planned = trial(path, 0, optimizer="adamw-fused")
+    assert planned.program is not None
+    result = measure_script_trial(planned, planned.program, QuietBench())
     series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     # Both see the same data up to their first update.
@@ -139,14 +139,12 @@ while True:
 
 
 @pytest.mark.parametrize("source", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
-def test_scripts_with_manual_or_in_backward_updates_are_tried(
-    tmp_path: Path, source: str
-) -> None:
+def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, source: str) -> None:
     path = tmp_path / "odd.py"
     path.write_text(source)
-    created = trial(path, 0, dtype="bfloat16")
-    assert created.program is not None
-    result = measure_script_trial(created, created.program, QuietBench())
+    planned = trial(path, 0, dtype="bfloat16")
+    assert planned.program is not None
+    result = measure_script_trial(planned, planned.program, QuietBench())
     series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
@@ -155,10 +153,10 @@ def test_scripts_with_manual_or_in_backward_updates_are_tried(
 
 
 def test_early_end_of_a_script_is_reported(script: Path) -> None:
-    created = trial(script, 7, data="workers")
-    assert created.program is not None
+    planned = trial(script, 7, data="workers")
+    assert planned.program is not None
     with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
-        measure_script_trial(created, created.program, QuietBench())
+        measure_script_trial(planned, planned.program, QuietBench())
     order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
     with (
         TrialProcess(order, {}) as run,

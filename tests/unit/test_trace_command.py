@@ -73,11 +73,11 @@ def test_two_traces_are_compared_by_class(
     assert changes == sorted(changes, reverse=True)
 
 
-def unmarked_step(turns: int, product: int) -> ChromeTrace:
+def unmarked_step(iterations: int, matmul: int) -> ChromeTrace:
     trace = ChromeTrace()
-    for turn in range(turns):
-        at = 100 * turn
-        trace.operator("aten::mm", at, at + product)
+    for iteration in range(iterations):
+        at = 100 * iteration
+        trace.operator("aten::mm", at, at + matmul)
         trace.range("Optimizer.step#SGD.step", at + 80, at + 90)
     return trace
 
@@ -104,9 +104,9 @@ def test_traces_without_marks_are_compared_step_by_step(
 def test_unmarked_trace_is_not_called_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = unmarked_step(2, 40).write(tmp_path / "whole.json")
+    unmarked = unmarked_step(2, 40).write(tmp_path / "whole.json")
     steps = unmarked_step(4, 40).write(tmp_path / "steps.json")
-    assert run(tmp_path, full, "--against", steps) == 0
+    assert run(tmp_path, unmarked, "--against", steps) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "the whole of it is taken, as if it were one step. It takes 190 µs" in output
     assert "A step takes" not in output
@@ -130,9 +130,9 @@ def test_kernel_name_is_escaped_in_its_cell(
 
 
 def bad_files(folder: Path) -> dict[str, Path]:
-    full = training_step().text().encode()
+    data = training_step().text().encode()
     contents = {
-        "truncated": full[:200],
+        "truncated": data[:200],
         "empty": b"",
         "words": b"not a trace at all",
         "no-kernels": b'{"traceEvents": []}',

@@ -74,10 +74,10 @@ def checkpointed_blocks(model: nn.Module, x: Tensor) -> Tensor:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "as a whole": (Model, by_the_model),
+    "the model": (Model, by_the_model),
     "by a method": (Model, by_a_method),
     "block by block": (lambda: nn.ModuleList(Block() for _ in range(2)), block_by_block),
-    "blocks run again": (lambda: nn.ModuleList(Block() for _ in range(2)), checkpointed_blocks),
+    "checkpointed blocks": (lambda: nn.ModuleList(Block() for _ in range(2)), checkpointed_blocks),
 }
 
 
@@ -89,14 +89,14 @@ def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
     """Run steps as a trial does, without an optimizer."""
     seen = Backwards()
     seen.attach()
-    created = Changes(settings, seen)
+    changes = Changes(settings, seen)
     for number in range(1, steps + 1):
         model.zero_grad()
         step(model, draw()).backward()
         if number == 1:
-            created.on_models_known([model])
-        created.end_step(number)
-    return created
+            changes.on_models_known([model])
+        changes.end_step(number)
+    return changes
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -107,11 +107,11 @@ def test_change_applies_to_modules_that_the_program_calls(name: str) -> None:
     blocks_of(model)[0].out.register_forward_hook(  # type: ignore[union-attr]
         lambda *given: formats.append(given[-1].dtype)
     )
-    created = run(model, step, 4, dtype="bfloat16", attention="fused")
-    assert created.without_effect() == []
-    calls = created._calls[0]
+    changes = run(model, step, 4, dtype="bfloat16", attention="fused")
+    assert changes.without_effect() == []
+    calls = changes._calls[0]
     assert calls.settle()
-    assert calls.called == ([model] if name == "as a whole" else blocks_of(model))
+    assert calls.called == ([model] if name == "the model" else blocks_of(model))
     watched = {part for part in model.modules() if "__call__" in vars(type(part))}
     assert watched - {calls.model} == set(calls.called) - {calls.model}, "inner calls are plain"
     assert not torch.is_autocast_enabled("cpu")
@@ -128,10 +128,10 @@ def test_modules_that_the_program_calls_are_compiled(
     )
     make, step = PROGRAMS[name]
     model = make()
-    created = run(model, step, 4, compile="model")
-    full = name == "as a whole"
-    assert compiled == [(part, "model") for part in ([model] if full else blocks_of(model))]
-    assert created.without_effect() == []
+    changes = run(model, step, 4, compile="model")
+    calls_model = name == "the model"
+    assert compiled == [(part, "model") for part in ([model] if calls_model else blocks_of(model))]
+    assert changes.without_effect() == []
     assert not any("__call__" in vars(type(part)) for part in model.modules())
 
 
@@ -139,21 +139,21 @@ def test_torch_jit_modules_are_not_changed() -> None:
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         part = torch.jit.script(nn.Linear(WIDTH, WIDTH))
     model = nn.ModuleList([Block(), part])
-    created = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
-    assert created.without_effect() == []
-    assert created._calls[0].called == list(model)
+    changes = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
+    assert changes.without_effect() == []
+    assert changes._calls[0].called == list(model)
 
 
 def test_model_that_is_never_called_is_reported_as_unchanged() -> None:
     weight = nn.Linear(WIDTH, WIDTH)
-    created = run(
+    changes = run(
         weight,
         lambda one, x: (x @ one.weight).square().mean(),
         5,
         dtype="bfloat16",
         compile="model",
     )
-    assert created.without_effect() == ["compile", "dtype"]
+    assert changes.without_effect() == ["compile", "dtype"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -203,8 +203,8 @@ def test_deferred_matmul_is_computed_inside_its_segment() -> None:
 def test_checkpointing_and_fused_attention_together() -> None:
     torch.manual_seed(0)
     model = Model()
-    created = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
-    assert created.without_effect() == []
+    changes = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
+    assert changes.without_effect() == []
     result = [parameter.grad for parameter in model.parameters()]
     torch.manual_seed(0)
     plain = Model()

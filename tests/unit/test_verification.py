@@ -36,9 +36,9 @@ from stepscope.records.store import Store
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.runner.runner import new_run
 
-FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
+BFLOAT16 = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
-WHOLE = advice("compile", 20.0, compile="model")
+COMPILE = advice("compile", 20.0, compile="model")
 CHANGED_MS = {
     "bfloat16": 30.0,
     "fused-optimizer": 40.0,
@@ -114,14 +114,14 @@ def verify(
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
-        index = store or own
+        target = store or own
         if run is None:
             run = new_run((), "stepscope advise")
-            index.add_run(run)
+            target.add_run(run)
         base = msgspec.convert(tried().config, Trial).base
         Verification(
             runner,
-            index,
+            target,
             run,  # type: ignore[arg-type]
             lambda some: Trial(base=base, advice=some, step_ms=100.0),
             later or (lambda _: ()),
@@ -131,45 +131,50 @@ def verify(
 
 
 def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
-    requested = verify(tmp_path, FORMAT, UPDATE, WHOLE)
-    assert requested == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
 def test_batch_size_change_is_never_combined(tmp_path: Path) -> None:
     batch = advice("larger-batch", 35.0, batch="16")
-    requested = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
-    assert requested == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, batch, UPDATE, later=lambda _: (batch,))
+    assert tried_codes == [
+        "bfloat16",
+        "larger-batch",
+        "fused-optimizer",
+        "bfloat16+fused-optimizer",
+    ]
 
 
 def test_change_that_breaks_the_program_does_not_stop_the_others(tmp_path: Path) -> None:
-    requested = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
-    assert requested == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, advice("breaks", 35.0, attention="fused"), UPDATE)
+    assert tried_codes == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
 def test_alternatives_for_the_same_setting_come_last(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
-    requested = verify(tmp_path, FORMAT, other, UPDATE)
-    assert requested == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, other, UPDATE)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
 
 
 def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> None:
     """A CUDA graph replaces the compiler; a change that was dropped alone stays dropped."""
     graph = advice("cuda-graph", 10.0, compile="graphs")
-    requested: list[Sequence[str]] = []
+    requests: list[Sequence[str]] = []
 
     def later(codes: Sequence[str]) -> tuple[Advice, ...]:
-        requested.append(codes)
-        return (graph, WHOLE)
+        requests.append(codes)
+        return (graph, COMPILE)
 
-    result = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
-    assert requested == [["bfloat16", "fused-optimizer"]]
+    result = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, later=later)
+    assert requests == [["bfloat16", "fused-optimizer"]]
     # `compile` was slower alone and is not tried again.
     assert result[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
 
 
 def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
     later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
-    result = verify(tmp_path, FORMAT, later=lambda _: later)
+    result = verify(tmp_path, BFLOAT16, later=lambda _: later)
     assert result == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
@@ -185,36 +190,36 @@ def test_interrupted_run_has_an_unfinished_case(
 
     monkeypatch.setattr(PlantedRunner, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        verify(tmp_path, FORMAT, UPDATE)
+        verify(tmp_path, BFLOAT16, UPDATE)
     with Store(tmp_path / "records.db") as store:
         (result,) = store.runs()
         assert (len(store.finished(result.id)), result.cases) == (1, 2)
 
 
 def test_only_named_changes_are_tried(tmp_path: Path) -> None:
-    assert verify(tmp_path, FORMAT, UPDATE, WHOLE, only=("compile",)) == ["compile"]
+    assert verify(tmp_path, BFLOAT16, UPDATE, COMPILE, only=("compile",)) == ["compile"]
 
 
 def test_time_is_reserved_for_the_changes_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
-    requested = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
-    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, within_s=35.0)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert "not tried, out of time (--within): compile" in capsys.readouterr().err
 
 
 def test_trial_runs_no_longer_than_the_time_left(tmp_path: Path) -> None:
     """This includes the first trial, whose duration is unknown."""
     limits: list[float | None] = []
-    requested = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
-    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, within_s=35.0, limits=limits)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert limits == [35.0, 25.0, 15.0]
     (tmp_path / "long").mkdir()
-    assert verify(tmp_path / "long", FORMAT, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
+    assert verify(tmp_path / "long", BFLOAT16, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
     (tmp_path / "free").mkdir()
     limits.clear()
-    verify(tmp_path / "free", FORMAT, limits=limits)
+    verify(tmp_path / "free", BFLOAT16, limits=limits)
     assert limits == [None]
 
 
@@ -225,49 +230,51 @@ def test_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
         store.add(
             tried(
                 0,
-                FORMAT,
+                BFLOAT16,
                 run=run.id,
                 id="cut",
                 status="timeout",
                 reason="not done after 3 s (--within)",
             )
         )
-        assert verify(tmp_path, FORMAT, store=store, run=run) == ["bfloat16"]
+        assert verify(tmp_path, BFLOAT16, store=store, run=run) == ["bfloat16"]
         given_up = new_run((), "stepscope advise")
         store.add_run(given_up)
         store.add(
             tried(
                 0,
-                FORMAT,
+                BFLOAT16,
                 run=given_up.id,
                 id="given-up",
                 status="timeout",
                 reason="not done after 600 s (--timeout)",
             )
         )
-        assert verify(tmp_path, FORMAT, store=store, run=given_up) == []
+        assert verify(tmp_path, BFLOAT16, store=store, run=given_up) == []
 
 
 def test_no_time_is_reserved_if_nothing_can_be_combined(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
-    assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
+    assert verify(tmp_path, BFLOAT16, other, within_s=25.0) == ["bfloat16", "tf32"]
     (tmp_path / "batch").mkdir()
     batch = advice("larger-batch", 35.0, batch="16")
-    requested = verify(tmp_path / "batch", FORMAT, batch, within_s=25.0)
-    assert requested == ["bfloat16", "larger-batch"]
+    tried_codes = verify(tmp_path / "batch", BFLOAT16, batch, within_s=25.0)
+    assert tried_codes == ["bfloat16", "larger-batch"]
 
 
 def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requested = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
-    assert requested == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, COMPILE, UPDATE, within_s=45.0)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert "not tried, out of time (--within): compile" in capsys.readouterr().err
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
-    requested = verify(tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0)
-    assert requested == ["bfloat16", "data-ahead+bfloat16"]
+    tried_codes = verify(
+        tmp_path / "later", BFLOAT16, later=lambda _: (graph, ahead), within_s=25.0
+    )
+    assert tried_codes == ["bfloat16", "data-ahead+bfloat16"]
     assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
@@ -275,8 +282,8 @@ def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")
         store.add_run(run)
-        first = verify(tmp_path, FORMAT, UPDATE, store=store, run=run, within_s=15.0)
-        second = verify(tmp_path, FORMAT, UPDATE, store=store, run=run)
+        first = verify(tmp_path, BFLOAT16, UPDATE, store=store, run=run, within_s=15.0)
+        second = verify(tmp_path, BFLOAT16, UPDATE, store=store, run=run)
     assert first == ["bfloat16"]
     assert second == ["fused-optimizer", "bfloat16+fused-optimizer"]
     with pytest.MonkeyPatch.context() as patched:
@@ -286,8 +293,8 @@ def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:
 
 def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
     unmade = advice("unmade", 30.0, optimizer="adamw-fused")
-    requested = verify(tmp_path, FORMAT, unmade, advice("vague", 0.1, compile="block"))
-    assert requested == ["bfloat16", "unmade", "vague"]
+    tried_codes = verify(tmp_path, BFLOAT16, unmade, advice("vague", 0.1, compile="block"))
+    assert tried_codes == ["bfloat16", "unmade", "vague"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert [one.code for one in read_history()] == ["bfloat16"]
@@ -309,7 +316,7 @@ def test_outcome_has_its_interval() -> None:
 )
 def test_compiled_trials_need_more_time(within: float, plain: bool, compiled: bool) -> None:
     base = msgspec.convert(tried().config, Trial).base
-    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (FORMAT, WHOLE))
+    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))
     deadline = Deadline(within, lambda: 0.0)
     deadline.took(one, 10.0)
     assert deadline.allows(one) is plain
@@ -317,8 +324,8 @@ def test_compiled_trials_need_more_time(within: float, plain: bool, compiled: bo
 
 
 def test_record_stores_its_advice() -> None:
-    created = with_advice(tried(), [FORMAT, UPDATE])
-    assert advice_given(created) == (FORMAT, UPDATE)
+    record = with_advice(tried(), [BFLOAT16, UPDATE])
+    assert advice_given(record) == (BFLOAT16, UPDATE)
     assert advice_given(tried()) is None
 
 
@@ -327,8 +334,8 @@ class Greedy:
 
     alive = 0
 
-    def __init__(self, order: Order, settings: dict[str, str], alive: object) -> None:
-        del order, alive
+    def __init__(self, order: Order, settings: dict[str, str], heartbeat: object) -> None:
+        del order, heartbeat
         self.losses: list[float | None] = []
         self.peak_bytes = None
         self._ms = 4.0 if settings else 5.0
@@ -353,7 +360,7 @@ class Greedy:
 def test_runs_that_do_not_fit_together_are_timed_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(script_trial, "Contestant", Greedy)
+    monkeypatch.setattr(script_trial, "TrialProcess", Greedy)
     trial = Trial(
         program=Script(target="large.py"), step_ms=5.0, rounds=7, loss_steps=8, advice=(UPDATE,)
     )
