@@ -30,7 +30,7 @@ class Deadline:
     def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
         self._within_s = within_s
         self._clock = clock or time.monotonic
-        self._begun = self._clock()
+        self._started = self._clock()
         self._longest: dict[bool, float] = {}
 
     def took(self, trial: Trial, seconds: float) -> None:
@@ -49,7 +49,7 @@ class Deadline:
         """Seconds left, or None without a limit."""
         if not self._within_s:
             return None
-        return self._within_s - (self._clock() - self._begun)
+        return self._within_s - (self._clock() - self._started)
 
     def _guess(self, trial: Trial) -> float:
         """Estimate seconds as the longest trial so far of its kind, with or without a compiler; the
@@ -166,7 +166,7 @@ class Verification:
         if not done:
             # Keeps an interrupted run marked as incomplete.
             self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
-            begun = time.monotonic()
+            start = time.monotonic()
             self._runner.run(
                 [case],
                 self._run,
@@ -175,7 +175,7 @@ class Verification:
                 retry=True,
                 within_s=self._deadline.left_s,
             )
-            self._deadline.took(trial, time.monotonic() - begun)
+            self._deadline.took(trial, time.monotonic() - start)
         tried = Tried(self._record(case.study, case.key))
         if not done:
             log(outcome(tried))

@@ -74,7 +74,7 @@ class Recorder:
         """Contexts entered from the first step to the end of the recording."""
         self._open = ExitStack()
         """Contexts entered while steps are timed, counted or traced."""
-        self._begun: Timestamp | None = None
+        self._step_start: Timestamp | None = None
         self._by_edges = False
         self._optimizers_running = 0
         self._calls: OutermostCalls | None = None
@@ -95,7 +95,7 @@ class Recorder:
     def edge(self) -> None:
         """End the previous step and begin the next."""
         self._by_edges = True
-        if self._begun is not None:
+        if self._step_start is not None:
             self.end()
         self.begin()
 
@@ -204,19 +204,19 @@ class Recorder:
         self._loaded_ms, self._evaluated = 0.0, 0
         if stage is Stage.TRACED and self.trace.running:
             self.trace.begin(by_edges=self._by_edges)
-        self._begun = self.device.mark()
+        self._step_start = self.device.mark()
 
     def _end(self) -> None:
         stage = self.effort.stage(self.steps)
-        assert self._begun is not None
+        assert self._step_start is not None
         end = self.device.mark()
         if stage is Stage.WARMUP:
-            self.warmup_s.append(end.host_s - self._begun.host_s)
+            self.warmup_s.append(end.host_s - self._step_start.host_s)
             if self._calls is not None:
                 self._open.close()
                 self.called = self._calls.of(self.models)
         elif stage is Stage.TIMED:
-            self.times.append((self._begun, end))
+            self.times.append((self._step_start, end))
             self.loading_ms.append(self._loaded_ms)
             self.evaluations.append(self._evaluated)
             if len(self.times) == self.effort.timed:
@@ -300,11 +300,11 @@ class Recorder:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._loaded_ms += 1e3 * (time.perf_counter() - begun)
+            self._loaded_ms += 1e3 * (time.perf_counter() - start)
 
     def _start_issuing(self) -> None:
         hooks = self.issue.hooked(self.called)
