@@ -104,7 +104,7 @@ def test_study_after_options_is_refused_with_the_right_order(
         (["run", "profile", "--preset", "h20"], ["preset 'h20'", "perhaps you meant h200"]),
         (["show", "nothing"], ["no run", "'nothing'", "base"]),
         (["show", "latest~5"], ["latest~5"]),
-        (["show", "--study", "profil"], ["'profil'", "these have: benchmark"]),
+        (["show", "--study", "profil"], ["'profil'", "choose from: benchmark"]),
         (["export", "--format", "csv", "--table", "bench"], ["table 'bench'", "benchmark-times"]),
         (["compare", "base", "nothing"], ["'nothing'"]),
     ],

@@ -212,7 +212,7 @@ def test_a_study_that_cannot_take_one_says_why(capsys: pytest.CaptureFixture[str
     assert main(["run", "levers", "--model", "a:b"]) == 2
     said = capsys.readouterr().err
     assert "it measures single kernels" in said
-    assert "these can: own, benchmark" in said
+    assert "these studies do: own, benchmark" in said
 
 
 @pytest.mark.timeout(180)

@@ -114,7 +114,7 @@ def test_without_history_there_is_the_end_only(
     assert main(["snapshot", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "20.0 MiB reserved, 4.00 MiB in use at the end" in said
-    assert "It has no history" in said
+    assert "The snapshot has no history" in said
 
 
 def test_the_command_prints_and_gives_json(

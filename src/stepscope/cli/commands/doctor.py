@@ -80,9 +80,7 @@ def _software() -> Iterator[Check]:
                 why or f"pip install {package}",
             )
     yield Check("SQLite", "ok", sqlite3.sqlite_version)
-    yield _program(
-        "C++ compiler", ("g++", "clang++"), "needed for torch.compile on a CPU: install g++"
-    )
+    yield _program("C++ compiler", ("g++", "clang++"), "needed for torch.compile: install g++")
     yield _program(
         "Nsight Systems",
         ("nsys",),
@@ -106,10 +104,10 @@ def _folder(options: DoctorOptions) -> Iterator[Check]:
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.out):
             free = shutil.disk_usage(options.out).free
-        yield Check("output directory", "ok", f"{options.out}, {bytes_(free)} free")
+        yield Check("output folder", "ok", f"{options.out}, {bytes_(free)} free")
     except OSError as error:
         yield Check(
-            "output directory",
+            "output folder",
             "broken",
             f"{options.out}: {error.strerror}",
             "choose one with --out",
