@@ -1,4 +1,4 @@
-"""Starts the real command line in a place of its own, with planted studies and known ceilings."""
+"""Run the real command line in its own directory, with planted studies and known ceilings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TESTS = Path(__file__).parent
 STUDIES = "planted_study,planted_fresh_study"
 GONE_WITHIN_S = 20.0
 HANGS_AFTER_S = 400.0
-"""Far above what any command here takes with all tests beside it on two cores."""
+"""Far above the time of any command here, even with all tests running on two cores."""
 
 
 class CommandLine:
-    """`stepscope` as a person would start it, keeping everything under one folder."""
+    """`stepscope` as started by a user, with all its files in one directory."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out"
@@ -56,34 +56,40 @@ class CommandLine:
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(words),
-            env=self.environment, capture_output=True, text=True, timeout=timeout,
-        )  # fmt: skip
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """In a group of its own, so that a signal reaches what it is meant for alone."""
+        """Start in a new session, so that a signal reaches only this process."""
         return subprocess.Popen(
             self.command(words),
-            env=self.environment, start_new_session=True, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env=self.environment,
+            start_new_session=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def records(self, *, all_attempts: bool = False) -> tuple[Record, ...]:
         with Store(self.out / "records.db", create=False) as store:
             return store.records(all_attempts=all_attempts)
 
     def processes(self) -> list[psutil.Process]:
-        """Whatever still runs of this place: it has inherited the name of the folder."""
-        found = []
+        """Running processes of this directory, which have inherited its path in STEPSCOPE_OUT."""
+        result = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("STEPSCOPE_OUT") == str(self.out):
-                    found.append(process)
+                    result.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-        return [p for p in found if p.pid != os.getpid()]
+        return [p for p in result if p.pid != os.getpid()]
 
     def left_behind(self) -> list[psutil.Process]:
-        """What is still there after a generous while."""
+        """Processes that still run after a generous time limit."""
         deadline = time.monotonic() + GONE_WITHIN_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)

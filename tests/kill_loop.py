@@ -1,7 +1,7 @@
-"""Kill -9 of a run at random moments, again and again, until the run is done.
+"""Kill a run with SIGKILL at random moments, repeatedly, until the run is complete.
 
-After each kill: the store opens, every record that was announced is in it exactly once, and no
-worker is left. At the end every case is there exactly once. The delays come from a seed.
+After each kill the store opens, every announced record is in it exactly once, and no worker is
+left. At the end every case is in it exactly once. The delays come from a seed.
 """
 
 from __future__ import annotations
@@ -21,39 +21,49 @@ ANNOUNCED = re.compile(r"^\[\d+/\d+\] planted (\S+):", re.MULTILINE)
 
 
 class Tally:
-    """What a series of rounds saw."""
+    """Counts over a series of rounds."""
 
     def __init__(self) -> None:
         self.rounds = self.kills = self.runs_to_the_end = 0
-        self.announced = self.kept_unannounced = 0
+        self.announced = self.stored_unannounced = 0
         self.kills_before_a_store = self.kills_while_measuring = 0
 
     def __str__(self) -> str:
         return (
             f"{self.kills} kills in {self.rounds} rounds"
-            f" ({self.kills_before_a_store} before there was a store,"
+            f" ({self.kills_before_a_store} before the store existed,"
             f" {self.kills_while_measuring} after the first record):"
-            f" {self.announced} announced records all kept, once each;"
-            f" {self.kept_unannounced} more were kept just before their announcement;"
+            f" all {self.announced} announced records stored exactly once;"
+            f" {self.stored_unannounced} more were stored just before their announcement;"
             " every store opened, no worker survived"
         )
 
 
 class Round:
-    """One run in one folder, killed until it is done or has been killed often enough."""
+    """One run in one directory, killed until it is complete or was killed often enough."""
 
     def __init__(self, folder: Path, chance: random.Random, tally: Tally, *, cases: int) -> None:
         self.cli = CommandLine(folder)
         self.cli.know_ceilings()
         self.chance = chance
         self.tally = tally
-        self.words = ("run", "planted", "--times", str(cases), "--seconds", "0.02",
-                      "--device", "cpu", "--no-report", "--resume")  # fmt: skip
+        self.words = (
+            "run",
+            "planted",
+            "--times",
+            str(cases),
+            "--seconds",
+            "0.02",
+            "--device",
+            "cpu",
+            "--no-report",
+            "--resume",
+        )
         self.cases = [f"ok-{number}" for number in range(cases)]
         self.announced: list[str] = []
 
     def play(self, kills: int, longest_s: float) -> int:
-        """Kill that often, then let it finish. Returns the kills that hit a living run."""
+        """Kill it so often, then let it finish. Return the number of kills that hit a live run."""
         struck = 0
         for _ in range(kills):
             if not self._kill_once(self.chance.uniform(0.0, longest_s)):
@@ -66,25 +76,25 @@ class Round:
 
     def _kill_once(self, delay_s: float) -> bool:
         process = self.cli.start(*self.words)
-        said: list[str] = []
+        output: list[str] = []
         assert process.stderr is not None
-        # The pipe is emptied while the run goes on: what was announced before the kill counts.
-        reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+        # Drain the pipe while the run continues: announcements before the kill count.
+        reader = threading.Thread(target=lambda: output.extend(process.stderr or ()), daemon=True)
         reader.start()
         try:
             process.wait(timeout=delay_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        # The worker has a copy of neither pipe, so this ends with the runner.
+        # Workers have no copy of the pipes, so the thread ends with the runner.
         reader.join()
         if process.stdout is not None:
             process.stdout.close()
         process.stderr.close()
-        new = ANNOUNCED.findall("".join(said))
+        new = ANNOUNCED.findall("".join(output))
         self.announced += new
         if process.returncode != -signal.SIGKILL:
-            assert process.returncode == 0, "".join(said)
+            assert process.returncode == 0, "".join(output)
             return False
         self.tally.kills += 1
         self.tally.kills_while_measuring += bool(new)
@@ -96,31 +106,31 @@ class Round:
             self.tally.kills_before_a_store += 1
             assert self.announced == []
             return
-        kept = self._kept()
-        assert set(self.announced) <= set(kept), "an announced record is gone"
-        self.tally.kept_unannounced += len(set(kept) - set(self.announced))
-        # From here on they count as announced: they may not be repeated either.
-        self.announced = kept
+        saved = self._stored()
+        assert set(self.announced) <= set(saved), "an announced record is missing"
+        self.tally.stored_unannounced += len(set(saved) - set(self.announced))
+        # From here on they count as announced and must not be repeated either.
+        self.announced = saved
 
-    def _kept(self) -> list[str]:
-        # Opened as a run does: a store that a kill caught before its first table is made whole.
+    def _stored(self) -> list[str]:
+        # Opened as by a run: a store killed before its first table was created is completed.
         with Store(self.cli.out / "records.db") as store:
-            kept = [record.case for record in store.records(all_attempts=True)]
-        assert len(kept) == len(set(kept)), "a record is there twice"
-        return kept
+            saved = [record.case for record in store.records(all_attempts=True)]
+        assert len(saved) == len(set(saved)), "a record is stored twice"
+        return saved
 
     def _finish(self) -> None:
         done = self.cli(*self.words)
         assert done.returncode == 0, done.stderr
         assert not set(self.announced) & set(ANNOUNCED.findall(done.stderr)), "a case was repeated"
-        assert sorted(self._kept()) == sorted(self.cases)
+        assert sorted(self._stored()) == sorted(self.cases)
         assert self.cli.left_behind() == []
         self.tally.announced += len(self.cases)
         self.tally.runs_to_the_end += 1
 
 
 def kill_runs(folder: Path, kills: int, seed: int, *, cases: int = 60, per_round: int = 5) -> Tally:
-    """As many kills as asked for, in rounds of a few."""
+    """Perform the requested number of kills, in rounds of a few."""
     tally, chance = Tally(), random.Random(seed)
     longest_s = startup_seconds(folder / "startup") * 2.2
     while tally.kills < kills:
@@ -130,7 +140,7 @@ def kill_runs(folder: Path, kills: int, seed: int, *, cases: int = 60, per_round
 
 
 def startup_seconds(folder: Path) -> float:
-    """How long a run of a single case takes here: the scale of the random delays."""
+    """Time of a run with a single case, which scales the random delays."""
     cli = CommandLine(folder)
     cli.know_ceilings()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Records of a step of one's own: measured, watched, changed."""
+"""Records of a user's step: measured, observed, and changed."""
 
 from __future__ import annotations
 
@@ -19,50 +19,61 @@ BASE = OwnStep(model="lab:build", batch=8, dtype="float32", compile="no", optimi
 
 
 def own_record(
-    step: float = 100.0, peak: int = 2 << 30, *, setting: dict[str, Any] | None = None,
+    step: float = 100.0,
+    peak: int = 2 << 30,
+    *,
+    setting: dict[str, Any] | None = None,
     **changes: Any,
-) -> Record:  # fmt: skip
+) -> Record:
     case = OwnCase(**BASE.config | (setting or {}), warmup=5, steps=10, traced=3)
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="own", case=case.key,
+        study="own",
+        case=case.key,
         **{
             "series": () if failed else step_series(step),
             "quantities": () if failed else (Quantity(name="peak_bytes", value=peak, unit="B"),),
             "config": case.config,
         }
         | changes,
-    )  # fmt: skip
+    )
 
 
 def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
     where = changes.get("environment", environment())
     return record(
-        study="inspect", case=f"train.py-{rank}",
+        study="inspect",
+        case=f"train.py-{rank}",
         **{
             "config": {
-                "script": "train.py", "arguments": [], "rank": rank, "ranks": ranks,
-                "dtype": "float32", "warmup": 3, "timed": 5, "traced": 2,
+                "script": "train.py",
+                "arguments": [],
+                "rank": rank,
+                "ranks": ranks,
+                "dtype": "float32",
+                "warmup": 3,
+                "timed": 5,
+                "traced": 2,
             },
             "series": () if failed else (times("step", step, "host"),),
             "attachments": {} if failed else profile_record(environment=where).attachments,
         }
         | changes,
-    )  # fmt: skip
+    )
 
 
-def attached(made: Record, **attachments: object) -> Record:
-    """The record with these attachments, as a store would give it back."""
+def attached(source: Record, **attachments: object) -> Record:
+    """Return the record with these attachments, as a store would load it."""
     return msgspec.structs.replace(
-        made, attachments=made.attachments | msgspec.to_builtins(attachments)
+        source, attachments=source.attachments | msgspec.to_builtins(attachments)
     )
 
 
 def coded(blocks: Iterable[Block], code: str) -> Finding:
-    """The one finding of that code."""
-    (found,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
-    return found
+    """Return the single finding with this code."""
+    (result,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
+    return result
 
 
 def codes(blocks: Iterable[Block]) -> list[str]:
@@ -71,16 +82,23 @@ def codes(blocks: Iterable[Block]) -> list[str]:
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:
     return Advice(
-        code=code, title=f"the change {code}", gain_ms=gain, why="", risk="some", lines=("do it",),
+        code=code,
+        title=f"the change {code}",
+        gain_ms=gain,
+        why="",
+        risk="some",
+        lines=("do it",),
         setting=setting or {"dtype": "bfloat16"},
-    )  # fmt: skip
+    )
 
 
 def tried(
-    times: float = 30.0, *advised: Advice, losses: tuple[float, ...] = (2.0, 1.5, 1.2, 1.0),
+    times: float = 30.0,
+    *advised: Advice,
+    losses: tuple[float, ...] = (2.0, 1.5, 1.2, 1.0),
     **changes: Any,
-) -> Record:  # fmt: skip
-    """Changes that were tried: the step takes 50 ms without them, `times` with them."""
+) -> Record:
+    """Record of a trial: the step takes 50 ms without the changes and `times` with them."""
     trial = Trial(base=BASE, advice=advised or (advice(),), step_ms=100.0)
     spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
     other = (1.0, 0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
@@ -105,6 +123,7 @@ def tried(
     )
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="advise", case=trial.key,
+        study="advise",
+        case=trial.key,
         **{"config": msgspec.to_builtins(trial), "series": () if failed else series} | changes,
-    )  # fmt: skip
+    )

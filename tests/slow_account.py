@@ -1,7 +1,7 @@
-"""The time of one step from the raw events of a trace, moment by moment and without our reader.
+"""Time ledger of one step from the raw events of a trace, independent of Stepscope's trace reader.
 
-Slow and plain on purpose: what it shares with the product are the names of phases and classes, and
-the rules that `docs/architecture.md` states.
+Deliberately slow and simple: it shares with Stepscope only the names of phases and classes, and the
+rules stated in `docs/architecture.md`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A kernel with its launch, or a stretch in which an operator itself ran."""
+    """A kernel with its launch, or a span in which an operator itself ran."""
 
     start: int
     end: int
@@ -41,10 +41,12 @@ class Piece(NamedTuple):
     launch: tuple[int, int] | None
     by_graph: bool
     around: tuple[Span, ...]
-    """From the outermost to the innermost."""
+    """Enclosing spans, from the outermost to the innermost."""
 
 
 class Account:
+    """Time ledger of the single step in a trace."""
+
     def __init__(self, path: Path) -> None:
         raw = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         events = [e for e in raw if e["ph"] == "X"]
@@ -61,8 +63,8 @@ class Account:
         }
         device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
         self.on_device = bool(device)
-        made = [self._kernel(e) for e in device] if device else self._stretches()
-        self.pieces = sorted(made, key=lambda piece: piece.start)
+        pieces = [self._kernel(e) for e in device] if device else self._operator_spans()
+        self.pieces = sorted(pieces, key=lambda piece: piece.start)
         (mark,) = (s for s in self.spans if s.name.startswith("ProfilerStep#"))
         self.start = mark.start
         self.end = max([mark.end, *(p.end for p in self.pieces)])
@@ -85,8 +87,8 @@ class Account:
         by_graph = call is not None and call["name"].startswith("cudaGraphLaunch")
         return Piece(start, end, event["name"], launch, by_graph, around)
 
-    def _stretches(self) -> list[Piece]:
-        made: list[Piece] = []
+    def _operator_spans(self) -> list[Piece]:
+        pieces: list[Piece] = []
         for thread, (own, *_) in self.threads.items():
             edges = sorted({t for s in own if not s.is_range for t in (s.start, s.end)})
             for first, last in pairwise(edges):
@@ -96,31 +98,31 @@ class Account:
                     continue
                 inner = operators[-1]
                 around = around[: around.index(inner) + 1]
-                before = made[-1] if made else None
+                before = pieces[-1] if pieces else None
                 if before and before.end == first and before.around[-1] is inner:
-                    made[-1] = before._replace(end=last)
+                    pieces[-1] = before._replace(end=last)
                 else:
-                    made.append(Piece(first, last, inner.name, None, False, around))
-        return made
+                    pieces.append(Piece(first, last, inner.name, None, False, around))
+        return pieces
 
     def phase_of(self, piece: Piece) -> str:
-        said = self.phase(piece.around)
-        if said or piece.by_graph:
-            return said or "graph"
-        # Without a word of any forward, what says nothing is taken for one.
+        phase = self.phase(piece.around)
+        if phase or piece.by_graph:
+            return phase or "graph"
+        # If no forward is marked, unmarked work counts as forward.
         unmarked = not any(s.is_range and s.name == "forward" for s in self.spans)
         return "forward" if unmarked and piece.around else ""
 
     def phase(self, around: tuple[Span, ...]) -> str:
-        found = ""
+        phase = ""
         for span in around:
-            said = _phase_of(span)
-            if said and not (found == "backward" and said in ("forward", "loss")):
-                found = said
-        return found
+            named = _phase_of(span)
+            if named and not (phase == "backward" and named in ("forward", "loss")):
+                phase = named
+        return phase
 
     def maker(self, around: tuple[Span, ...]) -> Span | None:
-        """The forward operator whose node runs here."""
+        """Return the forward operator whose backward node runs here."""
         for span in reversed(around):
             if span.sequence is None or self.phase((span,)) != "backward":
                 continue
@@ -137,24 +139,24 @@ class Account:
     def module(self, around: tuple[Span, ...]) -> str:
         if self.phase(around) == "backward" and (maker := self.maker(around)) is not None:
             around = self._around(maker.thread, maker.start)
-        return "/".join(s.name for s in around if s.is_range and _names_a_part(s.name))
+        return "/".join(s.name for s in around if s.is_range and _is_module(s.name))
 
     def kind(self, piece: Piece) -> str:
         if not self.on_device:
             return describe_operator(piece.name).kind
         kind = describe(piece.name).kind
         if kind == "other":
-            made = self.maker(piece.around)
-            outer = self._around(made.thread, made.start) if made else ()
+            maker = self.maker(piece.around)
+            outer = self._around(maker.thread, maker.start) if maker else ()
             for span in (*reversed(piece.around), *reversed(outer)):
-                told = None if span.is_range else named_class(span.name)
-                if told is not None:
-                    return told
+                named = None if span.is_range else named_class(span.name)
+                if named is not None:
+                    return named
         return kind
 
     def lines(self) -> Counter[tuple[str, str]]:
-        """Nanoseconds by phase and class, and of idle time by cause."""
-        told: Counter[tuple[str, str]] = Counter()
+        """Nanoseconds by phase and class, and idle nanoseconds by cause."""
+        times: Counter[tuple[str, str]] = Counter()
         launches = {p.launch for p in self.pieces}
         threads = {e["tid"] for e in self.calls.values() if _times(e) in launches}
         waits = [
@@ -166,20 +168,20 @@ class Account:
         edges |= {t for wait in waits for t in wait} | {self.start, self.end}
         inside = sorted(t for t in edges if self.start <= t <= self.end)
         keys = [(self.phase_of(p), self.kind(p)) for p in self.pieces]
-        start, end = (np.array([p[place] for p in self.pieces]) for place in (0, 1))
+        start, end = (np.array([p[index] for p in self.pieces]) for index in (0, 1))
         for first, last in pairwise(inside):
             running = [
-                ({"optimizer": 1, "communication": 2}.get(keys[place][1], 0), place)
-                for place in np.flatnonzero((start <= first) & (end > first)).tolist()
+                ({"optimizer": 1, "communication": 2}.get(keys[index][1], 0), index)
+                for index in np.flatnonzero((start <= first) & (end > first)).tolist()
             ]
             if running:
-                told[keys[min(running)[1]]] += last - first
+                times[keys[min(running)[1]]] += last - first
             else:
                 cause = self._cause(first)
                 if cause != "queue" and any(s <= first < e for s, e in waits):
                     cause = "wait"
-                told["idle", cause] += last - first
-        return told
+                times["idle", cause] += last - first
+        return times
 
     def _cause(self, moment: int) -> str:
         if not self.on_device:
@@ -201,9 +203,13 @@ def _times(event: dict[str, Any]) -> tuple[int, int]:
 def _span(event: dict[str, Any]) -> Span:
     given = event.get("args", {})
     return Span(
-        *_times(event), event["name"], event["tid"], event["cat"] == "user_annotation",
-        given.get("Sequence number"), given.get("Fwd thread id", 0) > 0,
-    )  # fmt: skip
+        *_times(event),
+        event["name"],
+        event["tid"],
+        event["cat"] == "user_annotation",
+        given.get("Sequence number"),
+        given.get("Fwd thread id", 0) > 0,
+    )
 
 
 def _phase_of(span: Span) -> str:
@@ -214,6 +220,6 @@ def _phase_of(span: Span) -> str:
     return span.name if span.name in PHASES else ""
 
 
-def _names_a_part(name: str) -> bool:
+def _is_module(name: str) -> bool:
     marks = ("ProfilerStep#", "Optimizer.", *MACHINERY)
     return not name.startswith(marks) and name not in ("forward", "backward", "optimizer")

@@ -1,4 +1,4 @@
-"""Small models for tests of programs that are watched."""
+"""Small models for tests of observed programs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Network(nn.Module):
 
 
 def network_flops(rows: int) -> int:
-    """Of forward and backward; the first layer's input needs no gradient."""
-    products = [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)] * 2 + [(WIDTH, CLASSES)]
-    forward = sum(2 * rows * a * b for a, b in products)
+    """FLOPs of forward and backward; the first layer's input needs no gradient."""
+    matmuls = [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)] * 2 + [(WIDTH, CLASSES)]
+    forward = sum(2 * rows * a * b for a, b in matmuls)
     first = 2 * rows * WIDTH * 2 * WIDTH
     return 3 * forward - first
 

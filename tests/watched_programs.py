@@ -1,4 +1,4 @@
-"""A program that is watched from within its own process, and the one record that it leaves."""
+"""Observe a program within this process, and load the single record that it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the programs in benchmarks/programs, each made once for all tests of a process."""
+"""Runs of the programs in benchmarks/programs, cached per test process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = ROOT / "benchmarks" / "programs"
 HOOK = ROOT / "benchmarks" / "independent_hook.py"
 STEPS = 16
 PLAN = ("--warmup", "2", "--timed", "5", "--traced", "2")
-"""Eleven steps are recorded, so the last ones of a program run as if nobody had watched."""
+"""Eleven steps are recorded, so the last steps of a program run unobserved."""
 TIMEOUT_S = 600
 
 
@@ -29,13 +29,13 @@ TIMEOUT_S = 600
 class Program:
     name: str
     model_files: tuple[str, ...] = ()
-    """Where the model's code is, if not in the program."""
+    """Files with the model's code, if not the program itself."""
     naive_attention: bool | None = None
-    """None where there is no attention."""
+    """None without attention."""
     attention_dropout: bool = False
-    """Keeps torch's attention from its fused kernel on a CPU."""
+    """Dropout prevents the fused attention kernel on a CPU."""
     closure: bool = False
-    """The optimizer runs the forward and the backward within its step."""
+    """The optimizer runs forward and backward inside its step."""
     ranks: int = 1
 
     @property
@@ -80,22 +80,29 @@ def folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """One thread, so that sums have one order; no download."""
+    """Environment with one thread, so that sums have a fixed order, and without downloads."""
     return os.environ | {
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "STEPSCOPE_OUT": str(folder()),
-        "XDG_CACHE_HOME": str(folder() / "cache"), "TMPDIR": str(folder()),
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "STEPSCOPE_OUT": str(folder()),
+        "XDG_CACHE_HOME": str(folder() / "cache"),
+        "TMPDIR": str(folder()),
+    }
 
 
 def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
-        env=environment() | more, cwd=folder(), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+        env=environment() | more,
+        cwd=folder(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 def run_ranks(program: Program, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Under torchrun where the program needs several ranks."""
+    """Run under torchrun if the program needs several ranks."""
     if program.ranks == 1:
         return run(*words, **more)
     ranks = ("--standalone", "--nproc-per-node", str(program.ranks))
@@ -108,8 +115,8 @@ class Inspected:
     page: Path
 
     @property
-    def said(self) -> list[str]:
-        """What Stepscope itself wrote on standard error."""
+    def messages(self) -> list[str]:
+        """Lines that Stepscope itself wrote to standard error."""
         lines = self.done.stderr.splitlines()
         return [line for line in lines if line.startswith("stepscope:")]
 
@@ -142,12 +149,12 @@ def inspected_run(program: Program) -> Inspected:
 
 @cache
 def advice_on_records(program: Program) -> dict[str, Any]:
-    """The JSON of `stepscope advise RECORDS`."""
+    """Return the JSON of `stepscope advise RECORDS`."""
     records = inspected_run(program).page.with_suffix(".jsonl")
     done = run("-m", "stepscope", "advise", "--json", str(records))
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def counted_flops(program: Program) -> int:

@@ -1,5 +1,5 @@
-"""Programs of other libraries under `inspect` and `advise`: they run as before, the records say
-what was measured, and nothing is advised that the program does already."""
+"""Programs of other libraries under `inspect` and `advise`: their output is unchanged, the records
+are plausible, and nothing is advised that the program already does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_program_runs_as_it_does_without_inspect(program: Program) -> None:
 
 
 @each
-def test_record_has_the_time_of_a_step(program: Program) -> None:
+def test_record_has_step_times(program: Program) -> None:
     records = runs.inspected_run(program).records
     assert len(records) == program.ranks
     for record in records:
@@ -57,20 +57,20 @@ def test_phases_add_up_to_the_step(program: Program) -> None:
 
 
 @each
-def test_flops_are_those_of_an_independent_count(program: Program) -> None:
+def test_flops_equal_an_independent_count(program: Program) -> None:
     flops = runs.inspected_run(program).records[0].quantity("flops")
     assert flops == pytest.approx(runs.counted_flops(program), rel=0.01)
 
 
 @each
-def test_saved_activations_name_the_code_of_the_model(program: Program) -> None:
+def test_saved_activations_name_the_model_source(program: Program) -> None:
     account = runs.inspected_run(program).watched.account
     assert account is not None
     sizes: dict[str, int] = {}
     for tensor in account.saved:
         file = tensor.code.partition(":")[0]
         sizes[file] = sizes.get(file, 0) + tensor.bytes * tensor.times
-    ours = {path.name for path in (runs.ROOT / "src/stepscope/scope").rglob("*.py")}
+    ours = {path.name for path in (runs.ROOT / "src/stepscope/advisor/scope").rglob("*.py")}
     ours |= {path.name for path in (runs.ROOT / "src/stepscope/measure").rglob("*.py")}
     assert not ours & set(sizes)
     assert any(file in sizes for file in program.code_files), sizes
@@ -78,32 +78,32 @@ def test_saved_activations_name_the_code_of_the_model(program: Program) -> None:
 
 @each
 def test_advice_is_given_on_the_records(program: Program) -> None:
-    said = runs.advice_on_records(program)
+    output = runs.advice_on_records(program)
     record = runs.inspected_run(program).records[0]
     step = record.find("step")
     assert step is not None
-    for advice in said["advice"]:
+    for advice in output["advice"]:
         assert advice["gain_ms"] < max(step.values), advice
         assert advice["why"]
         assert advice["lines"]
 
 
 @only(*(one for one in ALL if not one.naive_attention))
-def test_fused_attention_is_not_advised_where_no_attention_is_naive(program: Program) -> None:
+def test_fused_attention_is_not_advised_without_naive_attention(program: Program) -> None:
     codes = {one["code"] for one in runs.advice_on_records(program)["advice"]}
     assert "fused-attention" not in codes
     assert program.attention_dropout or "attention-fast-path" not in codes
 
 
 @only(BY_NAME["torch_mnist"], BY_NAME["torch_time_sequence"])
-def test_fused_optimizer_is_not_advised_where_the_optimizer_has_none(program: Program) -> None:
+def test_fused_optimizer_is_not_advised_if_the_optimizer_has_none(program: Program) -> None:
     """Adadelta and L-BFGS have no fused implementation."""
     codes = {one["code"] for one in runs.advice_on_records(program)["advice"]}
     assert "fused-optimizer" not in codes
 
 
 @only(*(one for one in ALL if one.closure))
-def test_forward_and_backward_of_a_closure_are_not_time_of_the_optimizer(program: Program) -> None:
+def test_forward_and_backward_of_a_closure_are_not_optimizer_time(program: Program) -> None:
     summary = summary_of(program)
     assert summary.phase_ms("optimizer") < summary.phase_ms("forward")
     assert summary.phase_ms("optimizer") < summary.phase_ms("backward")
@@ -122,23 +122,23 @@ def test_parameters_are_those_that_the_optimizer_trains(program: Program) -> Non
 
 
 @only(BY_NAME["torch_ddp"])
-def test_ranks_of_torchrun_have_one_page(program: Program) -> None:
+def test_ranks_of_torchrun_share_one_page(program: Program) -> None:
     watched = runs.inspected_run(program)
     assert [record.config["rank"] for record in watched.records] == [0, 1]
-    assert len([line for line in watched.said if "page:" in line]) == 1
+    assert len([line for line in watched.messages if "page:" in line]) == 1
 
 
 @only(BY_NAME["torch_vae"], BY_NAME["hf_llama"])
-def test_program_that_ends_too_soon_says_so_in_one_line(program: Program) -> None:
+def test_early_end_is_reported_in_one_line(program: Program) -> None:
     short = runs.inspect(program, "--steps", "2", name=f"{program.name}-short")
     assert short.done.returncode == 0
-    reasons = [line for line in short.said if "page:" not in line]
+    reasons = [line for line in short.messages if "page:" not in line]
     assert len(reasons) == 1
     assert "step" in reasons[0]
 
 
-def test_program_without_an_optimizer_keeps_its_output() -> None:
-    """Weights are updated by hand: that is recognised, or one line says what is missing."""
+def test_output_of_a_program_without_optimizer_is_unchanged() -> None:
+    """Weights are updated manually: this is recognised, or one line says what is missing."""
     program = BY_NAME["torch_word_language_model"]
     words = ("--steps", str(runs.STEPS), "--plain-sgd")
     plain = runs.run(str(program.path), *words)
@@ -147,34 +147,44 @@ def test_program_without_an_optimizer_keeps_its_output() -> None:
     if watched.page.exists():
         assert watched.watched.step_ms
     else:
-        assert len(watched.said) == 1
-        assert "optimizer" in watched.said[0]
+        assert len(watched.messages) == 1
+        assert "optimizer" in watched.messages[0]
 
 
-def test_exit_code_of_a_program_that_fails_is_its_own() -> None:
+def test_exit_code_of_a_failing_program_is_unchanged() -> None:
     program = BY_NAME["torch_vae"]
     watched = runs.inspect(program, "--no-such-flag", name="failed")
     assert watched.done.returncode == 2
-    assert len(watched.said) == 1
+    assert len(watched.messages) == 1
     assert "no-such-flag" in watched.done.stderr
 
 
 @pytest.mark.parametrize("name", ["hf_llama", "lightning_cnn"])
 def test_first_advice_is_verified(name: str) -> None:
-    """A trial ends with a verdict: no program of another library makes it fail."""
+    """A trial ends with a verdict and does not fail on programs of other libraries."""
     done = runs.run(
-        "-m", "stepscope", "advise", "--verify", "--within", "1", "--rounds", "5", "--json",
-        str(BY_NAME[name].path), "--steps", "10000",
-    )  # fmt: skip
+        "-m",
+        "stepscope",
+        "advise",
+        "--verify",
+        "--within",
+        "1",
+        "--rounds",
+        "5",
+        "--json",
+        str(BY_NAME[name].path),
+        "--steps",
+        "10000",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
-    reachable = [one["code"] for one in said["advice"] if one["setting"]]
-    assert [one["change"] for one in said["tried"]] == reachable[:1]
-    for trial in said["tried"]:
+    output = json.loads(done.stdout)
+    reachable = [one["code"] for one in output["advice"] if one["setting"]]
+    assert [one["change"] for one in output["tried"]] == reachable[:1]
+    for trial in output["tried"]:
         assert trial["verdict"].startswith(("kept", "dropped: no gain", "dropped: slower")), trial
 
 
-def test_programs_do_not_know_stepscope() -> None:
+def test_programs_do_not_mention_stepscope() -> None:
     sources = [path.read_text() for path in runs.PROGRAMS.glob("*.py")]
     assert len(sources) > len(ALL)
     assert not any(stepscope.__name__ in source.lower() for source in sources)

@@ -44,7 +44,7 @@ def test_the_first_tried_changes_are_counted() -> None:
 
 def test_a_change_without_effect_is_not_evidence() -> None:
     own = advice("fused-attention", 40.0)
-    trial_record = tried(30.0, own, notes={"without_effect": "nothing was changed by it"})
+    trial_record = tried(30.0, own, notes={"without_effect": "it had no effect on the script"})
     one = Tried(trial_record)
     assert one.verified() is None
     assert first_right([own], [one]) == (0, 0)
@@ -70,7 +70,7 @@ def test_advice_without_a_trial_has_a_reason() -> None:
     )
     texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
     assert texts == [
-        "Not tried: the change compile; --only left it out, or there was no time.",
+        "Not tried: the change compile; excluded by --only, or out of time.",
         "Not tried: the change fused-loss; the loss is inside.",
     ]
 
@@ -153,7 +153,7 @@ def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
         "2.00× as fast with the change bfloat16, the change fused-optimizer"
     )
     assert (off.code, off.values["changes"]) == ("advise.predictions-off", 2)
-    assert "in the median of 2 changes" in off.text
+    assert "The median error of the predictions for 2 changes is" in off.text
     trials, lines = (b for b in blocks if isinstance(b, Table))
     assert [row[-1] for row in trials.rows] == ["kept", "dropped: slower", "kept"]
     assert [row[0] for row in lines.rows] == ["the change bfloat16", "the change fused-optimizer"]
@@ -165,13 +165,13 @@ def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
     bare = tuple(one for one in tried(30.0).series if not one.name.startswith("loss"))
     finding, *_ = trial_blocks([tried(30.0, series=bare)])
     assert isinstance(finding, Finding)
-    assert finding.text.endswith("as it was, its loss was not compared.")
+    assert finding.text.endswith("unchanged step, the loss was not compared.")
     slower = tried(60.0)
     assert trial_blocks([slower])[0] == Finding(
         code="advise.no-gain",
         values={"tried": 1},
         records=(slower.id,),
-        text="No change that was tried is worth it here.",
+        text="None of the tried changes is worth making here.",
     )
 
 
@@ -221,7 +221,7 @@ def test_the_lines_name_the_optimizer_in_use() -> None:
 
 
 def test_records_without_a_trace_give_no_advice(measured: Record) -> None:
-    notes = {"trace_missing": "the program runs a profiler of its own"}
+    notes = {"trace_missing": "the program runs its own profiler"}
     with pytest.raises(StepscopeError, match="a profiler of its own"):
         facts_of(msgspec.structs.replace(measured, notes=notes, attachments={}))
 
@@ -292,9 +292,9 @@ def test_a_script_is_judged_by_measured_rates_instead_of_a_data_sheet(
     [
         ((), "there is no step to advise on"),
         (("a.jsonl", "--model", "a:b"), "there is no step to advise on"),
-        (("a.jsonl", "--verify"), "records cannot be tried again"),
+        (("a.jsonl", "--verify"), "--verify cannot run records"),
         (("--model", "a:b", "--rounds", "1"), "at least 5 rounds"),
-        (("--model", "a:b", "--within", "-1"), "within is -1 and timeout 600"),
+        (("--model", "a:b", "--within", "-1"), "--within is -1 and --timeout 600"),
         (("--model", "a.py"), "not of the form"),
     ],
 )
@@ -327,7 +327,7 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     assert tried_once["predicted_ms"] > 0
     assert not tried_once["verdict"].startswith("not tried")
     assert (
-        "Predicted against realised"
+        "Predicted and realised gain"
         in (command.out / "own_models-conv_net-advice.html").read_text()
     )
 

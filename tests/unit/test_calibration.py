@@ -80,13 +80,15 @@ def test_the_page_shows_the_history_of_the_error() -> None:
     blocks = history_blocks(history, "H200")
     so_far, trend = (block for block in blocks if isinstance(block, Finding))
     assert (so_far.code, so_far.values["verified"]) == ("advice.predictions-so-far", 8)
-    assert so_far.text.startswith("Predictions verified on this device so far: 8. Of those, ")
+    assert so_far.text.startswith("Verified predictions on this device: 8. For ")
     assert trend.code == "advice.predictions-trend"
     assert trend.values == {
         "first_half_off": pytest.approx(0.146, abs=1e-3),
         "second_half_off": pytest.approx(0.0, abs=1e-3),
     }
-    assert trend.text.startswith("It was 14.6 % for the first half of them and 0.0 % for")
+    assert trend.text.startswith(
+        "The median error was 14.6 % for the first half of them and 0.0 % for"
+    )
     (figure,) = (block for block in blocks if isinstance(block, Figure))
     assert sorted(figure.curves[0].y[:2]) == pytest.approx([14.7, 35.0])
     (table,) = (block for block in blocks if isinstance(block, Table))

@@ -1,4 +1,4 @@
-"""The commands that read, on a store made by hand."""
+"""Commands that read a store, on a store with known records."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
-    made = Desk(tmp_path / "out", capsys)
-    fill(made.store, {"base": run_of("base"), "new": run_of("new", step=110.0), "empty": []})
-    return made
+    prepared = Desk(tmp_path / "out", capsys)
+    fill(prepared.store, {"base": run_of("base"), "new": run_of("new", step=110.0), "empty": []})
+    return prepared
 
 
-def parsed(said: Said) -> Any:
-    assert said.code == 0, said.err
-    assert said.out.count("\n") == 1
-    return json.loads(said.out)
+def parsed(output: Said) -> Any:
+    assert output.code == 0, output.err
+    assert output.out.count("\n") == 1
+    return json.loads(output.out)
 
 
 def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
-        told = capsys.readouterr().out
-        assert all(f"\n  {name} " in told for name in COMMANDS)
-        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 4, 130))
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in COMMANDS)
+        assert all(f"\n  {code} " in text for code in (0, 1, 2, 3, 4, 130))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("stepscope ")
 
@@ -54,19 +54,19 @@ def test_every_command_has_help_with_examples(
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
-    told = capsys.readouterr().out
-    assert f"stepscope {command}" in told
-    assert "{None}" not in told
+    text = capsys.readouterr().out
+    assert f"stepscope {command}" in text
+    assert "{None}" not in text
     if command in ("inspect", "advise"):
         usage = f"usage: stepscope {command} [-h] [OPTIONS] SCRIPT [ARGUMENTS …]"
-        assert told.splitlines()[0] == usage
+        assert text.splitlines()[0] == usage
 
 
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
-    said = desk("show", "new", "--full")
-    assert said.code == 0
+    output = desk("show", "new", "--full")
+    assert output.code == 0
     for part in ("Backward over forward", "closest to the limit", "first step takes 300 ms"):
-        assert part in " ".join(said.out.split())
+        assert part in " ".join(output.out.split())
     only = desk("show", "new", "--study", "warmup")
     assert "first step" in " ".join(only.out.split())
     assert "closest to the limit" not in " ".join(only.out.split())
@@ -81,20 +81,20 @@ def test_show_prints_the_verdict_and_a_line_for_each_study(desk: Desk) -> None:
     assert [line.partition(":")[0] for line in lines[-3:-1]] == ["Benchmark", "Warm-up"]
 
 
-def test_show_prints_one_record_whole(desk: Desk) -> None:
+def test_show_prints_all_of_one_record(desk: Desk) -> None:
     with Store(desk.store) as store:
         record = store.records("new")[1]
     assert json.loads(desk("show", record.id).out)["id"] == record.id
-    (held,) = parsed(desk("show", record.id, "--json"))
-    assert held["case"] == record.case
+    (value,) = parsed(desk("show", record.id, "--json"))
+    assert value["case"] == record.case
     assert len(parsed(desk("show", "new", "--json"))) == 4
 
 
-def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
-    said = desk("report", "new")
-    assert said.code == 0
+def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
+    output = desk("report", "new")
+    assert output.code == 0
     for name in ("report.html", "report.md"):
-        assert str(desk.out / name) in said.out
+        assert str(desk.out / name) in output.out
     html = (desk.out / "report.html").read_text()
     assert html.startswith("<!doctype html>")
     with Store(desk.store) as store:
@@ -107,24 +107,25 @@ def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
         "trust": {"good": 3, "noisy": 0, "invalid": 0},
     }
     assert sorted(p.name for p in desk.out.iterdir() if "report" in p.name) == [
-        "report.html", "report.md",
-    ]  # fmt: skip
+        "report.html",
+        "report.md",
+    ]
 
 
 def test_a_traced_step_is_exported_for_speedscope(tmp_path: Path, desk: Desk) -> None:
     source = str(RESULTS / "advise-slow_h200.jsonl")
     path = tmp_path / "step.json"
-    said = desk("export", source, "--format", "speedscope", "--to", str(path), "--json")
-    assert parsed(said) == {"files": [str(path)]}
-    made = json.loads(path.read_text())
-    assert [profile["unit"] for profile in made["profiles"]] == ["milliseconds", "bytes"]
-    assert all(profile["samples"] for profile in made["profiles"])
+    output = desk("export", source, "--format", "speedscope", "--to", str(path), "--json")
+    assert parsed(output) == {"files": [str(path)]}
+    exported = json.loads(path.read_text())
+    assert [profile["unit"] for profile in exported["profiles"]] == ["milliseconds", "bytes"]
+    assert all(profile["samples"] for profile in exported["profiles"])
     refused = desk("export", str(RESULTS / "h200.jsonl"), "--format", "speedscope")
     assert refused.code == 2
     assert "no traced step" in refused.err
 
 
-def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> None:
+def test_export_and_import_preserve_records(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "carried.jsonl"
     assert parsed(desk("export", "new", "--to", str(file), "--json")) == {"files": [str(file)]}
     with Store(desk.store) as store:
@@ -140,39 +141,42 @@ def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> No
     assert desk("report", str(file)).code == 0
 
 
-def test_export_leaves_cases_out_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
+def test_export_excludes_cases_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
     with Store(desk.store) as store:
-        whole = store.records("new")
-    pattern = f"{whole[0].case[:6]}*"
-    left = [record for record in whole if not record.case.startswith(whole[0].case[:6])]
-    assert 0 < len(left) < len(whole)
+        records = store.records("new")
+    pattern = f"{records[0].case[:6]}*"
+    left = [record for record in records if not record.case.startswith(records[0].case[:6])]
+    assert 0 < len(left) < len(records)
     desk("export", "new", "--leave-out", pattern, "--digits", "4", "--to", str(file))
-    kept = read_records(file)
-    assert [record.id for record in kept] == [record.id for record in left]
-    for short, long in zip(kept, left, strict=True):
+    saved = read_records(file)
+    assert [record.id for record in saved] == [record.id for record in left]
+    for short, long in zip(saved, left, strict=True):
         assert short.quantities == long.quantities
-        for held, full in zip(short.series, long.series, strict=True):
-            assert held.values == tuple(float(f"{value:.4g}") for value in full.values)
-            assert held.warmup == tuple(float(f"{value:.4g}") for value in full.warmup)
-    one_line(desk("export", "new", "--leave-out", "*"), 2, "leaves none of 4 records")
+        for rounded_series, series in zip(short.series, long.series, strict=True):
+            assert rounded_series.values == tuple(float(f"{value:.4g}") for value in series.values)
+            assert rounded_series.warmup == tuple(float(f"{value:.4g}") for value in series.warmup)
+    one_line(desk("export", "new", "--leave-out", "*"), 2, "excludes all of 4 records")
     one_line(desk("export", "new", "--digits", "2"), 2, "2 digits would change")
-    one_line(desk("export", "new", "--digits", "6", "--format", "csv"), 2, "--digits is of samples")
+    one_line(
+        desk("export", "new", "--digits", "6", "--format", "csv"), 2, "--digits applies to samples"
+    )
 
 
-def test_export_without_a_name_goes_beside_the_store(desk: Desk) -> None:
+def test_export_without_a_path_is_written_next_to_the_store(desk: Desk) -> None:
     assert "wrote" in desk("export", "base").err
     assert len(read_records(desk.out / "base.jsonl")) == 4
 
 
 @pytest.mark.parametrize(
-    ("form", "mark"), [("markdown", "| --"), ("latex", r"\begin{tab"), ("csv", "size,d_model")]
+    ("file_format", "mark"),
+    [("markdown", "| --"), ("latex", r"\begin{tab"), ("csv", "size,d_model")],
 )
-def test_export_prints_one_table_in_every_format(desk: Desk, form: str, mark: str) -> None:
-    said = desk("export", "new", "--format", form, "--table", "benchmark-times")
-    assert said.code == 0
-    assert mark in said.out
-    assert "small" in said.out
+def test_export_prints_one_table_in_every_format(desk: Desk, file_format: str, mark: str) -> None:
+    output = desk("export", "new", "--format", file_format, "--table", "benchmark-times")
+    assert output.code == 0
+    assert mark in output.out
+    assert "small" in output.out
 
 
 def test_export_writes_all_tables(desk: Desk, tmp_path: Path) -> None:
@@ -189,73 +193,73 @@ def test_export_writes_all_tables(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_export_of_several_tables_does_not_fit_one_csv(desk: Desk) -> None:
-    said = desk("export", "new", "--format", "csv")
-    one_line(said, 2, "do not fit into one CSV", "--to", "benchmark-times")
+    output = desk("export", "new", "--format", "csv")
+    one_line(output, 2, "do not fit into one CSV", "--to", "benchmark-times")
 
 
 def test_compare_gives_a_verdict_for_every_case(desk: Desk) -> None:
-    said = desk("compare", "base", "new")
-    assert said.code == 0
-    assert "2 slower" in said.out
-    found = parsed(desk("compare", "base", "new", "--json"))
-    by_case = {c["case"]: c for c in found["comparisons"]}
+    output = desk("compare", "base", "new")
+    assert output.code == 0
+    assert "2 slower" in output.out
+    result = parsed(desk("compare", "base", "new", "--json"))
+    by_case = {c["case"]: c for c in result["comparisons"]}
     slower = by_case["small_c512_b4_float32_reference_train-step"]
     assert slower["verdict"] == "slower"
     assert slower["ratio"]["value"] == pytest.approx(1.1, rel=1e-3)
     lost = by_case["xl_c512_b4_float32_reference_train-step"]
     assert (lost["verdict"], "out of memory" in lost["note"]) == ("not compared", True)
-    assert found["beyond_limit"] == []
+    assert result["beyond_limit"] == []
 
 
 @pytest.mark.parametrize(("limit", "code"), [("3%", 3), ("0.03", 3), ("15%", 0), ("0.15", 0)])
-def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int) -> None:
-    said = desk("compare", "base", "new", "--fail-above", limit)
-    assert said.code == code
-    assert (f"beyond {limit}: benchmark small_c512" in said.out) == (code == 3)
-    said = desk("compare", "base", "new", "--fail-above", limit, "--json")
-    assert (said.code, len(json.loads(said.out)["beyond_limit"])) == (code, 2 if code else 0)
+def test_gate_fails_only_beyond_its_limit(desk: Desk, limit: str, code: int) -> None:
+    output = desk("compare", "base", "new", "--fail-above", limit)
+    assert output.code == code
+    assert (f"beyond {limit}: benchmark small_c512" in output.out) == (code == 3)
+    output = desk("compare", "base", "new", "--fail-above", limit, "--json")
+    assert (output.code, len(json.loads(output.out)["beyond_limit"])) == (code, 2 if code else 0)
     assert desk("compare", "new", "base", "--fail-above", limit).code == 0
 
 
-def test_the_gate_cannot_tell_between_two_runs_of_a_busy_machine(desk: Desk) -> None:
-    """The same benchmark twice, both flagged: a third slower by the samples, and no verdict."""
+def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
+    """The same benchmark twice, both flagged: a third slower, but no verdict."""
     busy = Lint(code="busy-machine", message="threads waited for a core")
     for name, step in (("one", 100.0), ("two", 133.0)):
-        kept = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
-        fill(desk.store, {name: kept})
-    said = desk("compare", "one", "two")
-    assert (said.code, "slower" in said.out) == (0, False)
-    said = desk("compare", "one", "two", "--fail-above", "3%")
-    assert said.code == 4
-    assert "not judged, cannot tell: benchmark small_c512" in said.out
-    said = desk("compare", "one", "two", "--fail-above", "3%", "--json")
-    assert said.code == 4
-    found = json.loads(said.out)
-    assert found["beyond_limit"] == []
-    assert len(found["cannot_tell"]) == 3
+        saved = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
+        fill(desk.store, {name: saved})
+    output = desk("compare", "one", "two")
+    assert (output.code, "slower" in output.out) == (0, False)
+    output = desk("compare", "one", "two", "--fail-above", "3%")
+    assert output.code == 4
+    assert "not judged, cannot tell: benchmark small_c512" in output.out
+    output = desk("compare", "one", "two", "--fail-above", "3%", "--json")
+    assert output.code == 4
+    result = json.loads(output.out)
+    assert result["beyond_limit"] == []
+    assert len(result["cannot_tell"]) == 3
     assert desk("compare", "base", "two", "--fail-above", "3%").code == 4
 
 
-def test_a_certain_slowdown_outweighs_what_cannot_be_told(desk: Desk) -> None:
+def test_certain_slowdown_outweighs_undecided_cases(desk: Desk) -> None:
     busy = Lint(code="busy-machine", message="threads waited for a core")
     first, *rest = run_of("mixed", step=133.0)
     fill(desk.store, {"mixed": [msgspec.structs.replace(first, lints=(busy,)), *rest]})
-    said = desk("compare", "base", "mixed", "--fail-above", "3%")
-    assert said.code == 3
-    assert "beyond 3%: benchmark small_c512" in said.out
-    assert "not judged, cannot tell: " in said.out
+    output = desk("compare", "base", "mixed", "--fail-above", "3%")
+    assert output.code == 3
+    assert "beyond 3%: benchmark small_c512" in output.out
+    assert "not judged, cannot tell: " in output.out
 
 
-def test_the_gate_cannot_tell_from_too_few_samples(desk: Desk) -> None:
+def test_gate_cannot_judge_too_few_samples(desk: Desk) -> None:
     def few(record: Record) -> Record:
         cut = (msgspec.structs.replace(s, values=s.values[:3]) for s in record.series)
         return msgspec.structs.replace(record, series=tuple(cut))
 
     fill(desk.store, {"few": [few(record) for record in run_of("few")]})
     assert desk("compare", "base", "few").code == 0
-    said = desk("compare", "base", "few", "--fail-above", "3%")
-    assert said.code == 4
-    assert "not judged, too few samples: " in said.out
+    output = desk("compare", "base", "few", "--fail-above", "3%")
+    assert output.code == 4
+    assert "not judged, too few samples: " in output.out
 
 
 def test_compared_times_have_their_unit(desk: Desk) -> None:
@@ -268,16 +272,16 @@ def test_compared_times_have_their_unit(desk: Desk) -> None:
     assert {len(row) for row in mixed.rows} == {len(mixed.columns)}
 
 
-def test_a_gate_that_is_not_a_share_is_refused(desk: Desk) -> None:
+def test_gate_that_is_not_a_fraction_is_refused(desk: Desk) -> None:
     for text in ("three", "-3%", "3 %", "%", "3"):
         one_line(desk("compare", "base", "new", f"--fail-above={text}"), 2, "--fail-above", "3%")
 
 
-def test_unlike_machines_are_compared_when_told_to(desk: Desk) -> None:
+def test_different_machines_are_compared_with_across(desk: Desk) -> None:
     fill(desk.store, {"a10": run_of("a10", step=400.0, device="NVIDIA A10")})
     one_line(desk("compare", "base", "a10"), 1, "NVIDIA H200 / NVIDIA A10", "--across")
-    found = parsed(desk("compare", "base", "a10", "--across", "--json"))["comparisons"]
-    assert "own ceiling" in found[0]["note"]
+    result = parsed(desk("compare", "base", "a10", "--across", "--json"))["comparisons"]
+    assert "own ceiling" in result[0]["note"]
 
 
 def test_two_records_are_compared_and_a_run_is_not_a_record(desk: Desk) -> None:
@@ -295,28 +299,28 @@ def test_runs_without_a_case_in_common_are_refused(desk: Desk, tmp_path: Path) -
     one_line(desk("compare", str(file), str(other)), 2, "no measured case in common")
 
 
-def test_only_a_run_that_is_not_done_says_how_to_go_on(desk: Desk) -> None:
+def test_only_an_unfinished_run_lists_how_to_resume(desk: Desk) -> None:
     with Store(desk.store) as store:
         for name, cases in (("more", 1), ("open", 3)):
             store.add_run(run(id=name, cases=cases, command="go on"))
             for case in ("base", "trial"):
                 store.add(record(id=f"{name}-{case}", run=name, case=case))
-    told = {
+    text = {
         row["run"]: (row["done"], row["cases"], row["go on with"])
         for row in parsed(desk("list", "runs", "--json"))["runs"]
     }
-    assert (told["more"], told["open"]) == ((2, 2, ""), (2, 3, "go on"))
+    assert (text["more"], text["open"]) == ((2, 2, ""), (2, 3, "go on"))
 
 
-def test_list_tells_of_everything(desk: Desk) -> None:
+def test_list_prints_every_table(desk: Desk) -> None:
     facts = parsed(desk("list", "--json"))
     assert set(facts) >= {"studies", "presets", "sizes", "dtypes", "runs"}
     assert [run["run"] for run in facts["runs"]] == ["empty", "new", "base"]
     assert facts["runs"][1]["done"] == facts["runs"][1]["cases"] == 4
     assert {size["name"] for size in facts["sizes"]} >= {"small", "xl", "2.7b", "10b", "tiny"}
     assert set(parsed(desk("list", "presets", "--json"))) == {"presets"}
-    said = desk("list")
-    assert all(word in said.out for word in ("benchmark", "quick", "bfloat16", "Runs in"))
+    output = desk("list")
+    assert all(word in output.out for word in ("benchmark", "quick", "bfloat16", "Runs in"))
 
 
 class NoWorker:
@@ -324,7 +328,9 @@ class NoWorker:
         raise StepscopeError(f"no worker for {device}")
 
 
-def test_doctor_tells_broken_from_missing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_distinguishes_broken_from_missing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = parsed(desk("doctor", "--json"))
     checks = {check["what"]: check for check in facts["checks"]}
     assert checks["torch"]["verdict"] == checks["output folder"]["verdict"] == "ok"
@@ -332,17 +338,17 @@ def test_doctor_tells_broken_from_missing(desk: Desk, monkeypatch: pytest.Monkey
     assert all(c["mend"] for c in checks.values() if c["verdict"] != "ok")
 
     monkeypatch.setattr(doctor_command, "WorkerProcess", NoWorker)
-    said = desk("doctor")
-    assert said.code == 1
-    assert "no worker for auto" in " ".join(said.out.split())
+    output = desk("doctor")
+    assert output.code == 1
+    assert "no worker for auto" in " ".join(output.out.split())
 
 
-def test_doctor_sees_a_folder_that_cannot_be_written(
+def test_doctor_detects_an_unwritable_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(doctor_command, "_device", lambda: iter(()))
-    said = Desk(tmp_path / "file", capsys)("doctor", "--json")
-    (check,) = [c for c in json.loads(said.out)["checks"] if c["what"] == "output folder"]
-    assert (said.code, check["verdict"]) == (1, "broken")
+    output = Desk(tmp_path / "file", capsys)("doctor", "--json")
+    (check,) = [c for c in json.loads(output.out)["checks"] if c["what"] == "output folder"]
+    assert (output.code, check["verdict"]) == (1, "broken")
     assert "--out" in check["mend"]

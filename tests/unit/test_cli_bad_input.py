@@ -1,4 +1,4 @@
-"""Requests that cannot be meant and places that do not work: one line, no traceback, no loss."""
+"""Invalid requests and unusable paths: one line of error, no traceback, no lost records."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ READERS = (("show",), ("report",), ("export",), ("compare", "latest", "latest"),
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
-    made = Desk(tmp_path / "out", capsys)
-    fill(made.store, {"base": run_of("base")})
-    return made
+    prepared = Desk(tmp_path / "out", capsys)
+    fill(prepared.store, {"base": run_of("base")})
+    return prepared
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    return command
 
 
 def ended(done: subprocess.CompletedProcess[str]) -> Said:
@@ -53,11 +53,11 @@ def ended(done: subprocess.CompletedProcess[str]) -> Said:
         (["--min-seconds", "-1"], ["min-seconds is -1", "negative"]),
         (["--timeout", "0"], ["timeout is 0"]),
         (["--retry"], ["--resume"]),
-        (["--size"], ["no case to measure"]),
+        (["--size"], ["no cases to measure"]),
     ],
     ids=lambda words: " ".join(words) if words and words[0].startswith("--") else "",
 )
-def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[str]) -> None:
+def test_invalid_cases(desk: Desk, words: list[str], parts: list[str]) -> None:
     one_line(desk("run", "benchmark", *words), 2, *parts)
     with Store(desk.store) as store:
         assert [run.id for run in store.runs()] == ["base"]
@@ -78,9 +78,7 @@ def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[st
     ],
     ids=lambda words: " ".join(words),
 )
-def test_a_value_that_cannot_be_meant_is_named_alone(
-    desk: Desk, words: list[str], parts: list[str]
-) -> None:
+def test_only_the_invalid_value_is_named(desk: Desk, words: list[str], parts: list[str]) -> None:
     one_line(desk("run", *words), 2, *parts)
 
 
@@ -91,8 +89,10 @@ def test_a_value_that_cannot_be_meant_is_named_alone(
         (["--no-report", "warmup", "--steps", "8"], "stepscope run warmup --no-report --steps 8"),
     ],
 )
-def test_a_study_after_options_is_told_its_place(desk: Desk, words: list[str], right: str) -> None:
-    one_line(desk("run", *words), 2, "name the study first", right)
+def test_study_after_options_is_refused_with_the_right_order(
+    desk: Desk, words: list[str], right: str
+) -> None:
+    one_line(desk("run", *words), 2, "put the study first", right)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_study_after_options_is_told_its_place(desk: Desk, words: list[str], r
         (["run", "profile", "--preset", "h20"], ["preset 'h20'", "perhaps you meant h200"]),
         (["show", "nothing"], ["no run", "'nothing'", "base"]),
         (["show", "latest~5"], ["latest~5"]),
-        (["show", "--study", "profil"], ["'profil'", "these have: benchmark"]),
+        (["show", "--study", "profil"], ["'profil'", "choose from: benchmark"]),
         (["export", "--format", "csv", "--table", "bench"], ["table 'bench'", "benchmark-times"]),
         (["compare", "base", "nothing"], ["'nothing'"]),
     ],
@@ -114,9 +114,9 @@ def test_names_that_do_not_exist(desk: Desk, words: list[str], parts: list[str])
     one_line(desk(*words), 2, *parts)
 
 
-def test_a_preset_and_cases_of_ones_own_are_not_mixed(desk: Desk) -> None:
+def test_preset_and_chosen_cases_exclude_each_other(desk: Desk) -> None:
     words = ("run", "profile", "--preset", "quick", "--size", "xl")
-    one_line(desk(*words), 2, "a preset has its own cases", "leave --preset")
+    one_line(desk(*words), 2, "--preset and flags that choose cases exclude each other", "omit one")
 
 
 @pytest.mark.parametrize(
@@ -128,33 +128,33 @@ def test_a_preset_and_cases_of_ones_own_are_not_mixed(desk: Desk) -> None:
         (["compare", "a", "b", "--fail-abov", "3%"], "--fail-above"),
     ],
 )
-def test_an_unknown_flag_is_told_the_near_one(desk: Desk, words: list[str], near: str) -> None:
-    said = desk(*words)
-    assert (said.code, said.out) == (2, "")
-    assert "Perhaps you meant" in said.err
-    assert near in said.err
+def test_unknown_flag_suggests_a_similar_one(desk: Desk, words: list[str], near: str) -> None:
+    output = desk(*words)
+    assert (output.code, output.out) == (2, "")
+    assert "Perhaps you meant" in output.err
+    assert near in output.err
 
 
-def test_a_value_of_the_wrong_kind_names_its_field(desk: Desk) -> None:
-    said = desk("run", "benchmark", "--context", "long")
-    assert (said.code, said.out) == (2, "")
-    assert "--context" in said.err
-    assert "long" in said.err
+def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
+    output = desk("run", "benchmark", "--context", "long")
+    assert (output.code, output.out) == (2, "")
+    assert "--context" in output.err
+    assert "long" in output.err
 
 
-def test_an_option_that_may_be_left_out_reads_as_its_value(
+def test_optional_option_is_shown_with_its_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         main(["predict", "--budget", "abc"])
-    told = capsys.readouterr().err
-    assert "'abc' is not a number" in told
-    assert "None" not in told
+    text = capsys.readouterr().err
+    assert "'abc' is not a number" in text
+    assert "None" not in text
 
 
-def test_a_format_that_the_device_lacks(cli: CommandLine) -> None:
-    said = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
-    one_line(said, 2, "TF32", "use float32")
+def test_dtype_that_the_device_lacks(cli: CommandLine) -> None:
+    output = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
+    one_line(output, 2, "TF32", "use float32")
     assert cli.left_behind() == []
     assert cli.records() == ()
 
@@ -167,13 +167,13 @@ def test_no_store_yet(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_without_records_says_how_to_go_on(desk: Desk) -> None:
+def test_run_without_records_prints_how_to_resume(desk: Desk) -> None:
     fill(desk.store, {"empty": []})
     for command in READERS[:4]:
         one_line(desk(*command), 1, "run empty has no records yet", "stepscope run --preset empty")
 
 
-def test_a_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
+def test_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
     for name, content in (("empty.jsonl", ""), ("text.jsonl", "not a record\n")):
         (tmp_path / name).write_text(content)
         for command in ("export", "import"):
@@ -181,7 +181,7 @@ def test_a_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
     one_line(desk("import", str(tmp_path / "empty.jsonl")), 1, "has no records")
 
 
-def test_an_import_of_nothing_makes_no_store(
+def test_import_of_nothing_creates_no_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
@@ -190,33 +190,41 @@ def test_an_import_of_nothing_makes_no_store(
 
 
 def test_what_a_comparison_lacks_is_named(desk: Desk) -> None:
-    said = desk("compare", "latest")
-    assert said.code == 2
-    assert "NEW" in said.err
-    assert "STR" not in said.err
+    output = desk("compare", "latest")
+    assert output.code == 2
+    assert "NEW" in output.err
+    assert "STR" not in output.err
 
 
 @pytest.mark.parametrize(
     "command",
-    ["show", "report", "export", "advise", "import", "rehearse", "compare", "trace", "snapshot",
-     "inspect"],
-)  # fmt: skip
-def test_a_file_that_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+    [
+        "show",
+        "report",
+        "export",
+        "advise",
+        "import",
+        "rehearse",
+        "compare",
+        "trace",
+        "snapshot",
+        "inspect",
+    ],
+)
+def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     ending = {"trace": ".json", "snapshot": ".pickle", "inspect": ".py"}.get(command, ".jsonl")
     there = tmp_path / f"trained{ending}"
     there.touch()
     meant = str(tmp_path / f"traned{ending}")
     words = [command, meant, *([meant] if command == "compare" else [])]
     assert main(words) == 2
-    said = capsys.readouterr()
-    one_line(Said(2, *said), 2, meant, "there is no", f"perhaps you meant {there}")
+    output = capsys.readouterr()
+    one_line(Said(2, *output), 2, meant, "there is no", f"perhaps you meant {there}")
     assert main([command, str(tmp_path / f"x{ending}"), *words[2:]]) == 2
     assert "check its name" in capsys.readouterr().err
 
 
-def test_a_folder_where_a_file_is_meant(desk: Desk, tmp_path: Path) -> None:
+def test_directory_instead_of_a_file(desk: Desk, tmp_path: Path) -> None:
     one_line(desk("import", str(tmp_path / "no" / "a.jsonl")), 2, "there is no folder")
     one_line(desk("import", str(tmp_path)), 2, "is a folder", "name a file in it")
 
@@ -228,15 +236,13 @@ def test_a_folder_where_a_file_is_meant(desk: Desk, tmp_path: Path) -> None:
         (["run", "benchmark", "--dtype", "int3"], "tf32"),
     ],
 )
-def test_a_word_like_no_other_is_told_what_there_is(
-    desk: Desk, words: list[str], known: str
-) -> None:
-    said = desk(*words)
-    one_line(said, 2, "one of:", known)
-    assert "perhaps" not in said.err
+def test_unknown_name_lists_the_choices(desk: Desk, words: list[str], known: str) -> None:
+    output = desk(*words)
+    one_line(output, 2, "one of:", known)
+    assert "perhaps" not in output.err
 
 
-def test_run_offers_no_study_that_it_refuses(desk: Desk) -> None:
+def test_run_suggests_no_study_that_it_refuses(desk: Desk) -> None:
     offered = desk("run", "nosuch").err.partition("one of: ")[2].rstrip(")\n").split(", ")
     assert "benchmark" in offered
     assert not {"inspect", "advise"} & set(offered)
@@ -255,7 +261,7 @@ def cut_after_a_page(path: Path) -> None:
     os.truncate(path, 4096)
 
 
-def another_programs(path: Path) -> None:
+def database_of_another_program(path: Path) -> None:
     import sqlite3
 
     path.unlink()
@@ -265,9 +271,9 @@ def another_programs(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [not_a_database, cut_within_a_page, cut_after_a_page, another_programs]
+    "spoil", [not_a_database, cut_within_a_page, cut_after_a_page, database_of_another_program]
 )
-def test_a_store_that_is_none(desk: Desk, spoil: Callable[[Path], None]) -> None:
+def test_invalid_store(desk: Desk, spoil: Callable[[Path], None]) -> None:
     spoil(desk.store)
     before = desk.store.read_bytes()
     file = desk.out / "more.jsonl"
@@ -277,9 +283,7 @@ def test_a_store_that_is_none(desk: Desk, spoil: Callable[[Path], None]) -> None
         assert desk.store.read_bytes() == before, command
 
 
-def test_a_file_where_the_folder_should_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_file_instead_of_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     records = tmp_path / "more.jsonl"
     write_records(run_of("more"), records)
@@ -291,7 +295,7 @@ def test_a_file_where_the_folder_should_be(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_read_only_folder_can_be_shown_but_not_added_to(
+def test_read_only_directory_can_be_shown_but_not_extended(
     public: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     desk = Desk(public, capsys)
@@ -310,7 +314,7 @@ def test_a_read_only_folder_can_be_shown_but_not_added_to(
     assert {path.name: path.read_bytes() for path in public.iterdir()} == before
 
 
-def test_a_folder_that_may_not_be_entered(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_without_permission(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
     desk = Desk(public / "locked", capsys)
     fill(desk.store, {"base": run_of("base")})
     assert desk("show").code == 0
@@ -321,32 +325,32 @@ def test_a_folder_that_may_not_be_entered(public: Path, capsys: pytest.CaptureFi
     desk.out.chmod(0o700)
 
 
-def test_a_disk_that_fills_up_keeps_what_was_measured(
+def test_full_disk_preserves_finished_measurements(
     cli: CommandLine, mount_tmpfs: MountTmpfs
 ) -> None:
     cli.out = mount_tmpfs("size=512k")
     cli.environment["STEPSCOPE_OUT"] = str(cli.out)
     (cli.out / "ballast").write_bytes(bytes(340 << 10))
     words = ("run", "planted", "--times", "60", "--device", "cpu", "--no-report", "--resume")
-    said = ended(cli(*words))
-    assert (said.code, said.out) == (1, "")
-    assert said.err.splitlines()[-1].startswith("stepscope: the disk of ")
-    assert "the stored records are safe" in said.err
-    assert "Traceback" not in said.err
-    announced = said.err.count("] planted ok-")
+    output = ended(cli(*words))
+    assert (output.code, output.out) == (1, "")
+    assert output.err.splitlines()[-1].startswith("stepscope: the disk of ")
+    assert "the stored records are safe" in output.err
+    assert "Traceback" not in output.err
+    announced = output.err.count("] planted ok-")
     first = cli.records()
     assert len(first) == announced > 3
     assert cli.left_behind() == []
 
     (cli.out / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,size=64m", str(cli.out)], check=True)
-    said = ended(cli(*words))
-    assert said.code == 0, said.err
+    output = ended(cli(*words))
+    assert output.code == 0, output.err
     assert cli.records()[: len(first)] == first
     assert len(cli.records()) == 60
 
 
-def test_a_full_disk_keeps_the_report_that_is_there(
+def test_full_disk_preserves_the_existing_report(
     desk: Desk, mount_tmpfs: MountTmpfs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = mount_tmpfs("size=128k")
@@ -357,8 +361,11 @@ def test_a_full_disk_keeps_the_report_that_is_there(
         (disk / "ballast").write_bytes(bytes(1 << 20))
     full = Desk(disk, capsys)
     one_line(full("report", str(records)), 1, "cannot write", "No space left")
-    one_line(full("export", str(records), "--format", "markdown", "--to", str(disk / "t.md")), 1,
-             "cannot write")  # fmt: skip
+    one_line(
+        full("export", str(records), "--format", "markdown", "--to", str(disk / "t.md")),
+        1,
+        "cannot write",
+    )
     one_line(full("export", str(records)), 1, "is full")
     assert (disk / "report.html").read_text() == "the old page"
     assert sorted(os.listdir(disk)) == ["ballast", "report.html"]
@@ -369,19 +376,26 @@ def test_output_that_cannot_be_written(cli: CommandLine) -> None:
     for words in (("--help",), ("list", "presets")):
         with Path("/dev/full").open("w") as full:
             done = subprocess.run(
-                cli.command(words), env=cli.environment, stdout=full,
-                stderr=subprocess.PIPE, text=True, check=False,
-            )  # fmt: skip
+                cli.command(words),
+                env=cli.environment,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
         one_line(Said(done.returncode, "", done.stderr), 1, "No space left")
 
 
 @pytest.mark.skipif(shutil.which("sh") is None, reason="needs a shell")
-def test_a_reader_that_leaves_early_is_no_failure(cli: CommandLine) -> None:
+def test_closed_pipe_is_not_a_failure(cli: CommandLine) -> None:
     for words in ("--help", "list sizes", "list sizes --json"):
         python = " ".join(cli.command(()))
         done = subprocess.run(
             ["sh", "-c", f"({python} {words}; echo $? >&2) | true"],
-            env=cli.environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        # rich leaves with 1 when it notices; what counts is that nobody complains.
+            env=cli.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        # rich exits with 1 when it notices; no error must be printed.
         assert done.stderr in ("0\n", "1\n"), words

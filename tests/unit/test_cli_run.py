@@ -1,4 +1,4 @@
-"""`stepscope run` for real: its lines, its exit codes, and what an interrupt leaves."""
+"""`stepscope run` end to end: output, exit codes, and interrupts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
 
 @pytest.fixture
 def cli(tmp_path: Path) -> CommandLine:
-    made = CommandLine(tmp_path)
-    made.know_ceilings()
-    return made
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    return command
 
 
 def interrupt(
     cli: CommandLine, words: list[str], how: signal.Signals, after: int
 ) -> tuple[int, str]:
-    """Start a run and send the signal once so many cases are announced; exit code and lines."""
+    """Start a run, send the signal once so many cases are announced; return exit code and lines."""
     process = cli.start(*words)
     assert process.stderr is not None
     lines: list[str] = []
@@ -46,7 +46,7 @@ def interrupt(
     return code, "".join(lines)
 
 
-def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> None:
+def test_run_prints_one_line_of_json_and_stores_everything(cli: CommandLine) -> None:
     done = cli("run", "planted", "--does", "ok", "raise", "skip", "--device", "cpu", "--json")
     assert done.returncode == 1
     assert done.stdout.count("\n") == 1
@@ -58,11 +58,23 @@ def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> N
     for page in (facts["report"], facts["markdown"]):
         assert all(record.case in Path(page).read_text() for record in records)
     lines = done.stderr.splitlines()
-    assert lines[0] == f"run {facts['run']}: 3 cases, 0 done before"
+    assert lines[0] == f"run {facts['run']}: 3 cases, 0 already done"
     assert lines[2] == "[2/3] planted raise-0: error: RuntimeError: planted"
 
-    again = cli("run", "planted", "--does", "ok", "raise", "skip", "--device", "cpu",
-                "--json", "--resume", "--retry", "--no-report")  # fmt: skip
+    again = cli(
+        "run",
+        "planted",
+        "--does",
+        "ok",
+        "raise",
+        "skip",
+        "--device",
+        "cpu",
+        "--json",
+        "--resume",
+        "--retry",
+        "--no-report",
+    )
     assert json.loads(again.stdout)["run"] == facts["run"]
     assert ANNOUNCED.findall(again.stderr) == ["raise-0"]
     assert "report" not in json.loads(again.stdout)
@@ -71,7 +83,7 @@ def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> N
     assert [(r.case, r.attempt) for r in attempts[3:]] == [("raise-0", 2)]
 
 
-def test_a_run_in_which_nothing_succeeds_leaves_the_report_that_is_there(cli: CommandLine) -> None:
+def test_run_without_success_preserves_the_existing_report(cli: CommandLine) -> None:
     cli.out.mkdir()
     page = cli.out / "report.html"
     page.write_text("the old page")
@@ -81,31 +93,49 @@ def test_a_run_in_which_nothing_succeeds_leaves_the_report_that_is_there(cli: Co
     assert page.read_text() == "the old page"
 
 
-def test_a_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine) -> None:
-    done = cli("run", "benchmark", "--size", "tiny", "--context", "8", "--batch", "1",
-               "--steps", "3", "--min-seconds", "0", "--vocab", "9", "--device", "cpu")  # fmt: skip
+def test_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine) -> None:
+    done = cli(
+        "run",
+        "benchmark",
+        "--size",
+        "tiny",
+        "--context",
+        "8",
+        "--batch",
+        "1",
+        "--steps",
+        "3",
+        "--min-seconds",
+        "0",
+        "--vocab",
+        "9",
+        "--device",
+        "cpu",
+    )
     assert done.returncode == 0, done.stderr
     assert "One training step" in done.stdout
     assert str(cli.out / "report.html") in done.stdout
     assert {r.config["mode"] for r in cli.records()} == {
-        "forward", "forward-backward", "train-step",
-    }  # fmt: skip
+        "forward",
+        "forward-backward",
+        "train-step",
+    }
     assert all(r.config["overrides"] == {"vocab": 9} for r in cli.records())
 
 
-def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(cli: CommandLine) -> None:
+def test_interrupt_saves_finished_cases_and_prints_how_to_resume(cli: CommandLine) -> None:
     words = ["run", "planted", "--times", "8", "--seconds", "0.1", "--device", "cpu", "--no-report"]
     for how, before in ((signal.SIGINT, 0), (signal.SIGTERM, 2)):
-        code, said = interrupt(cli, words, how, after=2)
+        code, output = interrupt(cli, words, how, after=2)
         assert code == 130
-        assert "Traceback" not in said
-        announced = set(ANNOUNCED.findall(said))
-        kept = [record.case for record in cli.records()]
-        assert len(kept) == len(set(kept)) >= before + 2
-        assert announced <= set(kept)
-        assert re.search(rf"interrupted: {len(kept)} of 8 cases are kept in run", said)
+        assert "Traceback" not in output
+        announced = set(ANNOUNCED.findall(output))
+        saved = [record.case for record in cli.records()]
+        assert len(saved) == len(set(saved)) >= before + 2
+        assert announced <= set(saved)
+        assert re.search(rf"interrupted: {len(saved)} of 8 cases are saved in run", output)
         assert cli.left_behind() == []
-        (command,) = re.findall(r"go on with: stepscope (.*)", said)
+        (command,) = re.findall(r"resume with: stepscope (.*)", output)
         words = shlex.split(command)
         assert words[-1] == "--resume"
 
@@ -122,8 +152,8 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(cli: CommandLine)
     assert len(cli.records(all_attempts=True)) == 8
 
 
-def test_an_interrupt_within_the_making_of_a_class_has_our_exit_code(tmp_path: Path) -> None:
-    """`python -m` alone looks at what Python remembers of it."""
+def test_interrupt_inside_dataclass_creation_has_exit_code_130(tmp_path: Path) -> None:
+    """Only `python -m` checks whether CPython marked the interrupt as unhandled."""
     module = tmp_path / "stopped.py"
     module.write_text(
         textwrap.dedent("""
@@ -144,30 +174,41 @@ def test_an_interrupt_within_the_making_of_a_class_has_our_exit_code(tmp_path: P
     assert (done.returncode, done.stderr) == (130, "stepscope: interrupted\n")
 
 
-def test_an_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> None:
+def test_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> None:
     words = ["run", "planted", "--does", "ok", "hang", "--device", "cpu", "--no-report"]
-    code, said = interrupt(cli, words, signal.SIGINT, after=1)
+    code, output = interrupt(cli, words, signal.SIGINT, after=1)
     assert code == 130
-    assert "interrupted: 1 of 2 cases are kept" in said
+    assert "interrupted: 1 of 2 cases are saved" in output
     assert cli.left_behind() == []
 
 
-def test_an_interrupt_before_the_first_case_leaves_nothing(cli: CommandLine) -> None:
+def test_interrupt_before_the_first_case_leaves_no_records(cli: CommandLine) -> None:
     process = cli.start("run", "planted", "--device", "cpu")
     deadline = time.monotonic() + 60
     while len(cli.processes()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=400)
+    _, output = process.communicate(timeout=400)
     assert process.returncode == 130
-    assert "interrupted" in said
-    assert "Traceback" not in said
+    assert "interrupted" in output
+    assert "Traceback" not in output
     assert cli.left_behind() == []
 
 
-def test_two_runs_at_once_do_not_work_on_the_same_one(cli: CommandLine) -> None:
-    words = ("run", "planted", "--times", "2", "--does", "ok", "hang", "--device", "cpu",
-             "--no-report", "--resume")  # fmt: skip
+def test_two_concurrent_runs_do_not_share_a_run(cli: CommandLine) -> None:
+    words = (
+        "run",
+        "planted",
+        "--times",
+        "2",
+        "--does",
+        "ok",
+        "hang",
+        "--device",
+        "cpu",
+        "--no-report",
+        "--resume",
+    )
     first = cli.start(*words)
     assert first.stderr is not None
     try:

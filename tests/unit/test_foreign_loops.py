@@ -1,4 +1,4 @@
-"""Training loops as other people write them: closures, updates within the backward or by hand."""
+"""Various training loops: closures, optimizer-in-backward, manual updates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def flops_by_phase(found: Watched) -> dict[str, set[str]]:
-    """The operators with a matrix product in them, by the phase that they were found in."""
-    assert found.summary is not None
+def flops_by_phase(watched: Watched) -> dict[str, set[str]]:
+    """Return the operators with a matmul, by phase."""
+    assert watched.summary is not None
     phases: dict[str, set[str]] = {}
-    for use in found.summary.uses:
+    for use in watched.summary.uses:
         phases.setdefault(use.phase, set()).add(use.kernel)
     return phases
 
@@ -61,29 +61,29 @@ def closing_step(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[]
     return model, step
 
 
-def test_a_closures_forward_and_backward_are_not_the_optimizer(
+def test_forward_and_backward_of_a_closure_are_not_optimizer_time(
     tmp_path: Path, closing_step: tuple[nn.Module, Callable[[], None]]
 ) -> None:
     _, step = closing_step
     with watching(tmp_path):
         for _ in range(STEPS):
             step()
-    found = only(tmp_path)
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::mm" in phases["backward"]
     assert not {"aten::addmm", "aten::mm"} & phases["optimizer"]
-    assert found.account is not None
-    kept = {
+    assert result.account is not None
+    saved = {
         peak.phase: [line for line in peak.lines if line.startswith(SAVED)]
-        for peak in found.account.phases
+        for peak in result.account.phases
     }
-    assert kept.keys() == {"forward", "backward", "optimizer"}
-    assert kept["backward"]
-    assert not kept["optimizer"]
+    assert saved.keys() == {"forward", "backward", "optimizer"}
+    assert saved["backward"]
+    assert not saved["optimizer"]
 
 
-def test_a_scope_sees_a_closure_too() -> None:
+def test_scope_supports_closures() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scope = stepscope.Scope(model, optimizer, warmup=1, timed=2, traced=1)
@@ -96,7 +96,7 @@ def test_a_scope_sees_a_closure_too() -> None:
 
 
 class Container(nn.Module):
-    """Trained by a method of its own, as a module of Lightning is: nobody calls the whole."""
+    """Trained by its own method, like a Lightning module: the module itself is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Container(nn.Module):
         return nn.functional.cross_entropy(self.scale(self.net(x)), y)
 
 
-def test_parts_that_the_program_calls_itself_are_its_forward(tmp_path: Path) -> None:
+def test_submodules_called_by_the_program_are_its_forward(tmp_path: Path) -> None:
     model = Container()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -120,11 +120,11 @@ def test_parts_that_the_program_calls_itself_are_its_forward(tmp_path: Path) -> 
         for _ in range(STEPS):
             optimizer.step(closure)  # type: ignore[arg-type]
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.setting is not None
-    assert found.setting.models == ("Container",)
-    assert found.micro_batches == 2
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    assert result.setting is not None
+    assert result.setting.models == ("Container",)
+    assert result.micro_batches == 2
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::normal_" in phases["outside"]
     assert not {"aten::addmm", "aten::mm", "aten::normal_"} & phases["optimizer"]
@@ -142,24 +142,24 @@ def in_backward(model: nn.Module) -> Callable[[], None]:
     return lambda: loss_of(model).backward()
 
 
-def test_optimizers_that_step_within_the_backward_are_recorded(tmp_path: Path) -> None:
+def test_optimizer_in_backward_is_recorded(tmp_path: Path) -> None:
     model = Network()
     step = in_backward(model)
     with watching(tmp_path):
         for _ in range(STEPS):
             step()
-    found = only(tmp_path)
-    assert "recording_failed" not in found.record.notes
-    assert found.record.quantity("flops") == network_flops(8)
-    assert found.micro_batches == 1
-    phases = flops_by_phase(found)
+    result = only(tmp_path)
+    assert "recording_failed" not in result.record.notes
+    assert result.record.quantity("flops") == network_flops(8)
+    assert result.micro_batches == 1
+    phases = flops_by_phase(result)
     assert "aten::addmm" in phases["forward"]
     assert "aten::mm" in phases["backward"]
     assert "aten::addcdiv_" in phases["optimizer"]
-    assert found.account is not None
-    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
-    assert found.setting is not None
-    assert len(found.setting.optimizers) == len(list(model.parameters()))
+    assert result.account is not None
+    assert [peak.phase for peak in result.account.phases] == ["forward", "backward", "optimizer"]
+    assert result.setting is not None
+    assert len(result.setting.optimizers) == len(list(model.parameters()))
 
 
 def subtract(model: nn.Module) -> None:
@@ -179,7 +179,7 @@ def through_data(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("update", [subtract, through_data])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_updates_by_hand_end_a_step(
+def test_manual_updates_end_a_step(
     tmp_path: Path, update: Callable[[nn.Module], None], micro_batches: int
 ) -> None:
     model = Network()
@@ -188,16 +188,16 @@ def test_updates_by_hand_end_a_step(
             for _ in range(micro_batches):
                 loss_of(model).backward()
             update(model)
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == micro_batches * network_flops(8)
-    assert found.micro_batches == micro_batches
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == micro_batches * network_flops(8)
+    assert result.micro_batches == micro_batches
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert found.record.quantity("parameters") == parameters
-    assert found.setting is not None
-    assert (found.setting.models, found.setting.optimizers) == (("Network",), ())
+    assert result.record.quantity("parameters") == parameters
+    assert result.setting is not None
+    assert (result.setting.models, result.setting.optimizers) == (("Network",), ())
 
 
-def test_updates_by_hand_from_torch_autograd_grad_end_a_step(tmp_path: Path) -> None:
+def test_manual_updates_with_torch_autograd_grad_end_a_step(tmp_path: Path) -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with watching(tmp_path):
         for _ in range(STEPS + 2):
@@ -206,13 +206,13 @@ def test_updates_by_hand_from_torch_autograd_grad_end_a_step(tmp_path: Path) -> 
             )
             with torch.no_grad():
                 weight -= 0.01 * gradient
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == 2 * 2 * 8 * WIDTH * WIDTH
-    assert found.summary is not None
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == 2 * 2 * 8 * WIDTH * WIDTH
+    assert result.summary is not None
 
 
-def test_gradients_written_between_micro_batches_are_no_steps(tmp_path: Path) -> None:
-    """As with clipping per sample: the first optimizer step shows what the step is."""
+def test_gradients_written_between_micro_batches_do_not_end_a_step(tmp_path: Path) -> None:
+    """As in per-sample clipping: the first optimizer step defines the step."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with watching(tmp_path):
@@ -222,13 +222,13 @@ def test_gradients_written_between_micro_batches_are_no_steps(tmp_path: Path) ->
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.record.quantity("flops") == 8 * network_flops(8)
-    assert found.micro_batches == 8
+    result = only(tmp_path)
+    assert result.record.quantity("flops") == 8 * network_flops(8)
+    assert result.micro_batches == 8
     assert read_progress(tmp_path).optimizer_steps == 12
 
 
-def test_torch_has_its_own_functions_back_afterwards(tmp_path: Path) -> None:
+def test_patched_torch_functions_are_restored(tmp_path: Path) -> None:
     plain = torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward
     with watching(tmp_path):
         assert torch.autograd.backward is not plain[0]
@@ -242,7 +242,7 @@ def few_operators(monkeypatch: pytest.MonkeyPatch) -> int:
     return most
 
 
-def test_a_step_of_too_many_operators_is_timed_alone(tmp_path: Path, few_operators: int) -> None:
+def test_step_with_too_many_operators_is_only_timed(tmp_path: Path, few_operators: int) -> None:
     model = Network()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20)
     seen: list[int] = []
@@ -257,21 +257,21 @@ def test_a_step_of_too_many_operators_is_timed_alone(tmp_path: Path, few_operato
     with watching(tmp_path):
         for _ in range(STEPS):
             optimizer.step(closure)
-    # The instruments are gone before the step that they would slow down has ended.
-    counted = [place for place, depth in enumerate(seen) if depth]
+    # The hooks are removed before the end of the step that they would slow down.
+    counted = [index for index, depth in enumerate(seen) if depth]
     assert 0 < len(counted) <= 3
-    found = only(tmp_path)
-    assert len(found.record.find("step").values) == 5  # type: ignore[union-attr]
-    notes = found.record.notes
+    result = only(tmp_path)
+    assert len(result.record.find("step").values) == 5  # type: ignore[union-attr]
+    notes = result.record.notes
     assert f"more than {few_operators} operators" in notes["memory_missing"]
     assert f"more than {few_operators} operators" in notes["trace_missing"]
     assert "cut_short" not in notes
-    assert found.missing == notes["trace_missing"]
+    assert result.missing == notes["trace_missing"]
     assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_fewer_steps_are_traced_of_many_operators(
+def test_fewer_steps_with_many_operators_are_traced(
     monkeypatch: pytest.MonkeyPatch, memory: bool
 ) -> None:
     monkeypatch.setattr(counting, "most_operators", lambda _: 250)
@@ -290,6 +290,6 @@ def test_fewer_steps_are_traced_of_many_operators(
     assert record.notes["traced_fewer"].startswith(f"{len(summary.steps)} and not 9")
 
 
-def test_what_may_be_recorded_grows_with_the_programs_own_time() -> None:
+def test_operator_limit_grows_with_the_programs_own_time() -> None:
     assert stages.most_operators(0.0) == stages.most_operators(10.0) == stages.MOST_OPERATORS
     assert stages.most_operators(360.0) == 10 * stages.MOST_OPERATORS

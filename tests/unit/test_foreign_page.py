@@ -70,7 +70,7 @@ def test_page_counts_predictions_within_a_third_and_inside_their_range(tmp_path:
     from foreign_page import foreign_pages
 
     later = trial(code="compile", verified_ms=25.0)
-    no_effect = trial(code="tf32", without_effect="nothing of the script was changed by it")
+    no_effect = trial(code="tf32", without_effect="it had no effect on the script")
     lines = [
         line(tried=[no_effect, trial(), later]),  # within a third, outside its range
         line("hf_vit", tried=[trial(verified_ms=17.0, range_ms=[15.0, 35.0])]),  # only in range

@@ -1,4 +1,4 @@
-"""`stepscope inspect`: the page of a script that never notices, and ends as it would alone."""
+"""`stepscope inspect`: a page about a script, whose output and exit status do not change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_script_has_its_page_and_its_own_output_and_exit_code(
+def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING)
@@ -59,28 +59,28 @@ def test_a_script_has_its_page_and_its_own_output_and_exit_code(
     assert done.stdout == "False __main__ ['14'] True\n"
     page = command.out / "train.html"
     warning = banner(read_records(page.with_suffix(".jsonl")))
-    said = done.stderr.splitlines()
-    # Other tests have the cores, or they do not.
-    assert (f"stepscope: {warning}" in said) == bool(warning)
-    *rest, short, last = (line for line in said if line != f"stepscope: {warning}")
+    output = done.stderr.splitlines()
+    # Other tests may or may not use the cores.
+    assert (f"stepscope: {warning}" in output) == bool(warning)
+    *rest, short, last = (line for line in output if line != f"stepscope: {warning}")
     assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
-    # On a busy machine traced steps may take another time than the timed ones.
-    told = r"stepscope: a step takes [\d.]+ \ws( \(the traced ones .*\))?, peak memory [\d.]+ \w*B"
-    assert re.fullmatch(told, short)
+    # On a busy machine traced and timed steps may differ.
+    text = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"
+    assert re.fullmatch(text, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
     watched = Watched(record)
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
-    kept = page.with_name("train.rank-0.trace.json.gz")
-    told = command("trace", str(kept), "--json")
-    assert len(json.loads(told.stdout)["summary"]["steps"]) == 2
+    saved = page.with_name("train.rank-0.trace.json.gz")
+    text = command("trace", str(saved), "--json")
+    assert len(json.loads(text.stdout)["summary"]["steps"]) == 2
     shown = command("show", str(page.with_suffix(".jsonl")))
     assert "Parts of the model by time" in shown.stdout
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("source", "line"),
     [
         ("print('no torch here')", "ended without importing torch"),
         ("def f():\n    raise ValueError('planned')\nf()", "exit code 1 without importing torch"),
@@ -91,10 +91,10 @@ def test_a_script_has_its_page_and_its_own_output_and_exit_code(
         ("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "was ended by SIGTERM"),
     ],
 )
-def test_a_script_ends_as_it_does_alone(
-    command: CommandLine, script: Path, text: str, line: str
+def test_script_ends_as_without_inspect(
+    command: CommandLine, script: Path, source: str, line: str
 ) -> None:
-    script.write_text(text)
+    script.write_text(source)
     alone, watched = plain(script), command("inspect", str(script))
     assert watched.returncode == alone.returncode
     assert watched.stdout == alone.stdout
@@ -121,10 +121,8 @@ for _ in range(14):
 """
 
 
-def test_a_saved_activation_is_named_by_the_scripts_own_line(
-    command: CommandLine, script: Path
-) -> None:
-    # A folder of this name is the script's own, and not torch.
+def test_saved_activation_is_named_by_its_source_line(command: CommandLine, script: Path) -> None:
+    # A directory of this name belongs to the script, not to torch.
     script = script.parent / "torch" / "net.py"
     script.parent.mkdir()
     script.write_text(OWN_FILE)
@@ -154,7 +152,7 @@ raise SystemExit(5)
 """
 
 
-def test_a_recording_that_fails_without_words_says_what_and_where(
+def test_failed_recording_without_a_message_reports_type_and_location(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(NO_REASON)
@@ -172,10 +170,10 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     done = command("inspect", *words, str(script), "14")
     assert (done.returncode, done.stdout) == (7, "False __main__ ['14'] True\n")
     threads, line = done.stderr.splitlines()
-    told = json.loads(line)
+    text = json.loads(line)
     assert threads == "threads 1"
-    (record,) = read_records(Path(told["records"]))
-    assert told == {
+    (record,) = read_records(Path(text["records"]))
+    assert text == {
         "page": str((command.out / "train.html").resolve()),
         "records": str((command.out / "train.jsonl").resolve()),
         "step_ms": Watched(record).step_ms,
@@ -184,14 +182,14 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
         "reason": "",
         "exit_code": 7,
     }
-    assert Path(told["page"]).exists()
+    assert Path(text["page"]).exists()
     script.write_text("print('no torch here')")
     nothing = json.loads(command("inspect", "--json", str(script)).stderr)
     assert (nothing["page"], nothing["exit_code"]) == (None, 0)
     assert "without importing torch" in nothing["reason"]
 
 
-def test_a_module_leaves_the_page_of_a_script_of_its_name(
+def test_module_does_not_overwrite_the_page_of_a_script_of_the_same_name(
     command: CommandLine, script: Path
 ) -> None:
     package = script.parent / "pack"
@@ -209,7 +207,9 @@ def test_a_module_leaves_the_page_of_a_script_of_its_name(
     }
 
 
-def test_a_crash_in_the_warm_up_is_told_with_its_steps(command: CommandLine, script: Path) -> None:
+def test_crash_in_the_warm_up_is_reported_with_its_steps(
+    command: CommandLine, script: Path
+) -> None:
     script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
     done = command("inspect", str(script), "3")
     assert done.returncode == 1
@@ -219,19 +219,19 @@ def test_a_crash_in_the_warm_up_is_told_with_its_steps(command: CommandLine, scr
     assert "ended with exit code 1 after 3 optimizer steps, before any was recorded" in last
 
 
-def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
+def test_crash_during_the_recording_is_reported_with_partial_results(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
     done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "6")
     assert done.returncode == 1
-    why = "the program ended after 6 of the 12 steps that it takes; it ended with exit code 1"
-    said = done.stderr.splitlines()[-2]
-    assert said == f"stepscope: not all of it was recorded: {why}"
+    why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
+    output = done.stderr.splitlines()[-2]
+    assert output == f"stepscope: the recording is incomplete: {why}"
     assert why in (command.out / "train.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_the_script_starts(
+def test_page_that_cannot_be_written_is_refused_before_the_script_starts(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text("print('started')")
@@ -243,19 +243,21 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_script_starts(
         assert "--page" in line
 
 
-def test_where_the_page_is_lost_the_records_are_named(command: CommandLine, script: Path) -> None:
+def test_records_are_named_if_the_page_cannot_be_written(
+    command: CommandLine, script: Path
+) -> None:
     page = command.out / "train.html"
     script.write_text(f"import os\nos.mkdir({str(page)!r})\n{TRAINING}")
     done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "14")
     assert done.returncode == 7
-    said = done.stderr.splitlines()[-1]
-    assert f"cannot write {page}" in said
+    output = done.stderr.splitlines()[-1]
+    assert f"cannot write {page}" in output
     records = page.with_suffix(".jsonl").resolve()
-    assert said.endswith(f"the records are in {records}")
+    assert output.endswith(f"the records are in {records}")
     assert len(read_records(records)) == 1
 
 
-def test_steps_that_change_while_they_are_recorded_are_told(
+def test_steps_that_change_during_the_recording_are_reported(
     command: CommandLine, script: Path
 ) -> None:
     slow = "    import time; time.sleep(0.2 if _ < 8 else 0.0)\n"
@@ -263,10 +265,10 @@ def test_steps_that_change_while_they_are_recorded_are_told(
     words = ("--no-memory", "--warmup", "1", "--timed", "5", "--traced", "2", str(script), "14")
     done = command("inspect", *words)
     (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]
-    assert "others than the timed)" in short
+    assert "so they differ from the timed steps)" in short
 
 
-def test_an_interrupt_reaches_the_script_and_ends_us_alike(
+def test_interrupt_reaches_the_script_and_ends_inspect_the_same_way(
     command: CommandLine, script: Path, tmp_path: Path
 ) -> None:
     ready = tmp_path / "ready"
@@ -287,7 +289,7 @@ def test_an_interrupt_reaches_the_script_and_ends_us_alike(
     assert command.left_behind() == []
 
 
-def test_a_module_runs_as_python_m_would(command: CommandLine, script: Path) -> None:
+def test_module_runs_as_with_python_m(command: CommandLine, script: Path) -> None:
     script.write_text("import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
     command.environment["PYTHONPATH"] += f":{script.parent}"
     done = command("inspect", "-m", "train", "-x")
@@ -295,24 +297,24 @@ def test_a_module_runs_as_python_m_would(command: CommandLine, script: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
-        ((), "there is no script to inspect"),
+        ((), "no script is given"),
         (("missing.py",), "there is no script missing.py"),
-        (("--timed", "0", __file__), "make no recording"),
-        (("--traced", "-1", __file__), "make no recording"),
+        (("--timed", "0", __file__), "at least one step must be timed"),
+        (("--traced", "-1", __file__), "at least one step must be timed"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.cli import main
 
     assert main(["inspect", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_run_says_where_its_records_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_names_the_command_that_records_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     from stepscope.cli import main
 
     assert main(["run", "inspect"]) == 2

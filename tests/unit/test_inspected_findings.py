@@ -1,4 +1,4 @@
-"""What is said of a watched program, from records made by hand."""
+"""Findings about an observed program, from synthetic records."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from stepscope.studies.program.view import headline_table
 from study_records import memory_record
 
 
-def with_summary(made: Record, **changes: object) -> Record:
-    summary = msgspec.structs.replace(made.required("profile", Summary), **changes)
-    return attached(made, profile=summary)
+def with_summary(record: Record, **changes: object) -> Record:
+    summary = msgspec.structs.replace(record.required("profile", Summary), **changes)
+    return attached(record, profile=summary)
 
 
-def test_ranks_that_take_turns_are_not_blamed() -> None:
-    def found(code: str, *starts: list[list[int]]) -> Finding:
+def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
+    def finding(code: str, *starts: list[list[int]]) -> Finding:
         records = [
             attached(inspected_record(rank, len(starts), id=f"rank{rank}"), collectives=times)
             for rank, times in enumerate(starts)
@@ -40,68 +40,79 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
         return one
 
     ms = 1_000_000
-    turns = found("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
-    assert turns.text == (
-        "The ranks take turns in being late, and the others wait for whoever it is: last to come"
-        " to 3 collectives was rank 0 for 2, rank 1 for 1."
+    alternating = finding("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
+    assert alternating.text == (
+        "Different ranks are late at different collectives, and the others wait for them. Of 3"
+        " collectives, the last to arrive was rank 0 for 2, rank 1 for 1."
     )
-    slow = found("inspect.slowest-rank", [[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]])
+    slow = finding("inspect.slowest-rank", [[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]])
     assert slow.values["slowest"] == 1
-    assert slow.text.startswith("Rank 1 is the slowest: it comes to a collective 1")
-    several = found("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])
+    assert slow.text.startswith("Rank 1 is the slowest: on average it arrives at a collective 1")
+    several = finding("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])
     assert several.values == {
-        "ranks": 3, "slowest": None,
-        "rank0_late_ms": 0.0, "rank1_late_ms": 6.0, "rank2_late_ms": 10.0,
-    }  # fmt: skip
+        "ranks": 3,
+        "slowest": None,
+        "rank0_late_ms": 0.0,
+        "rank1_late_ms": 6.0,
+        "rank2_late_ms": 10.0,
+    }
     assert several.text == (
-        "Several ranks are late to the collectives, in the mean after the first one:"
+        "Several ranks are late at collectives, on average after the first one:"
         " rank 2 10.0 ms, rank 1 6.00 ms."
     )
-    alike = found("inspect.ranks-alike", [[0], [20 * ms]], [[10], [20 * ms]])
-    assert alike.text == "The 2 ranks are alike: none holds the others up."
+    alike = finding("inspect.ranks-alike", [[0], [20 * ms]], [[10], [20 * ms]])
+    assert alike.text == "The 2 ranks are equally fast: none delays the others."
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "expected"),
     [
-        (0.8, ("Under the profiler it takes 25.0 % more.",
-               "A traced step takes 1.00 ms (800 µs without the profiler): the device works")),
-        (1.01, ("half lie between", "A step takes 1.00 ms: the device works")),
-        (1.25, ("Under the profiler it takes 20.0 % less: what the script does",
-                "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works")),
+        (
+            0.8,
+            (
+                "Under the profiler it takes 25.0 % more.",
+                "A traced step takes 1.00 ms (800 µs without the profiler): the device works",
+            ),
+        ),
+        (1.01, ("half of which are between", "A step takes 1.00 ms: the device works")),
+        (
+            1.25,
+            (
+                "Under the profiler it takes 20.0 % less: the script's work",
+                "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works",
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[str, ...]) -> None:
+)
+def test_traced_and_timed_steps_are_distinguished(step: float, expected: tuple[str, ...]) -> None:
     (ranks,) = programs([inspected_record(step=step)])
-    found = inspected_findings(ranks)
-    text = " ".join(one.sentence for one in found)
-    assert all(part in text for part in said), text
+    result = inspected_findings(ranks)
+    text = " ".join(one.sentence for one in result)
+    assert all(part in text for part in expected), text
     assert ("Under the profiler" in text) is (step != 1.01)
-    values = coded(found, "inspect.step").values
+    values = coded(result, "inspect.step").values
     assert values["traced_more"] == pytest.approx(1 / step - 1, abs=1e-6)
 
 
 @pytest.mark.parametrize(("device", "things"), [("cpu", "operators"), ("cuda", "kernels")])
-def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
-    device: str, things: str
-) -> None:
+def test_kernels_or_operators_are_counted_in_integers(device: str, things: str) -> None:
     where = environment(device_kind=device)
-    made = with_summary(inspected_record(environment=where), launches=367.7)
-    (ranks,) = programs([made])
+    record = with_summary(inspected_record(environment=where), launches=367.7)
+    (ranks,) = programs([record])
     texts = [one.text for one in inspected_findings(ranks)]
     assert any(f"in 368 {things}" in text for text in texts), texts
-    table = headline_table([made])
+    table = headline_table([record])
     titles = [column.title for column in table.columns]
     assert table.rows[0][titles.index(things)] == 368
 
 
-def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
+def test_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     lines = {PARAMETERS: 1 << 20, f"{SAVED}1 BatchNorm2d, batch_norm": 1 << 30}
     ledger = memory_record(lines=lines).attachments["ledger"]
     (ranks,) = programs([attached(inspected_record(), ledger=ledger)])
-    found = coded(inspected_findings(ranks), "inspect.memory")
-    assert "the line “1 BatchNorm2d, batch_norm” has the most" in found.text
-    assert not found.timed
+    result = coded(inspected_findings(ranks), "inspect.memory")
+    assert "saved for backward is “1 BatchNorm2d, batch_norm”" in result.text
+    assert not result.timed
 
 
 def watched_with(**changes: object) -> Watched:
@@ -112,18 +123,22 @@ def watched_with(**changes: object) -> Watched:
     lines=st.lists(
         st.tuples(
             st.sampled_from(("forward", "backward", "idle")),
-            st.sampled_from(("matmul", "softmax", "host", "other")), st.floats(0, 1),
+            st.sampled_from(("matmul", "softmax", "host", "other")),
+            st.floats(0, 1),
         ),
-        min_size=1, max_size=8,
+        min_size=1,
+        max_size=8,
     ),
     residual=st.floats(-1, 1),
-)  # fmt: skip
-def test_shares_of_what_runs_are_shares_of_one_total(
+)
+def test_shares_of_kernels_have_one_total(
     lines: list[tuple[str, str, float]], residual: float
 ) -> None:
-    """Also where a ledger does not close."""
-    made = tuple(Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual)))
-    lead = watched_with(lines=made)
+    """Holds even if a ledger does not add up."""
+    ledger_lines = tuple(
+        Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
+    )
+    lead = watched_with(lines=ledger_lines)
     texts = [one.text for one in inspected_findings([lead])]
     for text in texts:
         if text.startswith("Share of the time of all"):
@@ -132,55 +147,55 @@ def test_shares_of_what_runs_are_shares_of_one_total(
 
 
 @pytest.mark.parametrize(
-    ("counted", "said"),
+    ("counted", "expected"),
     [(17 / 3, " in 5.7 calls on average, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
 )
-def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
+def test_mean_number_of_calls_is_called_a_mean(counted: float, expected: str) -> None:
     summary = inspected_record().required("profile", Summary)
     (first, *_) = summary.kernels
     row = msgspec.structs.replace(first, ms=100.0, count=counted)
     lead = watched_with(kernels=(row,), steps=(1.0, 1.0, 1.0))
     (text,) = [one.text for one in inspected_findings([lead]) if "takes the most time" in one.text]
-    assert said in text
+    assert expected in text
 
 
-def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
-    made = inspected_record(step=1.0)
-    for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
+def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
+    record = inspected_record(step=1.0)
+    for issue, output in ((0.5, "takes 2 times that"), (2.0, "the host is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
-        series = (*made.series, issued)
-        lead = Watched(msgspec.structs.replace(made, series=series))
-        found = coded(inspected_findings([lead]), "inspect.issue")
-        assert found.values == {"issue_ms": issue, "step_ms": 1.0, "forward": issue}
-        assert said in found.text
+        series = (*record.series, issued)
+        lead = Watched(msgspec.structs.replace(record, series=series))
+        result = coded(inspected_findings([lead]), "inspect.issue")
+        assert result.values == {"issue_ms": issue, "step_ms": 1.0, "forward": issue}
+        assert output in result.text
 
 
-def test_loading_is_no_more_than_the_step() -> None:
-    made = inspected_record(step=1.0)
+def test_loading_time_is_at_most_the_step() -> None:
+    record = inspected_record(step=1.0)
     lead = Watched(
-        msgspec.structs.replace(made, series=(*made.series, times("loading", 1.4, "host")))
+        msgspec.structs.replace(record, series=(*record.series, times("loading", 1.4, "host")))
     )
     (text,) = [one.sentence for one in inspected_findings([lead]) if "DataLoader" in one.text]
     assert "100.0 %" in text
     assert "it may get slower" in text
 
 
-def test_a_rate_above_its_ceiling_says_why() -> None:
+def test_rate_above_its_ceiling_is_explained() -> None:
     quantities = (Quantity(name="flops", value=2e9, unit="FLOP"),)
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
-        made = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
-        found = coded(inspected_findings([Watched(made)]), "inspect.rate")
-        assert found.values["mfu"] == pytest.approx(2e12 / value)
-        assert ("measured too low" in found.text) is too_low
+        record = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
+        result = coded(inspected_findings([Watched(record)]), "inspect.rate")
+        assert result.values["mfu"] == pytest.approx(2e12 / value)
+        assert ("measured too low" in result.text) is too_low
 
 
-def test_a_trace_that_is_missing_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
-    made = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
+def test_missing_trace_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
+    record = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
     (tmp_path / "rank-0.trace.json").write_text("{")
     (tmp_path / "rank-1.trace.json.gz").write_bytes(b"")
     for name in ("rank-0.trace.json.gz", "rank-0.trace.json", "rank-1.trace.json.gz"):
-        noted = msgspec.structs.replace(made, notes={"trace": name})
+        noted = msgspec.structs.replace(record, notes={"trace": name})
         missing = with_profile(noted, tmp_path).notes["trace_missing"]
         assert str(tmp_path) not in missing
         assert "perhaps you meant" not in missing

@@ -1,4 +1,4 @@
-"""The host's time for each phase of a step."""
+"""Host issue time of each phase of a step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stepscope.advisor.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is a second after the one before."""
+    """Clock that advances by one second at each read."""
     seconds = count()
     monkeypatch.setattr(issue.time, "perf_counter", lambda: float(next(seconds)))
 
 
 @pytest.mark.usefixtures("ticking")
-def test_a_step_with_two_forwards_is_told_apart() -> None:
+def test_phases_of_a_step_with_two_forwards() -> None:
     idle: list[str] = []
     clock = IssueClock(lambda: idle.append("idle"))
     model = torch.nn.Linear(2, 2)
@@ -37,7 +37,7 @@ def test_a_step_with_two_forwards_is_told_apart() -> None:
             clock.turn(OPTIMIZER)
             clock.turn(OUTSIDE)
             clock.end()
-    # Between two looks at the clock lies the wait for the device, which is nobody's time.
+    # The wait for the device lies between two reads of the clock and counts for no phase.
     expected = {"outside": 4e3, "data": 0, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
     assert clock.steps == [expected] * 2
     assert len(idle) == 2 * 10
@@ -46,8 +46,8 @@ def test_a_step_with_two_forwards_is_told_apart() -> None:
     assert len(idle) == 2 * 10, "nothing is timed outside of a step"
 
 
-def test_a_loss_that_is_read_after_the_backward_waits_for_an_idle_device() -> None:
-    """Without that the wait for the device would be time to issue the backward."""
+def test_reading_the_loss_after_the_backward_waits_for_an_idle_device() -> None:
+    """Otherwise the wait for the device would count as issue time of the backward."""
     log: list[str] = []
     clock = IssueClock(lambda: log.append("idle"))
     model = torch.nn.Linear(2, 2)
@@ -66,7 +66,7 @@ def test_a_loss_that_is_read_after_the_backward_waits_for_an_idle_device() -> No
 
 
 @pytest.mark.usefixtures("ticking")
-def test_the_time_for_a_batch_is_told_apart() -> None:
+def test_loading_time_is_a_separate_phase() -> None:
     clock = IssueClock(lambda: None)
     model = torch.nn.Linear(2, 2)
     batches = iter(DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1))
@@ -86,7 +86,7 @@ def test_the_time_for_a_batch_is_told_apart() -> None:
     assert type(batches).__next__ is plain
 
 
-def test_a_thread_that_loads_ahead_is_not_the_loop() -> None:
+def test_prefetching_thread_is_not_counted() -> None:
     clock = IssueClock(lambda: None)
     model = torch.nn.Linear(2, 2)
     batches = iter(DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1))
@@ -102,7 +102,7 @@ def test_a_thread_that_loads_ahead_is_not_the_loop() -> None:
     assert clock.steps[0]["data"] == 0
 
 
-def test_a_model_that_is_compiled_in_place_has_no_hooks() -> None:
+def test_model_that_is_compiled_in_place_has_no_hooks() -> None:
     model = torch.nn.Linear(2, 2)
     model.compile()
     clock = IssueClock(lambda: None)

@@ -120,8 +120,8 @@ def test_the_bound_is_printed(
         observer.measuring_again(noisy)
         observer.case_finished(noisy)
     printed = " ".join(capsys.readouterr().err.split())
-    assert "waiting up to 30 s for other work to end: it uses 1.8 of 2 cores (--wait)" in printed
-    assert "benchmark a: the machine was busy; measuring it once more" in printed
+    assert "waiting up to 30 s (--wait): other processes use 1.8 of 2 cores" in printed
+    assert "benchmark a: the machine was busy; measuring it again" in printed
 
 
 def test_the_default_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

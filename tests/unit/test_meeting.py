@@ -1,4 +1,4 @@
-"""The folder of the ranks of one torchrun: private, random, and of nobody else."""
+"""Directory shared by the ranks of one torchrun: private and with a random name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     return meet(within_s=0.2)
 
 
-def test_ranks_meet_in_a_private_folder_that_nobody_can_foresee(
+def test_ranks_share_a_private_directory_with_a_random_name(
     led: Meeting, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = meet()
@@ -54,21 +54,19 @@ def test_ranks_meet_in_a_private_folder_that_nobody_can_foresee(
     assert not list((home / "cache" / "stepscope" / "meetings").iterdir())
 
 
-def test_one_rank_needs_nobody(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_needs_no_rendezvous(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found = meet()
-    assert (found.leads, found.alone, found.invitation) == (True, "", None)
+    result = meet()
+    assert (result.leads, result.alone, result.invitation) == (True, "", None)
     assert not (home / "cache").exists()
-    found.leave()
+    result.leave()
 
 
-def test_an_attempt_of_its_own_has_a_folder_of_its_own(
-    led: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_attempt_has_its_own_directory(led: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     second = follow(monkeypatch)
     assert second.folder != led.folder
-    assert "left no folder within 0.2 s" in second.alone
+    assert "created no directory within 0.2 s" in second.alone
     second.leave()
 
 
@@ -84,38 +82,41 @@ def open_to_others(folder: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"), [(plant_link, "is not a folder"), (open_to_others, "others can enter")]
+    ("plant", "expected"),
+    [(plant_link, "is not a directory"), (open_to_others, "other users can enter")],
 )
-@pytest.mark.parametrize("planted", ["the folder", "the place of the invitation"])
-def test_what_others_could_have_made_is_refused_and_the_program_runs_all_the_same(
+@pytest.mark.parametrize("planted", ["the directory", "the directory of the invitation"])
+def test_directory_open_to_others_is_refused_and_the_program_still_runs(
     led: Meeting,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     plant: object,
-    said: str,
+    expected: str,
     planted: str,
 ) -> None:
-    place = led.folder
-    if planted != "the folder":
-        place = home / "cache" / "stepscope" / "meetings"
+    directory = led.folder
+    if planted != "the directory":
+        directory = home / "cache" / "stepscope" / "meetings"
         led.leave()
-    plant(place, home)  # type: ignore[operator]
+    plant(directory, home)  # type: ignore[operator]
     second = follow(monkeypatch)
-    assert said in second.alone
-    assert second.folder.resolve() != place.resolve()
+    assert expected in second.alone
+    assert second.folder.resolve() != directory.resolve()
     assert second.folder.stat().st_uid == os.geteuid()
     second.leave()
     assert not second.folder.exists()
 
 
-def test_a_folder_of_another_user_is_refused(led: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_another_user_is_refused(
+    led: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.geteuid", lambda: led.folder.stat().st_uid + 1)
     second = follow(monkeypatch)
     assert "belongs to user" in second.alone
     second.leave()
 
 
-def test_each_of_several_machines_has_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_several_machines_has_its_own_page(monkeypatch: pytest.MonkeyPatch) -> None:
     from stepscope.cli.commands.inspect import _of_this_machine
 
     page = Path("out/train.html")
@@ -125,7 +126,7 @@ def test_each_of_several_machines_has_a_page_of_its_own(monkeypatch: pytest.Monk
     assert _of_this_machine(page) == Path("out/train.node-1.html")
 
 
-def test_work_in_the_background_yields_to_all_else_until_it_is_waited_for() -> None:
+def test_background_work_has_low_priority_until_it_is_waited_for() -> None:
     begun, seen = threading.Event(), []
 
     def work() -> str:
@@ -144,7 +145,7 @@ def test_work_in_the_background_yields_to_all_else_until_it_is_waited_for() -> N
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def test_an_error_in_the_background_is_raised_where_it_is_waited_for() -> None:
+def test_background_error_is_raised_by_result() -> None:
     def fails() -> None:
         raise OSError("planned")
 

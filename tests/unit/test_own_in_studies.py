@@ -224,7 +224,7 @@ def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[st
     assert main(["run", "levers", "--model", "a:b"]) == 2
     printed = capsys.readouterr().err
     assert "it measures single kernels" in printed
-    assert "these can: own, benchmark" in printed
+    assert "these studies do: own, benchmark" in printed
 
 
 @pytest.mark.timeout(180)

@@ -1,4 +1,4 @@
-"""The waterfall of a watched step: parts add up to the step, whatever they are."""
+"""Waterfall of an observed step: the parts always add up to the step."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
-    made = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
-    return msgspec.structs.replace(summary, lines=made)
+    new_lines = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    return msgspec.structs.replace(summary, lines=new_lines)
 
 
-def test_the_least_time_is_of_products_and_the_update() -> None:
+def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
     assert least_ms(Watched(watched())) == {
         "matmuls at the limit": pytest.approx(2.0),
-        "the update's bytes, once": pytest.approx(0.28),
+        "optimizer bytes, moved once": pytest.approx(0.28),
     }
     assert least_ms(Watched(watched(ceilings=()))) == {}
     assert least_ms(Watched(watched(flops=0))) == {}
@@ -50,21 +50,26 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     assert lead.summary is not None
     summary = with_lines(
         lead.summary,
-        ("forward", "matmul", 3.0), ("backward", "attention", 1.0), ("forward", "softmax", 0.5),
-        ("backward", "copy/cast", 0.25), ("optimizer", "elementwise", 1.0),
-        ("backward", "communication", 0.5), ("outside", "reduction", 0.125),
-        ("idle", "host launches late", 2.0), ("", "residual", 0.125),
-    )  # fmt: skip
-    least = {"products": 2.0, "update": 0.28}
+        ("forward", "matmul", 3.0),
+        ("backward", "attention", 1.0),
+        ("forward", "softmax", 0.5),
+        ("backward", "copy/cast", 0.25),
+        ("optimizer", "elementwise", 1.0),
+        ("backward", "communication", 0.5),
+        ("outside", "reduction", 0.125),
+        ("idle", "host launches late", 2.0),
+        ("", "residual", 0.125),
+    )
+    least = {"matmuls": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
-        "matmuls beyond that": pytest.approx(2.0),
-        "operations that move memory": 0.5,
+        "matmuls beyond the minimum": pytest.approx(2.0),
+        "memory-bound operations": 0.5,
         "copies and casts": 0.25,
-        "the optimizer beyond that": pytest.approx(0.72),
+        "optimizer beyond the minimum": pytest.approx(0.72),
         "exposed communication": 0.5,
         "outside of the model": 0.125,
         "idle: host launches late": 2.0,
-        "not explained": 0.125,
+        "unexplained": 0.125,
         "not in the traced steps": pytest.approx(1.5),
     }
 
@@ -73,7 +78,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     ("step_ms", "late", "waits", "matmuls"),
     [(8.0, 3.0, 1.0, 2.0), (6.0, 1.5, 0.5, 2.0), (3.0, 0.0, 0.0, 1.0)],
 )
-def test_what_the_profiler_adds_is_idle_time(
+def test_profiler_overhead_is_idle_time(
     step_ms: float, late: float, waits: float, matmuls: float
 ) -> None:
     assert SUMMARY is not None
@@ -81,8 +86,8 @@ def test_what_the_profiler_adds_is_idle_time(
     beyond = parts_of(with_lines(SUMMARY, *lines), {"matmuls": 2.0}, step_ms).beyond
     assert beyond["idle: host launches late"] == pytest.approx(late)
     assert beyond["idle: waits"] == pytest.approx(waits)
-    # Where operators alone take longer than the step, the machine was slower: all are scaled.
-    assert beyond["matmuls beyond that"] == pytest.approx(matmuls)
+    # If operators alone take longer than the step, the machine was slower: all are scaled.
+    assert beyond["matmuls beyond the minimum"] == pytest.approx(matmuls)
     assert beyond["not in the traced steps"] == pytest.approx(0.0)
 
 
@@ -95,14 +100,20 @@ ledgers = st.lists(st.tuples(PHASES, KINDS, st.floats(0, 100)), max_size=12)
 
 
 @given(
-    lines=ledgers, residual=st.floats(-20, 20), matmuls=st.floats(0, 100), update=st.floats(0, 100),
+    lines=ledgers,
+    residual=st.floats(-20, 20),
+    matmuls=st.floats(0, 100),
+    update=st.floats(0, 100),
     step_ms=st.floats(0.1, 1000),
-)  # fmt: skip
+)
 def test_parts_are_shares_of_the_step(
-    lines: list[tuple[str, str, float]], residual: float, matmuls: float, update: float,
+    lines: list[tuple[str, str, float]],
+    residual: float,
+    matmuls: float,
+    update: float,
     step_ms: float,
-) -> None:  # fmt: skip
-    """Each is zero or more, and they add up: no share and no sum of shares exceeds the step."""
+) -> None:
+    """Parts are non-negative and add up to the step: no share or sum of shares exceeds it."""
     assert SUMMARY is not None
     least = {"matmuls": matmuls, "update": update}
     parts = parts_of(with_lines(SUMMARY, *lines, ("", "residual", residual)), least, step_ms)
@@ -116,31 +127,33 @@ def test_parts_are_shares_of_the_step(
 
 
 @given(lines=ledgers, flops=st.floats(1e6, 1e12))
-def test_a_least_time_above_the_measured_one_has_its_reason(
+def test_minimum_time_above_the_measured_one_is_explained(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
-    made = watched(flops)
-    profile = with_lines(made.required("profile", Summary), *lines)
-    lead = Watched(attached(made, profile=profile))
+    record = watched(flops)
+    profile = with_lines(record.required("profile", Summary), *lines)
+    lead = Watched(attached(record, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
-    said = coded(blocks, "inspect.waterfall")
-    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", said.sentence)]
+    output = coded(blocks, "inspect.waterfall")
+    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", output.sentence)]
     assert len(shares) == 2
     assert sum(shares) <= 100.2
     assert lead.step_ms is not None
     if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
         assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
-    ends = [stretch.end for lane in picture.lanes for stretch in lane.stretches]
+    ends = [span.end for lane in picture.lanes for span in lane.stretches]
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
 
 
-def test_the_page_has_it_where_the_rate_is_known() -> None:
+def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     blocks = waterfall_blocks(Watched(watched()), "inspect")
     assert codes(blocks) == ["inspect.waterfall"]
     finding = coded(blocks, "inspect.waterfall")
-    assert "can take here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
-    assert finding.conclusion.startswith(f"The largest part beyond is {finding.values['cause']}: ")
+    assert "optimizer update here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
+    assert finding.conclusion.startswith(
+        f"The largest part beyond the minimum is {finding.values['cause']}: "
+    )
     assert finding.values["step_ms"] == pytest.approx(10.0)
     assert finding.records == (watched().id,)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
@@ -148,11 +161,11 @@ def test_the_page_has_it_where_the_rate_is_known() -> None:
     assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()
 
 
-def test_a_step_at_the_power_cap_is_told_beside_it() -> None:
+def test_power_cap_is_reported_with_the_waterfall() -> None:
     capped = Reading(at_s=1.0, sm_clock_mhz=1700.0, throttle=("power-cap",))
     here = environment(max_sm_clock_mhz=1980.0)
     blocks = waterfall_blocks(Watched(watched(readings=(capped,), environment=here)), "inspect")
-    told = [block.text for block in blocks if isinstance(block, Finding)]
-    assert told[1].startswith(
+    text = [block.text for block in blocks if isinstance(block, Finding)]
+    assert text[1].startswith(
         "At the power cap: this step, in 1 of 1 readings, its clock at 1.70 of 1.98 GHz."
     )

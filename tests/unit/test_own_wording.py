@@ -64,43 +64,43 @@ def above_its_rate() -> Record:
 SENTENCES = {
     "inspect.not-launch-bound": (
         [busy_device()],
-        "This step is not launch-bound: its 10 kernels are launched in time for 100.0 % of it.",
+        "This step is not launch-bound: its 10 kernels are launched in time during 100.0 % of it.",
     ),
     "inspect.ranks-missing": (
         [inspected_record(0, 3)],
-        "Of 3 ranks there is nothing from 1, 2.",
+        "Of 3 ranks, there are no records of: 1, 2.",
     ),
     "inspect.no-collectives": (
         [inspected_record(rank, 2) for rank in range(2)],
-        "The ranks made no collectives that could be compared.",
+        "The ranks ran no collectives that could be compared.",
     ),
     "inspect.no-ceilings": (
         [inspected_record(ceilings=())],
         "The matmul rates and the bandwidth of this machine have not been measured yet, so the"
-        " least time of this step is not known: `stepscope advise` of these records, or of the"
+        " minimum time of this step is unknown. `stepscope advise` on these records, or on the"
         " script, measures them once.",
     ),
     "inspect.loop": (
         [loop()],
-        "What counts as a step here is one turn of the loop: 4 forwards in each step; 2 optimizers"
+        "A step here is one full iteration of the loop: 4 forward passes per step; 2 optimizers"
         " (AdamW, AdamW).",
     ),
     "inspect.trace-missing": ([with_notes()], "The steps were not traced: why."),
-    "inspect.traced-fewer": ([with_notes()], "Fewer steps were traced than asked for: why."),
-    "inspect.memory-missing": ([with_notes()], "The memory was not accounted for: why."),
-    "inspect.snapshot-missing": ([with_notes()], "No snapshot of the allocator was taken: why."),
-    "inspect.recording-failed": ([with_notes()], "The recording broke off: why."),
+    "inspect.traced-fewer": ([with_notes()], "Fewer steps were traced than requested: why."),
+    "inspect.memory-missing": ([with_notes()], "There is no memory ledger: why."),
+    "inspect.snapshot-missing": ([with_notes()], "No memory snapshot was taken: why."),
+    "inspect.recording-failed": ([with_notes()], "The recording failed: why."),
     "inspect.rate-too-low": (
         [above_its_rate()],
-        "Matmuls at the limit would take 2.00 ms by the rates measured here, and took 160 µs:"
+        "Matmuls at the limit would take 2.00 ms at the rates measured here, but took 160 µs:"
         " these rates were measured too low, perhaps on a busy machine (`stepscope run` with"
-        " --new-ceilings measures them again), or the FLOPs are counted too high. What it took"
-        " stands for its least time.",
+        " --new-ceilings measures them again), or the FLOPs are overestimated. The measured time"
+        " is used as the minimum.",
     ),
     "advise.timed-apart": (
         [tried(notes={"apart": "they do not fit"})],
-        "bfloat16: timed one after the other, as it is, changed, changed, as it is, and not in"
-        " turns: they do not fit. What the machine did meanwhile is in the interval only in part.",
+        "bfloat16: timed in blocks (unchanged, changed, changed, unchanged) and not interleaved:"
+        " they do not fit. The interval covers drift of the machine only in part.",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_rules_with_a_missing_input_are_reported() -> None:
     left_out = [Unjudged(code="x", title="a change", missing=MEMORY)]
     finding = coded(not_judged(left_out), "advice.not-judged")
     assert finding.values == {"changes": "a change", "missing": MEMORY}
-    assert finding.text.startswith(f"Not judged: a change. The records have no {MEMORY}: ")
+    assert finding.text.startswith(f"Not judged: a change. The records have no {MEMORY}; ")
 
 
 def test_each_lint_of_a_record_is_a_finding() -> None:

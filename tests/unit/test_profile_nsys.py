@@ -57,7 +57,7 @@ def test_a_recording_that_fails_ends_with_1(
 
 def test_one_step_is_recorded_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile-nsys", "--size", "small", "xl", "--no-run"]) == 2
-    assert "2 steps are asked for" in capsys.readouterr().err
+    assert "the flags name 2 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["{"], ['{"size": 3}']])

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal."""
+"""Progress of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ def case(key: str) -> PlannedCase:
 
 
 @pytest.mark.parametrize("kind", [PlainLines, Bar])
-def test_cases_beyond_those_that_were_announced_are_counted(
+def test_cases_beyond_the_announced_total_are_counted(
     kind: type[PlainLines | Bar], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with kind(run(), 1, 0) as observer:
         for key in ("a", "b"):
             observer.case_started(case(key))
             observer.case_finished(record(case=key))
-    told = capsys.readouterr().err
-    assert told.index("benchmark a:") < told.index("benchmark b:")
-    assert "2/1" not in told
+    text = capsys.readouterr().err
+    assert text.index("benchmark a:") < text.index("benchmark b:")
+    assert "2/1" not in text
     if kind is PlainLines:
-        assert "[1/1]" in told
-        assert "[2/2]" in told
+        assert "[1/1]" in text
+        assert "[2/2]" in text
 
 
 @pytest.mark.parametrize(
-    ("total", "told"), [(0, ""), (1, ": 1 case, 0 done before"), (2, ": 2 cases, 0 done before")]
+    ("total", "expected"),
+    [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")],
 )
-def test_the_first_line_counts_cases(
-    total: int, told: str, capsys: pytest.CaptureFixture[str]
+def test_first_line_counts_cases(
+    total: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PlainLines(run(), total, 0)
-    assert capsys.readouterr().err == f"run {run().id}{told}\n"
+    assert capsys.readouterr().err == f"run {run().id}{expected}\n"

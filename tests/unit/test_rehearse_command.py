@@ -1,4 +1,4 @@
-"""`stepscope rehearse`: predictions of a stored recording, one line for what cannot be meant."""
+"""`stepscope rehearse`: predictions from a stored recording, and one line for invalid options."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ def rehearse(folder: Path, *words: str) -> int:
     return main(["rehearse", *words, "--out", str(folder / "out")])
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def rehearsal_json(
+    folder: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> dict[str, object]:
     assert rehearse(folder, *words, "--json") == 0
-    (held,) = json.loads(capsys.readouterr().out)["rehearsals"]
-    assert isinstance(held, dict)
-    return held
+    (facts,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    assert isinstance(facts, dict)
+    return facts
 
 
 def test_it_prints_findings_and_tables_and_writes_a_page(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path, str(file), "--ranks", "64") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "on 64 ranks over infiniband: the best bucket size is" in said
-    assert "Where each parallelism becomes communication-bound" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "on 64 ranks over infiniband: the best bucket size is" in output
+    assert "Where each parallelism becomes communication-bound" in output
     page = (tmp_path / "out" / "rehearsal.html").read_text()
     assert "Predicted overlap on 64 ranks" in page
     assert page.count("<svg") == 4
@@ -49,8 +51,8 @@ def test_it_prints_findings_and_tables_and_writes_a_page(
 def test_json_has_every_prediction(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = told(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
-    predictions = held["predictions"]
+    facts = rehearsal_json(tmp_path, capsys, str(file), "--ranks", "8", "64", "--link", "ethernet")
+    predictions = facts["predictions"]
     assert isinstance(predictions, list)
     assert [(p["link"], p["ranks"]) for p in predictions] == [("ethernet", 8), ("ethernet", 64)]
     strategies = predictions[1]["strategies"]
@@ -58,18 +60,23 @@ def test_json_has_every_prediction(
     assert predictions[1]["bucket_step_ms"][f"{predictions[1]['best_bucket_mb']:g}"] == min(
         predictions[1]["bucket_step_ms"].values()
     )
-    forms = held["closed_forms"]
+    forms = facts["closed_forms"]
     assert isinstance(forms, list)
-    assert {form["parallelism"].split()[0].rstrip(":") for form in forms} == {
-        "data", "FSDP", "tensor", "2-D",
-    }  # fmt: skip
-    assert held["compute_ms"] == 100.0
+    assert {entry["parallelism"].split()[0].rstrip(":") for entry in forms} == {
+        "data",
+        "FSDP",
+        "tensor",
+        "2-D",
+    }
+    assert facts["compute_ms"] == 100.0
 
 
-def test_a_link_of_ones_own(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_interconnect(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("--ranks", "2", "--latency-us", "0", "--bandwidth-gbs", "1", "--strategy", "flat")
-    held = told(tmp_path, capsys, str(file), *words)
-    (prediction,) = held["predictions"]  # type: ignore[misc]
+    facts = rehearsal_json(tmp_path, capsys, str(file), *words)
+    (prediction,) = facts["predictions"]  # type: ignore[misc]
     assert prediction["link"] == "1 GB/s, 0 µs"
     # 6 MiB at 1 GB/s between two ranks, and packing at 4 TB/s.
     expected = 6 * 2**20 / 1e6 + 6 * 2**20 * 2 / 4e9
@@ -79,30 +86,35 @@ def test_a_link_of_ones_own(tmp_path: Path, file: Path, capsys: pytest.CaptureFi
 def test_another_batch_and_another_device(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = told(tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2")
+    facts = rehearsal_json(
+        tmp_path, capsys, str(file), "--ranks", "8", "--batch", "8", "--faster", "2"
+    )
     # Passes of 90 ms twice as long at half the time, and half of the optimizer's 10 ms.
-    assert held["compute_ms"] == pytest.approx(95.0)
-    assert held["batch"] == 8
-    assert held["flops_per_s"] == pytest.approx(2e14)
-    given = told(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
+    assert facts["compute_ms"] == pytest.approx(95.0)
+    assert facts["batch"] == 8
+    assert facts["flops_per_s"] == pytest.approx(2e14)
+    given = rehearsal_json(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
     assert given["flops_per_s"] == 50e12
 
 
-def test_the_newest_recording_of_the_store_is_the_default(
+def test_newest_recording_of_the_store_is_the_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
     with Store(tmp_path / "out" / "records.db") as store:
         store.add_run(run())
-        for held in (recorded_record(), recorded_record(context=256), check_record()):
-            store.add(held)
-    assert told(tmp_path, capsys, "--ranks", "8")["case"] == recorded_record(context=256).case
-    # A check has a recording too, where it is named.
-    asked = told(tmp_path, capsys, check_record().id, "--ranks", "8")
-    assert asked["case"] == check_record().case
+        for record in (recorded_record(), recorded_record(context=256), check_record()):
+            store.add(record)
+    assert (
+        rehearsal_json(tmp_path, capsys, "--ranks", "8")["case"]
+        == recorded_record(context=256).case
+    )
+    # The recording of a check is used only if it is named.
+    named = rehearsal_json(tmp_path, capsys, check_record().id, "--ranks", "8")
+    assert named["case"] == check_record().case
 
 
-def test_where_nothing_is_recorded_it_says_how(
+def test_without_a_recording_prints_how_to_make_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path) == 2
@@ -110,8 +122,8 @@ def test_where_nothing_is_recorded_it_says_how(
     other = tmp_path / "other.jsonl"
     write_records([record(), recorded_record(status="oom", reason="OutOfMemoryError")], other)
     assert rehearse(tmp_path, str(other)) == 2
-    said = capsys.readouterr().err
-    assert "has no recorded step (record one with `stepscope run rehearsal" in said
+    output = capsys.readouterr().err
+    assert "has no recorded step (record one with `stepscope run rehearsal" in output
 
 
 @pytest.mark.parametrize(
@@ -133,13 +145,13 @@ def test_where_nothing_is_recorded_it_says_how(
         (["--exposed-above", "0"], "exposed_above is 0"),
     ],
 )
-def test_nonsense_is_one_line_and_exit_2(
+def test_invalid_options_give_one_line_and_exit_code_2(
     tmp_path: Path, file: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rehearse(tmp_path, str(file), *words) == 2
-    said = capsys.readouterr().err
-    assert expected in said
-    assert len(said.strip().splitlines()) == 1
+    output = capsys.readouterr().err
+    assert expected in output
+    assert len(output.strip().splitlines()) == 1
     assert not (tmp_path / "out" / "rehearsal.html").exists()
 
 

@@ -1,4 +1,4 @@
-"""A scope around one's own steps: what it records, and that the loop does not notice."""
+"""`stepscope.Scope`: what it records, and that it does not affect the loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_everything_is_recorded_once(scoped: tuple[stepscope.Scope, Path]) -> No
     assert not [note for note in record.notes if note.endswith(("missing", "failed"))]
 
 
-def test_the_trace_knows_the_parts_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
+def test_trace_names_the_modules_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
     summary = Watched(scoped[0].record()).summary
     assert summary is not None
     assert summary.doubt == ""
@@ -59,7 +59,7 @@ def test_the_trace_knows_the_parts_of_the_model(scoped: tuple[stepscope.Scope, P
     assert "aten::normal_" in outside
 
 
-def test_the_account_of_the_memory_has_the_models_bytes(
+def test_memory_ledger_has_the_bytes_of_the_model(
     scoped: tuple[stepscope.Scope, Path],
 ) -> None:
     account = Watched(scoped[0].record()).account
@@ -72,25 +72,25 @@ def test_the_account_of_the_memory_has_the_models_bytes(
     assert {saved.module for saved in account.saved} >= {"blocks.0.up", "blocks.1.down"}
 
 
-def test_the_page_is_made_again_from_its_records(scoped: tuple[stepscope.Scope, Path]) -> None:
+def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path]) -> None:
     _, page = scoped
     records = read_records(page.with_suffix(".jsonl"))
-    made = make_page(records)
-    assert made.headline.rows[0][0] == "a test"
-    blocks = made.sections[0].blocks
+    rebuilt = make_page(records)
+    assert rebuilt.headline.rows[0][0] == "a test"
+    blocks = rebuilt.sections[0].blocks
     names = [block.name for block in blocks if isinstance(block, Table)]
     assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
     assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))
     assert "blocks.*" in page.read_text()
 
 
-def test_the_loop_computes_the_same_numbers() -> None:
+def test_loop_computes_the_same_numbers() -> None:
     def losses(with_scope: bool) -> list[float]:
         torch.manual_seed(1)
         model = Network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
-        found = []
+        result = []
         for _ in range(4):
             x, y = batch()
             if with_scope:
@@ -104,20 +104,20 @@ def test_the_loop_computes_the_same_numbers() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            result.append(loss.item())
+        return result
 
     assert losses(True) == losses(False)
 
 
-def test_an_error_in_a_step_is_the_loops_own() -> None:
+def test_error_in_a_step_is_raised_in_the_loop() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1, memory=False)
     for _ in range(2):
         with scope.step():
             train(model, optimizer)
-    # In a traced step, with ranges of modules open.
+    # In a traced step, while module ranges are open.
     with pytest.raises(RuntimeError, match="mat1 and mat2"), scope.step():
         model(torch.randn(2, 3))
     with pytest.raises(ValueError, match="planned"), scope.step():
@@ -126,7 +126,7 @@ def test_an_error_in_a_step_is_the_loops_own() -> None:
     assert not model.head._forward_hooks
 
 
-def test_a_profiler_of_the_loops_own_has_precedence() -> None:
+def test_profiler_of_the_program_has_precedence() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=3, memory=False)
@@ -138,11 +138,11 @@ def test_a_profiler_of_the_loops_own_has_precedence() -> None:
         train(model, optimizer)
     assert any(event.name == "aten::addmm" for event in own.events())
     record = scope.record()
-    assert "a profiler of its own" in record.notes["trace_missing"]
+    assert "its own profiler" in record.notes["trace_missing"]
     assert "profile" not in record.attachments
 
 
-def test_a_profiler_that_ran_before_is_waited_for() -> None:
+def test_earlier_profiler_of_the_program_is_waited_for() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=2, memory=False)
@@ -156,7 +156,7 @@ def test_a_profiler_that_ran_before_is_waited_for() -> None:
     assert Watched(scope.record()).summary is not None
 
 
-def test_a_compiled_model_is_left_as_it_is() -> None:
+def test_compiled_model_is_not_changed() -> None:
     torch._dynamo.reset()
     model = Network()
     compiled = torch.compile(model, backend="eager")
@@ -175,20 +175,20 @@ def test_a_compiled_model_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("no model", None), (None, "no optimizer")])
-def test_what_is_no_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
+def test_invalid_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="of type str"):
         stepscope.Scope(wrong[0] or model, wrong[1] or optimizer)  # type: ignore[arg-type]
 
 
-def test_too_few_steps_and_nested_ones_are_said() -> None:
+def test_too_few_steps_and_nested_steps_are_reported() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = stepscope.Scope(model, optimizer)
     with scope.step():
         train(model, optimizer)
-        with pytest.raises(UsageError, match="inside of a step"), scope.step():
+        with pytest.raises(UsageError, match="nested"), scope.step():
             pass
-    with pytest.raises(StepscopeError, match=r"1 steps were made .* takes 20"):
+    with pytest.raises(StepscopeError, match=r"1 steps ran .* needs 20"):
         scope.record()

@@ -1,4 +1,4 @@
-"""What is decided about a watched program without torch: steps, stages, words, why nothing came."""
+"""Torch-free logic of `inspect`: step detection, stages, arguments, reasons for a missing page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepscope.errors import UsageError
 
 
 def ends(calls: str) -> str:
-    """The optimizers whose step ended a training step, in order."""
+    """Return the optimizers whose step ended a training step, in order."""
     anchor = Anchor()
     return "".join(call for call in calls if anchor.ends_step(call))
 
@@ -35,15 +35,15 @@ def ends(calls: str) -> str:
         ("ABBABBABBABB", "ABAAA"),
     ],
 )
-def test_a_step_is_a_whole_turn_of_the_loop(calls: str, expected: str) -> None:
+def test_step_is_one_full_iteration_of_the_loop(calls: str, expected: str) -> None:
     assert ends(calls) == expected
 
 
-def test_an_optimizer_that_is_gone_is_not_waited_for() -> None:
+def test_unused_optimizer_is_not_waited_for() -> None:
     assert ends("P" + "A" * 10) == "P" + "A" * 9
 
 
-def test_a_frozen_anchor_stays() -> None:
+def test_frozen_anchor_stays() -> None:
     anchor = Anchor()
     assert [anchor.ends_step("A") for _ in range(3)] == [True] * 3
     anchor.freeze()
@@ -51,7 +51,7 @@ def test_a_frozen_anchor_stays() -> None:
 
 
 @given(st.lists(st.sampled_from("ABCD"), min_size=1, max_size=6))
-def test_every_turn_ends_once_after_the_first_turns(turn: list[str]) -> None:
+def test_every_iteration_ends_once_after_the_first_ones(turn: list[str]) -> None:
     calls = "".join(islice(cycle(turn), 24 * len(turn)))
     anchor = Anchor()
     ended = [anchor.ends_step(call) for call in calls]
@@ -64,14 +64,23 @@ def test_every_turn_ends_once_after_the_first_turns(turn: list[str]) -> None:
 def test_stages_in_order() -> None:
     effort = Effort(warmup=1, timed=2, traced=2)
     assert [effort.stage(n) for n in range(8)] == [
-        Stage.WARMUP, Stage.TIMED, Stage.TIMED, Stage.COUNTED, Stage.LEAD_IN, Stage.TRACED,
-        Stage.TRACED, Stage.DONE,
-    ]  # fmt: skip
+        Stage.WARMUP,
+        Stage.TIMED,
+        Stage.TIMED,
+        Stage.COUNTED,
+        Stage.LEAD_IN,
+        Stage.TRACED,
+        Stage.TRACED,
+        Stage.DONE,
+    ]
     assert effort.steps == 7
     beside = Effort(warmup=0, timed=1, issued=2, traced=1)
     assert [beside.stage(n) for n in range(4)] == [
-        Stage.TIMED, Stage.ISSUED, Stage.ISSUED, Stage.COUNTED,
-    ]  # fmt: skip
+        Stage.TIMED,
+        Stage.ISSUED,
+        Stage.ISSUED,
+        Stage.COUNTED,
+    ]
     assert beside.steps == 6
     bare = Effort(memory=False)
     assert Stage.COUNTED not in [bare.stage(n) for n in range(bare.steps)]
@@ -79,7 +88,7 @@ def test_stages_in_order() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"warmup": -1}, {"timed": 0}, {"traced": 0}])
-def test_an_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> None:
+def test_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         Effort(**wrong)  # type: ignore[arg-type]
 
@@ -96,7 +105,7 @@ def test_an_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> Non
         (["--help"], ["--help"], None, []),
     ],
 )
-def test_words_after_the_script_are_the_scripts(
+def test_words_after_the_script_belong_to_it(
     words: list[str], own: list[str], target: str | None, rest: list[str]
 ) -> None:
     assert split_words(words, InspectOptions) == (own, target, rest)
@@ -107,7 +116,7 @@ def test_words_after_the_script_are_the_scripts(
     [
         (Progress(), False, "without importing torch"),
         (Progress(torch=True), False, "without an optimizer step"),
-        (Progress(torch=True), True, "in processes that it started itself"),
+        (Progress(torch=True), True, "in child processes"),
         (Progress(torch=True, optimizer_steps=3, needed=20), False, "after 3 optimizer steps"),
         (
             Progress(torch=True, failure="OSError: full"),
@@ -116,14 +125,16 @@ def test_words_after_the_script_are_the_scripts(
         ),
     ],
 )
-def test_one_line_says_why_there_is_no_page(progress: Progress, child: bool, expected: str) -> None:
-    said = why_nothing(progress, "train.py", describe_end(256), child, "let it make more")
-    assert said.startswith("train.py ended with exit code 1")
-    assert said.endswith("(let it make more)") == (progress.optimizer_steps > 0)
-    assert expected in said
+def test_reason_for_a_missing_page_is_one_line(
+    progress: Progress, child: bool, expected: str
+) -> None:
+    output = why_nothing(progress, "train.py", describe_end(256), child, "let it run more steps")
+    assert output.startswith("train.py ended with exit code 1")
+    assert output.endswith("(let it run more steps)") == (progress.optimizer_steps > 0)
+    assert expected in output
 
 
-def test_a_module_is_noticed_when_it_is_imported_and_not_before(
+def test_module_is_noticed_when_it_is_imported_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import importlib.util
@@ -142,7 +153,7 @@ def test_a_module_is_noticed_when_it_is_imported_and_not_before(
     del sys.modules["late_module"]
 
 
-def test_a_batch_is_that_of_all_loaders_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_is_known_only_if_all_loaders_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import DataLoader
 
     from stepscope.advisor.scope import result

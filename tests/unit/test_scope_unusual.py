@@ -1,4 +1,4 @@
-"""Steps that do what few steps do: a scope leaves them as they are, and says what it missed."""
+"""`stepscope.Scope` around unusual steps: it does not affect them and reports what is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from watched_models import Network, batch, network_flops, train
 from watched_programs import watching
 
 STEPS = 8
-"""1 left out, 2 timed, 1 counted, 1 lead-in, 2 traced, and one more."""
+"""1 warm-up, 2 timed, 1 counted, 1 lead-in, 2 traced, and one more."""
 
 
 class PlannedError(Exception):
@@ -52,12 +52,12 @@ def network() -> tuple[Network, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def whole(record: Record) -> bool:
+def is_complete(record: Record) -> bool:
     watched = Watched(record)
     return watched.summary is not None and watched.account is not None
 
 
-def test_a_model_saved_in_every_step_loads_without_stepscope() -> None:
+def test_model_saved_in_every_step_loads_without_stepscope() -> None:
     model, optimizer = network()
     files: list[bytes] = []
 
@@ -69,16 +69,16 @@ def test_a_model_saved_in_every_step_loads_without_stepscope() -> None:
 
     scope = scoped(step, model, optimizer)
     assert len(files) == STEPS
-    assert not any(b"stepscope" in held for held in files)
+    assert not any(b"stepscope" in data for data in files)
     x, _ = batch()
-    for held in files:
-        loaded = torch.load(io.BytesIO(held), weights_only=False)
+    for data in files:
+        loaded = torch.load(io.BytesIO(data), weights_only=False)
         assert loaded(x).shape == model(x).shape
     assert torch.equal(loaded(x), model(x))
-    assert whole(scope.record())
+    assert is_complete(scope.record())
 
 
-def test_a_copy_made_in_every_step_runs_unseen() -> None:
+def test_copy_of_the_model_runs_unobserved() -> None:
     model, optimizer = network()
     copies: list[Network] = []
 
@@ -91,7 +91,7 @@ def test_a_copy_made_in_every_step_runs_unseen() -> None:
 
     scope = scoped(step, model, optimizer)
     record = scope.record()
-    assert whole(record)
+    assert is_complete(record)
     assert Watched(record).micro_batches == 1
     assert not any(part._forward_hooks for part in model.modules())
     copy.deepcopy(optimizer)
@@ -101,14 +101,14 @@ def test_a_copy_made_in_every_step_runs_unseen() -> None:
 
 
 def per_sample(model: nn.Module, rows: int = 8) -> None:
-    weights = {name: held.detach() for name, held in model.named_parameters()}
+    weights = {name: value.detach() for name, value in model.named_parameters()}
     x, y = batch(rows)
 
     def loss(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(functional_call(model, weights, (x[None],)), y[None])
 
-    found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
-    assert found["head.weight"].shape == (rows, *weights["head.weight"].shape)
+    result = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    assert result["head.weight"].shape == (rows, *weights["head.weight"].shape)
 
 
 def hooks_of_torch() -> tuple[Any, Any]:
@@ -116,7 +116,7 @@ def hooks_of_torch() -> tuple[Any, Any]:
     return autograd._saved_tensors_hooks_disable, autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_gradients_by_torch_func_leave_the_account_of_the_memory_out() -> None:
+def test_torch_func_gradients_disable_the_memory_ledger() -> None:
     model, optimizer = network()
     before = hooks_of_torch()
 
@@ -162,22 +162,22 @@ def test_sparse_gradients_are_counted_by_their_parts() -> None:
         optimizer.zero_grad()
 
     record = scoped(step, model, optimizer).record()
-    assert whole(record)
+    assert is_complete(record)
     account = Watched(record).account
     assert account is not None
-    # Five rows of four numbers, and the index of each.
+    # Five rows of four values, and the index of each row.
     optimizing = next(peak for peak in account.phases if peak.phase == "optimizer")
     assert optimizing.lines[GRADIENTS] == 5 * 4 * 4 + 5 * 8
 
 
-def test_what_cannot_be_counted_ends_the_count_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_count_ends_only_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise TypeError("planned\nand explained")
 
     monkeypatch.setattr(FlopCount, "add", fails)
     model, optimizer = network()
     record = scoped(lambda: train(model, optimizer), model, optimizer).record()
-    assert record.notes["memory_missing"] == "the count broke off (TypeError: planned)"
+    assert record.notes["memory_missing"] == "the count failed (TypeError: planned)"
     assert "recording_failed" not in record.notes
     watched = Watched(record)
     assert watched.summary is not None
@@ -191,8 +191,8 @@ def test_rows_of_different_lengths_have_no_size() -> None:
 
     def step() -> None:
         rows = [torch.randn(2, 4), torch.randn(3, 4)]
-        made = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
-        made.values().pow(2).mean().backward()
+        output = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+        output.values().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -204,7 +204,7 @@ def test_rows_of_different_lengths_have_no_size() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_the_cause_of_a_recording_that_broke_off_is_said(tmp_path: Path) -> None:
+def test_cause_of_a_failed_recording_is_reported(tmp_path: Path) -> None:
     model = torch.jit.script(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -221,7 +221,7 @@ def test_the_cause_of_a_recording_that_broke_off_is_said(tmp_path: Path) -> None
 
 
 def loop_that_raises(scope: stepscope.Scope, step: Callable[[], object], steps: int) -> None:
-    """Every second time, before anything is done."""
+    """Run a loop in which every second step raises before it does anything."""
     for number in range(steps):
         try:
             with scope.step():
@@ -232,18 +232,18 @@ def loop_that_raises(scope: stepscope.Scope, step: Callable[[], object], steps: 
             assert number % 2
 
 
-def test_a_step_that_raises_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_raises_is_not_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=2, timed=4, traced=1)
-    made = 0
+    steps_done = 0
 
     def step() -> None:
-        nonlocal made
-        made += 1
+        nonlocal steps_done
+        steps_done += 1
         train(model, optimizer)
 
-    # A second for each step that is made.
-    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(made)))
+    # One second per completed step.
+    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(steps_done)))
     loop_that_raises(scope, step, 16)
     record = scope.record()
     series = record.find("step")
@@ -254,10 +254,10 @@ def test_a_step_that_raises_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Watched(record).account is not None
 
 
-def test_a_trace_begins_anew_after_a_step_that_raised() -> None:
+def test_trace_restarts_after_a_step_that_raised() -> None:
     model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=2, memory=False)
-    # Timed, lead-in, traced; what raises, and all of the trace once more.
+    # Timed, lead-in, traced; steps that raise, and the entire trace again.
     for _ in range(3):
         with scope.step():
             train(model, optimizer)
@@ -274,7 +274,7 @@ def test_a_trace_begins_anew_after_a_step_that_raised() -> None:
     assert watched.micro_batches == 1
 
 
-def test_steps_that_always_raise_are_not_counted_or_traced_for_ever() -> None:
+def test_counting_and_tracing_give_up_on_steps_that_always_raise() -> None:
     model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
     with scope.step():

@@ -1,4 +1,4 @@
-"""A script against itself with changes from outside: turns, losses, ends, and each change alone."""
+"""Trials of changes on a script: interleaving, losses, ends, and options."""
 
 from __future__ import annotations
 
@@ -49,24 +49,27 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def trial(script: Path, steps: int, **setting: str) -> Trial:
     return Trial(
         program=Script(target=str(script), words=(str(steps),)),
-        step_ms=1.0, rounds=5, loss_steps=8, advice=(advice("a-change", 0.5, **setting),),
-    )  # fmt: skip
+        step_ms=1.0,
+        rounds=5,
+        loss_steps=8,
+        advice=(advice("a-change", 0.5, **setting),),
+    )
 
 
-def test_a_script_takes_turns_with_itself(script: Path) -> None:
-    made = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
-    assert made.program is not None
+def test_two_runs_of_a_script_are_interleaved(script: Path) -> None:
+    planned = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
+    assert planned.program is not None
     before = script.read_bytes()
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    result = measure_script_trial(planned, planned.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
-    # Neither the script nor its data is seeded: both runs see the same all the same.
+    # Neither the script nor its data is seeded, but both runs see the same data.
     assert series["loss", "base"] == pytest.approx(series["loss", "changed"], rel=1e-4)
     assert len(series["loss", "base"]) >= 8
     assert series["loss", "base"][-1] < series["loss", "base"][0]
-    assert found.notes == {}
+    assert result.notes == {}
     assert script.read_bytes() == before
-    assert made.key == "train.py_a-change"
+    assert planned.key == "train.py_a-change"
 
 
 NOT_ADAM = """
@@ -91,19 +94,19 @@ while True:
 """
 
 
-def test_a_change_that_changes_the_outcome_is_dropped(tmp_path: Path) -> None:
-    """A script with several optimizers, micro-batches, and an update that only looks like Adam."""
+def test_change_that_affects_the_loss_is_dropped(tmp_path: Path) -> None:
+    """Script with several optimizers, micro-batches, and an update that only looks like Adam."""
     path = tmp_path / "odd.py"
     path.write_text(NOT_ADAM)
-    made = trial(path, 0, optimizer="adamw-fused")
-    assert made.program is not None
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    planned = trial(path, 0, optimizer="adamw-fused")
+    assert planned.program is not None
+    result = measure_script_trial(planned, planned.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     # Both see the same data up to their first update.
     assert series["loss", "base"][0] == series["loss", "changed"][0]
     record = tried(30.0)
-    losses = tuple(one for one in found.series if one.name == "loss")
+    losses = tuple(one for one in result.series if one.name == "loss")
     times = tuple(one for one in record.series if one.name != "loss")
     judged = Tried(msgspec.structs.replace(record, series=(*times, *losses)))
     assert judged.verdict == "dropped: the loss differs"
@@ -135,27 +138,25 @@ while True:
 """
 
 
-@pytest.mark.parametrize("text", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
-def test_scripts_that_update_without_an_optimizers_step_of_their_loop_are_tried(
-    tmp_path: Path, text: str
-) -> None:
+@pytest.mark.parametrize("source", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
+def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, source: str) -> None:
     path = tmp_path / "odd.py"
-    path.write_text(text)
-    made = trial(path, 0, dtype="bfloat16")
-    assert made.program is not None
-    found = measure_script_trial(made, made.program, QuietBench())
-    series = {(one.name, one.variant): one.values for one in found.series}
+    path.write_text(source)
+    planned = trial(path, 0, dtype="bfloat16")
+    assert planned.program is not None
+    result = measure_script_trial(planned, planned.program, QuietBench())
+    series = {(one.name, one.variant): one.values for one in result.series}
     assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     assert series["loss", "base"][0] == pytest.approx(series["loss", "changed"][0], rel=0.1)
-    assert found.notes == {}
+    assert result.notes == {}
 
 
-def test_a_script_that_ends_early_says_so(script: Path) -> None:
-    made = trial(script, 7, data="workers")
-    assert made.program is not None
+def test_early_end_of_a_script_is_reported(script: Path) -> None:
+    planned = trial(script, 7, data="workers")
+    assert planned.program is not None
     with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
-        measure_script_trial(made, made.program, QuietBench())
+        measure_script_trial(planned, planned.program, QuietBench())
     order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
     with (
         TrialProcess(order, {}) as run,
@@ -164,35 +165,39 @@ def test_a_script_that_ends_early_says_so(script: Path) -> None:
         run.ready()
 
 
-def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
+def test_error_with_many_lines_is_reported_by_its_first(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import torch\nraise RuntimeError('no room\\nadvice\\n  and more of it')\n")
     order = Order(target=str(script), words=(), warmup=5, timed=1, traced=1, memory=False)
-    said = "code 1: RuntimeError: no room$"
-    with TrialProcess(order, {}) as run, pytest.raises(ScriptEndedError, match=said):
+    output = "code 1: RuntimeError: no room$"
+    with TrialProcess(order, {}) as run, pytest.raises(ScriptEndedError, match=output):
         run.ready()
 
 
-def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
-    idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
-    assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"
+def test_verdicts_without_effect_and_with_a_broken_loss() -> None:
+    idle = tried(30.0, notes={"without_effect": "it had no effect on the script (data)"})
+    assert Tried(idle).verdict == "dropped: it had no effect on the script (data)"
     step = Quantity(name="loss_lost", variant="changed", value=3, unit="steps")
     lost = tried(30.0, quantities=(step,))
-    assert Tried(lost).verdict == "dropped: the loss is no number from step 3 on"
+    assert Tried(lost).verdict == "dropped: the loss is not finite from step 3 on"
     bare = tried(30.0)
     series = tuple(one for one in bare.series if one.name != "loss")
     unseen = Tried(msgspec.structs.replace(bare, series=series))
-    assert unseen.verdict == "kept, without a loss to compare"
+    assert unseen.verdict == "kept, no loss to compare"
     assert unseen.kept
 
 
-def test_of_two_changes_for_one_setting_the_first_is_made() -> None:
-    several = [advice("compile", compile="model"), advice("tf32", dtype="tf32"),
-               advice("cuda-graph", compile="graphs"), advice(dtype="bfloat16")]  # fmt: skip
+def test_first_of_two_changes_for_one_setting_is_applied() -> None:
+    several = [
+        advice("compile", compile="model"),
+        advice("tf32", dtype="tf32"),
+        advice("cuda-graph", compile="graphs"),
+        advice(dtype="bfloat16"),
+    ]
     assert [one.code for one in compatible(several)] == ["compile", "tf32"]
 
 
-def test_a_larger_batch_of_a_script_is_compared_for_as_many_samples() -> None:
+def test_larger_batch_of_a_script_is_compared_per_sample() -> None:
     change = advice("larger-batch", 0.5, batch="16")
     twice = Trial(program=Script(target="t.py"), advice=(change,), step_ms=1.0, batch=8)
     assert twice.more_samples == 2.0
@@ -200,23 +205,23 @@ def test_a_larger_batch_of_a_script_is_compared_for_as_many_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--verify", "nowhere.py"), "there is no script nowhere.py"),
-        (("--verify", "--model", "a:b", "{script}"), "there are a script and a model"),
-        (("--warmup", "1", "{script}"), "4 steps of warm-up"),
+        (("--verify", "--model", "a:b", "{script}"), "both a script and --model are given"),
+        (("--warmup", "1", "{script}"), "4 warm-up steps"),
     ],
 )
-def test_bad_words_are_refused(
-    words: tuple[str, ...], said: str, script: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused(
+    words: tuple[str, ...], expected: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.cli import main
 
     assert main(["advise", *(word.format(script=script) for word in words)]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:
+def test_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:
     path = tmp_path / "quiet.py"
     path.write_text("import torch\nraise SystemExit(3)\n")
     done = CommandLine(tmp_path)("advise", "--verify", str(path))
@@ -224,7 +229,7 @@ def test_a_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:
     assert "quiet.py ended with exit code 3 without an optimizer step" in done.stderr
 
 
-def test_a_script_that_fails_early_gets_its_own_error_and_leaves_no_run(tmp_path: Path) -> None:
+def test_script_that_fails_early_gets_its_own_error_and_leaves_no_run(tmp_path: Path) -> None:
     path = tmp_path / "crash.py"
     path.write_text(
         "import torch\n"

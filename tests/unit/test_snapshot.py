@@ -106,7 +106,7 @@ def test_a_full_buffer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(["snapshot", str(path)]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         assert "events is at least 4.00 MiB" in printed
-        assert "The buffer of the history is full, so earlier events were overwritten" in printed
+        assert "The history buffer is full, so earlier events were overwritten" in printed
     assert main(["snapshot", str(written(tmp_path / "part", snapshot(pair * 499)))]) == 0
     assert "buffer" not in capsys.readouterr().out
 
@@ -118,7 +118,7 @@ def test_without_history_only_the_end_is_reported(
     assert main(["snapshot", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "20.0 MiB reserved, 4.00 MiB in use at the end" in printed
-    assert "It has no history" in printed
+    assert "The snapshot has no history" in printed
 
 
 def test_the_command_prints_text_and_json(

@@ -1,4 +1,4 @@
-"""`stepscope trace`: tables and a page from a file, one line for a bad one."""
+"""`stepscope trace`: tables and a page from a file, and one line for an invalid file."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def test_it_prints_the_ledger_and_writes_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, training_step(steps=3).write(tmp_path / "t.json.gz")) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The ledger closes with a residual of 0.0 %" in said
-    assert "host: nothing was launched" in said
-    assert "ampere_sgemm_128x64_tn" in said
-    assert "block */attention" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "The ledger closes with a residual of 0.0 %" in output
+    assert "host: nothing was launched" in output
+    assert "ampere_sgemm_128x64_tn" in output
+    assert "block */attention" in output
     page = (tmp_path / "out" / "trace.html").read_text()
     assert "3 steps on NVIDIA H200, written by torch.profiler" in page
     assert page.count("<svg") == 2
 
 
-def test_an_export_of_nsight_gives_the_same_tables(
+def test_export_of_nsight_gives_the_same_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, nsight_file(tmp_path / "report.sqlite")) == 0
-    said = capsys.readouterr().out
-    assert "cutlass_80_simt_sgemm" in said
-    assert "synchronisation: the host waits" in said
+    output = capsys.readouterr().out
+    assert "cutlass_80_simt_sgemm" in output
+    assert "synchronisation: the host waits" in output
 
 
 def test_it_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, training_step().write(tmp_path / "t.json"), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["summary"]["steps"] == [1.0]
-    assert told["against"] is None
-    assert Path(told["report"]).exists()
+    text = json.loads(capsys.readouterr().out)
+    assert text["summary"]["steps"] == [1.0]
+    assert text["against"] is None
+    assert Path(text["report"]).exists()
 
 
 def test_two_traces_are_compared_by_class(
@@ -73,11 +73,11 @@ def test_two_traces_are_compared_by_class(
     assert changes == sorted(changes, reverse=True)
 
 
-def unmarked_step(turns: int, product: int) -> ChromeTrace:
+def unmarked_step(iterations: int, matmul: int) -> ChromeTrace:
     trace = ChromeTrace()
-    for turn in range(turns):
-        at = 100 * turn
-        trace.operator("aten::mm", at, at + product)
+    for iteration in range(iterations):
+        at = 100 * iteration
+        trace.operator("aten::mm", at, at + matmul)
         trace.range("Optimizer.step#SGD.step", at + 80, at + 90)
     return trace
 
@@ -88,9 +88,9 @@ def test_traces_without_marks_are_compared_step_by_step(
     slow = unmarked_step(9, 40).write(tmp_path / "slow.json")
     fast = unmarked_step(4, 20).write(tmp_path / "fast.json")
     assert run(tmp_path, fast, "--against", slow) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "No step is marked in this trace: 3 steps are cut at optimizer steps" in said
-    assert "A step takes 100 µs: operators run for 20.0 % of it" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "No step is marked in this trace: 3 steps are cut at optimizer steps" in output
+    assert "A step takes 100 µs: operators run for 20.0 % of it" in output
     table = comparison_table(
         *(summarize(unmarked_step(*how).read()) for how in ((9, 40), (4, 20))), names=("a", "b")
     )
@@ -99,21 +99,21 @@ def test_traces_without_marks_are_compared_step_by_step(
     assert rows["step"] == pytest.approx((0.1, 0.1, 0.0, 1.0))
 
 
-def test_a_whole_trace_is_not_called_a_step(
+def test_unmarked_trace_is_not_called_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = unmarked_step(2, 40).write(tmp_path / "whole.json")
+    unmarked = unmarked_step(2, 40).write(tmp_path / "whole.json")
     steps = unmarked_step(4, 40).write(tmp_path / "steps.json")
-    assert run(tmp_path, whole, "--against", steps) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the full trace is treated as one step. It takes 190 µs" in said
-    assert "A step takes" not in said
-    assert "No step is marked in whole.json: the full trace is shown." in said
+    assert run(tmp_path, unmarked, "--against", steps) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the full trace is treated as one step. It takes 190 µs" in output
+    assert "A step takes" not in output
+    assert "No step is marked in whole.json: the full trace is shown." in output
     page = (tmp_path / "out" / "trace.html").read_text()
-    assert "The whole trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
+    assert "The entire trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
 
 
-def test_a_kernel_name_cannot_leave_its_cell(
+def test_kernel_name_is_escaped_in_its_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = training_step()
@@ -128,9 +128,9 @@ def test_a_kernel_name_cannot_leave_its_cell(
 
 
 def bad_files(folder: Path) -> dict[str, Path]:
-    whole = training_step().text().encode()
+    data = training_step().text().encode()
     contents = {
-        "truncated": whole[:200],
+        "truncated": data[:200],
         "empty": b"",
         "words": b"not a trace at all",
         "no-kernels": b'{"traceEvents": []}',
@@ -151,7 +151,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
     "name",
     ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"],
 )
-def test_a_bad_file_is_one_line_and_exit_code_1(
+def test_bad_file_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert run(tmp_path, bad_files(tmp_path)[name]) == 1
@@ -172,28 +172,28 @@ def test_time_without_operators_may_be_a_wait() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.operator("aten::mm", 0, 9)
-    said = findings(trace)
-    assert "No operator runs for 91.0 % of the step: the program is in Python" in said
-    assert "or it waits for something other than an operator" in said
+    output = findings(trace)
+    assert "No operator runs for 91.0 % of the step: the program is in Python" in output
+    assert "or it waits for something other than an operator" in output
 
 
 def busy_step() -> ChromeTrace:
-    """The device is always behind the host."""
+    """A step in which the device is always behind the host."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 60)
     trace.operator("aten::mm", 0, 60)
-    for place in range(20):
-        trace.kernel(SGEMM, 4 + 50.0 * place, 54 + 50.0 * place, launch=(place * 2, place * 2 + 1))
+    for index in range(20):
+        trace.kernel(SGEMM, 4 + 50.0 * index, 54 + 50.0 * index, launch=(index * 2, index * 2 + 1))
     return trace
 
 
-def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
+def test_host_is_blamed_only_where_launches_prove_it() -> None:
     assert "The host limits this step: for 28.0 % of it" in findings(training_step())
     assert "The host limits" not in findings(busy_step())
     assert "waits for launches" not in findings(busy_step())
 
 
-def test_products_on_plain_cores_are_pointed_out() -> None:
+def test_matmuls_outside_tensor_cores_are_reported() -> None:
     assert "100.0 % of the matmul time is spent on FP32 or FP64" in findings(busy_step())
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 60)
@@ -201,13 +201,13 @@ def test_products_on_plain_cores_are_pointed_out() -> None:
     assert "100.0 % of the matmul time is spent on tensor cores" in findings(trace)
 
 
-def test_an_open_ledger_is_a_warning() -> None:
+def test_open_ledger_is_a_warning() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
     assert "The ledger does not close: 6.8% of the time is kernels" in findings(trace)
 
 
-def test_blocks_are_whole() -> None:
+def test_blocks_are_complete() -> None:
     blocks = trace_blocks(summarize(training_step(blocks=3, steps=2).read()), "x")
     assert len([block for block in blocks if isinstance(block, Timeline)]) == 1
     for block in blocks:
@@ -220,7 +220,7 @@ def test_blocks_are_whole() -> None:
             assert shown == pytest.approx(1.0)
 
 
-def test_a_class_of_work_has_one_colour_in_every_picture() -> None:
+def test_kernel_class_has_one_colour_in_every_figure() -> None:
     summary = summarize(training_step(blocks=3, steps=2).read())
     blocks = trace_blocks(summary, "x")
     (stack,) = (block for block in blocks if isinstance(block, Figure))
@@ -234,16 +234,20 @@ def test_a_class_of_work_has_one_colour_in_every_picture() -> None:
     assert len(CURVES) >= len(CLASSES)
 
 
-def test_products_of_linear_layers_are_told_apart() -> None:
+def test_matmuls_of_linear_layers_are_distinguished() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 30, sequence=1)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.operator("autograd::engine::evaluate_function: MmBackward0", 30, 90, sequence=1, back=1)
-    for place, layout in enumerate(("nn", "nt")):
-        at = 40 + 20 * place
+    for index, layout in enumerate(("nn", "nt")):
+        at = 40 + 20 * index
         trace.operator("aten::mm", at, at + 15)
-        trace.kernel(f"ampere_sgemm_128x64_{layout}", 60 + 40 * place, 90 + 40 * place,
-                     launch=(at + 1, at + 2))  # fmt: skip
+        trace.kernel(
+            f"ampere_sgemm_128x64_{layout}",
+            60 + 40 * index,
+            90 + 40 * index,
+            launch=(at + 1, at + 2),
+        )
     (table,) = (
         block
         for block in trace_blocks(summarize(trace.read()))
@@ -261,20 +265,20 @@ def test_every_finding_of_a_trace_has_a_code_and_its_records() -> None:
     late.kernel("mystery", 900, 950)
     for trace in (training_step(blocks=3, steps=2), late):
         summary = summarize(trace.read())
-        found = {one.code: one for one in trace_findings(summary, step_ms=1.0, records=("r1",))}
-        assert all(code.startswith("trace.") for code in found)
-        assert {one.records for one in found.values()} == {("r1",)}
-        ledger = found["trace.ledger-open" if summary.doubt else "trace.ledger-closes"]
+        result = {one.code: one for one in trace_findings(summary, step_ms=1.0, records=("r1",))}
+        assert all(code.startswith("trace.") for code in result)
+        assert {one.records for one in result.values()} == {("r1",)}
+        ledger = result["trace.ledger-open" if summary.doubt else "trace.ledger-closes"]
         assert ledger.values["busy"] == summary.busy_ms / summary.wall_ms
         assert ledger.tone == ("warn" if summary.doubt else "good")
-        top = found["trace.top-kernel"]
+        top = result["trace.top-kernel"]
         assert top.values["kernel"] == SGEMM
         assert top.text.startswith(f"{SGEMM} (matmul on FP32 cores) takes the most time: ")
 
 
 def test_what_would_help_is_a_conclusion() -> None:
     summary = summarize(training_step().read())
-    (found,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
-    assert found.values["idle"] == pytest.approx(0.28)
-    assert found.text.endswith("before the previous one ended.")
-    assert "fewer launches can" in found.conclusion
+    (result,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
+    assert result.values["idle"] == pytest.approx(0.28)
+    assert result.text.endswith("before the previous one ended.")
+    assert "fewer launches can" in result.conclusion

@@ -1,4 +1,4 @@
-"""Changes reach what a program calls, however it calls its model, and what runs again."""
+"""Changes apply however a program calls its model, also in recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Attention written out."""
+    """Block with naive attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
         return self.forward(x).square().mean()
 
 
-def as_a_whole(model: nn.Module, x: Tensor) -> Tensor:
+def by_the_model(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss
 
@@ -67,17 +67,17 @@ def block_by_block(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def blocks_that_run_again(model: nn.Module, x: Tensor) -> Tensor:
+def checkpointed_blocks(model: nn.Module, x: Tensor) -> Tensor:
     for block in model:  # type: ignore[attr-defined]
         x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
     return x.square().mean()
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "as a whole": (Model, as_a_whole),
+    "the model": (Model, by_the_model),
     "by a method": (Model, by_a_method),
     "block by block": (lambda: nn.ModuleList(Block() for _ in range(2)), block_by_block),
-    "blocks run again": (lambda: nn.ModuleList(Block() for _ in range(2)), blocks_that_run_again),
+    "checkpointed blocks": (lambda: nn.ModuleList(Block() for _ in range(2)), checkpointed_blocks),
 }
 
 
@@ -86,32 +86,32 @@ def draw() -> Tensor:
 
 
 def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
-    """As a trial does, without its optimizer."""
+    """Run steps as a trial does, without an optimizer."""
     seen = Backwards()
     seen.attach()
-    made = Changes(settings, seen)
+    changes = Changes(settings, seen)
     for number in range(1, steps + 1):
         model.zero_grad()
         step(model, draw()).backward()
         if number == 1:
-            made.when_models_are_known([model])
-        made.end_step(number)
-    return made
+            changes.on_models_known([model])
+        changes.end_step(number)
+    return changes
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_change_reaches_what_the_program_calls(name: str) -> None:
+def test_change_applies_to_modules_that_the_program_calls(name: str) -> None:
     make, step = PROGRAMS[name]
     model = make()
     formats = []
     blocks_of(model)[0].out.register_forward_hook(  # type: ignore[union-attr]
         lambda *given: formats.append(given[-1].dtype)
     )
-    made = run(model, step, 4, dtype="bfloat16", attention="fused")
-    assert made.without_effect() == []
-    calls = made._calls[0]
+    changes = run(model, step, 4, dtype="bfloat16", attention="fused")
+    assert changes.without_effect() == []
+    calls = changes._calls[0]
     assert calls.settle()
-    assert calls.called == ([model] if name == "as a whole" else blocks_of(model))
+    assert calls.called == ([model] if name == "the model" else blocks_of(model))
     watched = {part for part in model.modules() if "__call__" in vars(type(part))}
     assert watched - {calls.model} == set(calls.called) - {calls.model}, "inner calls are plain"
     assert not torch.is_autocast_enabled("cpu")
@@ -119,52 +119,56 @@ def test_a_change_reaches_what_the_program_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_the_program_calls_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_the_program_calls_are_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[tuple[nn.Module, str]] = []
     monkeypatch.setattr(
         changing, "compile_own", lambda module, how, _: compiled.append((module, how))
     )
     make, step = PROGRAMS[name]
     model = make()
-    made = run(model, step, 4, compile="model")
-    whole = name == "as a whole"
-    assert compiled == [(part, "model") for part in ([model] if whole else blocks_of(model))]
-    assert made.without_effect() == []
+    changes = run(model, step, 4, compile="model")
+    calls_model = name == "the model"
+    assert compiled == [(part, "model") for part in ([model] if calls_model else blocks_of(model))]
+    assert changes.without_effect() == []
     assert not any("__call__" in vars(type(part)) for part in model.modules())
 
 
-def test_parts_that_torch_jit_made_are_called_as_they_are() -> None:
+def test_torch_jit_modules_are_not_changed() -> None:
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         part = torch.jit.script(nn.Linear(WIDTH, WIDTH))
     model = nn.ModuleList([Block(), part])
-    made = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
-    assert made.without_effect() == []
-    assert made._calls[0].called == list(model)
+    changes = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
+    assert changes.without_effect() == []
+    assert changes._calls[0].called == list(model)
 
 
-def test_a_model_that_nothing_calls_is_said_to_be_as_it_was() -> None:
+def test_model_that_is_never_called_is_reported_as_unchanged() -> None:
     weight = nn.Linear(WIDTH, WIDTH)
-    made = run(
+    changes = run(
         weight,
         lambda one, x: (x @ one.weight).square().mean(),
         5,
         dtype="bfloat16",
         compile="model",
     )
-    assert made.without_effect() == ["compile", "dtype"]
+    assert changes.without_effect() == ["compile", "dtype"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_stretch_has_one_kernel_both_times(reentrant: bool) -> None:
+def test_checkpointed_segment_uses_fused_attention_in_forward_and_recomputation(
+    reentrant: bool,
+) -> None:
     torch.manual_seed(0)
     model = Model()
-    as_a_whole(model, draw()).backward()
+    by_the_model(model, draw()).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     mode = one_kernel_attention()
 
     def again(block: nn.Module, x: Tensor) -> Tensor:
-        found: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        return found
+        result: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        return result
 
     model.zero_grad()
     x = draw().requires_grad_()
@@ -178,8 +182,8 @@ def test_a_checkpointed_stretch_has_one_kernel_both_times(reentrant: bool) -> No
         torch.testing.assert_close(parameter.grad, one)
 
 
-def test_a_product_that_waits_is_made_within_its_stretch() -> None:
-    """Scores that nobody turns into attention."""
+def test_deferred_matmul_is_computed_inside_its_segment() -> None:
+    """Scores that are never used for attention."""
     q = draw().requires_grad_()
     mode = one_kernel_attention()
 
@@ -187,8 +191,8 @@ def test_a_product_that_waits_is_made_within_its_stretch() -> None:
         return x @ x.mT
 
     with mode:
-        found = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
-        loss = found.square().mean()
+        result = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
+        loss = result.square().mean()
     loss.backward()
     assert q.grad is not None
     other = draw().requires_grad_()
@@ -196,20 +200,20 @@ def test_a_product_that_waits_is_made_within_its_stretch() -> None:
     torch.testing.assert_close(q.grad, other.grad)
 
 
-def test_blocks_that_run_again_and_one_kernel_together() -> None:
+def test_checkpointing_and_fused_attention_together() -> None:
     torch.manual_seed(0)
     model = Model()
-    made = run(model, as_a_whole, 3, attention="fused", checkpoint="blocks")
-    assert made.without_effect() == []
-    found = [parameter.grad for parameter in model.parameters()]
+    changes = run(model, by_the_model, 3, attention="fused", checkpoint="blocks")
+    assert changes.without_effect() == []
+    result = [parameter.grad for parameter in model.parameters()]
     torch.manual_seed(0)
     plain = Model()
-    as_a_whole(plain, draw()).backward()
-    for parameter, one in zip(plain.parameters(), found, strict=True):
+    by_the_model(plain, draw()).backward()
+    for parameter, one in zip(plain.parameters(), result, strict=True):
         torch.testing.assert_close(parameter.grad, one)
 
 
-def test_without_the_mode_checkpoints_are_torch_s() -> None:
+def test_without_the_mode_torch_checkpoint_is_used() -> None:
     mode = one_kernel_attention()
     follows = torch.utils.checkpoint.checkpoint
     one_kernel_attention()

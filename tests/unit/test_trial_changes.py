@@ -1,4 +1,4 @@
-"""Each change of a program from outside, alone: habits of its loop, optimizers, losses, models."""
+"""Each run-time change of a program: training loop, optimizers, losses, models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepscope.advisor.trial import loop as habits
+from stepscope.advisor.trial import loop
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
 from stepscope.advisor.trial.optimizers import fuse_optimizers
@@ -17,7 +17,7 @@ from watched_models import Network, batch
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_losses_add_up_over_micro_batches_and_without_their_scale() -> None:
+def test_losses_are_unscaled_and_summed_over_micro_batches() -> None:
     seen = Backwards()
     seen.attach()
     x = torch.ones(3, requires_grad=True)
@@ -35,7 +35,7 @@ def test_losses_add_up_over_micro_batches_and_without_their_scale() -> None:
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_optimizers_are_fused_and_hand_written_adam_is_taken_for_adam() -> None:
+def test_optimizers_are_fused_and_custom_adam_is_treated_as_adam() -> None:
     applied: Counter[str] = Counter()
     fuse_optimizers(applied)
 
@@ -62,27 +62,27 @@ def test_optimizers_are_fused_and_hand_written_adam_is_taken_for_adam() -> None:
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_habits_of_a_loop_are_changed() -> None:
+def test_training_loop_is_changed() -> None:
     applied: Counter[str] = Counter()
     model = Network()
     x, y = batch()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    habits.drop_gradients(applied)
+    loop.set_gradients_to_none(applied)
     torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
     assert next(model.parameters()).grad is None
-    habits.load_ahead(applied)
+    loop.use_loader_workers(applied)
     assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
     assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
-    habits.run_nothing_again(applied)
+    loop.disable_checkpointing(applied)
     assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
-    habits.larger_batches(8, applied)
+    loop.larger_batches(8, applied)
     sizes = [
         DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
     ]
     assert sizes == [8, 8, 3]
-    habits.without_autocast(applied)
+    loop.disable_autocast(applied)
     with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
         assert model(x).dtype == torch.float32
     with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):
@@ -91,8 +91,8 @@ def test_habits_of_a_loop_are_changed() -> None:
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_a_whole_number_that_is_read_back_is_a_float_where_one_is_asked_for() -> None:
-    habits.read_back_later(Counter())
+def test_integer_read_back_with_float_is_a_float() -> None:
+    loop.read_back_delayed(Counter())
     right = (torch.arange(4) > 1).sum()
     assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
 
@@ -106,7 +106,7 @@ BRAIN, HALF, HERE = torch.bfloat16, torch.float16, torch.ones(2, dtype=torch.flo
         (("cpu",), {}),
         (("cpu", HALF), {}),
         (("cpu", HALF), {"copy": True}),
-        # As nn.Module.to calls it.
+        # The signature used by nn.Module.to.
         (("cpu", None, False), {}),
         (("cpu", HALF, False, True), {"memory_format": torch.preserve_format}),
         ((torch.device("cpu"),), {"dtype": HALF, "non_blocking": False}),
@@ -122,35 +122,44 @@ BRAIN, HALF, HERE = torch.bfloat16, torch.float16, torch.ones(2, dtype=torch.flo
         ((), {}),
     ],
 )
-def test_every_way_to_call_to_can_be_made_not_to_wait(
+def test_every_signature_of_to_can_be_made_non_blocking(
     arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     x = torch.ones(3)
     before = (arguments, dict(keywords))
     expected = x.to(*arguments, **keywords)
-    given, named = habits.without_waiting(arguments, keywords)
-    found = x.to(*given, **named)
-    assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    given, named = loop.with_non_blocking(arguments, keywords)
+    result = x.to(*given, **named)
+    assert (result.dtype, result.device) == (expected.dtype, expected.device)
     assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
     assert (arguments, keywords) == before
 
 
-def test_a_copy_to_a_gpu_is_known_by_its_words() -> None:
+def test_copy_to_a_gpu_is_recognised_by_its_arguments() -> None:
     gpu = torch.device("cuda", 0)
     for arguments, keywords in (
-        (("cuda",), {}), (("cuda:1", HALF), {}), ((gpu, None, True), {}), ((0,), {}),
-        ((), {"device": gpu}), ((), {"dtype": HALF, "device": "cuda"}),
-    ):  # fmt: skip
-        assert habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        (("cuda",), {}),
+        (("cuda:1", HALF), {}),
+        ((gpu, None, True), {}),
+        ((0,), {}),
+        ((), {"device": gpu}),
+        ((), {"dtype": HALF, "device": "cuda"}),
+    ):
+        assert loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
     for arguments, keywords in (
-        (("cpu", HALF, True), {}), ((HALF, True), {}), ((HERE,), {}), ((), {"tensor": HERE}),
-        ((None, HALF), {}), ((), {"dtype": HALF}), ((), {}),
-    ):  # fmt: skip
-        assert not habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        (("cpu", HALF, True), {}),
+        ((HALF, True), {}),
+        ((HERE,), {}),
+        ((), {"tensor": HERE}),
+        ((None, HALF), {}),
+        ((), {"dtype": HALF}),
+        ((), {}),
+    ):
+        assert not loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_losses_are_of_their_own_step_whatever_float_gives(
+def test_losses_belong_to_their_step_even_if_float_is_delayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = Backwards()
@@ -164,7 +173,7 @@ def test_losses_are_of_their_own_step_whatever_float_gives(
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_a_model_is_changed_once_it_is_known() -> None:
+def test_model_is_changed_once_it_is_known() -> None:
     seen = Backwards()
     seen.attach()
     changes = Changes(
@@ -172,12 +181,12 @@ def test_a_model_is_changed_once_it_is_known() -> None:
         seen,
     )
     model = Network()
-    changes.when_models_are_known([model])
+    changes.on_models_known([model])
     formats = []
     model.head.register_forward_hook(lambda *given: formats.append(given[-1].dtype))
     x, y = batch()
     loss = torch.nn.functional.cross_entropy(model(x), y)
-    # The loss is within autocast, which makes it in float32; the backward is not.
+    # The loss is inside autocast, which computes it in float32; the backward is outside.
     assert loss.dtype == torch.float32
     assert torch.is_autocast_enabled("cpu")
     loss.backward()
@@ -192,13 +201,13 @@ def test_a_model_is_changed_once_it_is_known() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 @pytest.mark.parametrize("also", [{}, {"dtype": "bfloat16"}], ids=str)
-def test_models_that_are_known_later_are_changed_too_and_the_others_not_again(
+def test_models_found_later_are_changed_and_each_model_only_once(
     also: dict[str, str],
 ) -> None:
     changes = Changes({"checkpoint": "blocks"} | also, Backwards())
     first, second = Network(), Network()
-    changes.when_models_are_known([first])
+    changes.on_models_known([first])
     once = changes._applied["checkpoint"]
     assert once
-    changes.when_models_are_known([first, second])
+    changes.on_models_known([first, second])
     assert changes._applied["checkpoint"] == 2 * once

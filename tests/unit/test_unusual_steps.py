@@ -1,4 +1,4 @@
-"""Steps that are not like the others: they validate, save, or have several forwards."""
+"""Steps that differ from the others: validation, checkpoints, several forward passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
 
 
-def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> None:
+def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, _ = batch()
@@ -28,29 +28,29 @@ def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> No
                 with torch.no_grad():
                     time.sleep(0.2)
                     model(x)
-    found = only(tmp_path)
-    series = found.record.find("step")
+    result = only(tmp_path)
+    series = result.record.find("step")
     assert series is not None
     assert len(series.values) == 4
     assert max(series.values) < 200
-    assert found.record.notes["left_out"] == "1"
-    assert found.record.attachments["traced_validations"] == [0]
-    assert found.summary is not None
-    assert len(found.summary.steps) == 1
-    assert found.summary.wall_ms < 200
-    said = inspected_findings([found])
+    assert result.record.notes["left_out"] == "1"
+    assert result.record.attachments["traced_validations"] == [0]
+    assert result.summary is not None
+    assert len(result.summary.steps) == 1
+    assert result.summary.wall_ms < 200
+    output = inspected_findings([result])
     for code, words in (
-        ("inspect.timed-evaluations", "Of the timed steps 1 also ran the model without gradients"),
+        ("inspect.timed-evaluations", "1 of the timed steps also ran the model without gradients"),
         (
             "inspect.traced-evaluations",
-            "Of the traced steps 1 also ran the model without gradients: they are left out",
+            "1 of the traced steps also ran the model without gradients: they are excluded",
         ),
     ):
-        assert coded(said, code).values == {"steps": 1}
-        assert coded(said, code).text.startswith(words)
+        assert coded(output, code).values == {"steps": 1}
+        assert coded(output, code).text.startswith(words)
 
 
-def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -> None:
+def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path, traced=3):
@@ -61,19 +61,19 @@ def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -
                     model(batch()[0])
             if step == 10:
                 time.sleep(0.5)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2, "one was far longer"
-    said = coded(inspected_findings([found]), "inspect.evaluates-in-every-step")
-    assert said.text.startswith(
-        "All traced steps also ran the model without gradients: that work is in the"
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2, "one was far longer"
+    output = coded(inspected_findings([result]), "inspect.evaluates-in-every-step")
+    assert output.text.startswith(
+        "All traced steps also ran the model without gradients: the time ledger"
     )
 
 
 @pytest.mark.parametrize(
     "validating", [(7,), (7, 8), range(7, 30)], ids=["once", "twice", "always"]
 )
-def test_the_memory_is_counted_in_a_step_without_a_validation(
+def test_memory_is_counted_in_a_step_without_validation(
     tmp_path: Path, validating: Collection[int]
 ) -> None:
     model = Network()
@@ -84,17 +84,17 @@ def test_the_memory_is_counted_in_a_step_without_a_validation(
             if step in validating:
                 with torch.no_grad():
                     model(batch()[0])
-    found = only(tmp_path)
-    flops = found.record.quantity("flops")
+    result = only(tmp_path)
+    flops = result.record.quantity("flops")
     assert flops is not None
     if len(validating) > 2:
         assert flops > network_flops(8)
     else:
         assert flops == network_flops(8)
-    assert found.summary is not None, "it goes on after that"
+    assert result.summary is not None, "it goes on after that"
 
 
-def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Path) -> None:
+def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path, traced=3):
@@ -102,18 +102,18 @@ def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Pat
             train(model, optimizer)
             if step == 10:
                 time.sleep(0.5)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2
-    assert found.summary.wall_ms < 500
-    (longer,) = found.traced_longer
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2
+    assert result.summary.wall_ms < 500
+    (longer,) = result.traced_longer
     assert longer > 500
-    said = coded(inspected_findings([found]), "inspect.traced-longer")
-    assert (said.values["steps"], said.values["longest_ms"]) == (1, longer)
-    assert said.text.startswith("Of the traced steps 1 took ")
+    output = coded(inspected_findings([result]), "inspect.traced-longer")
+    assert (output.values["steps"], output.values["longest_ms"]) == (1, longer)
+    assert output.text.startswith("1 of the traced steps took ")
 
 
-def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
+def test_tensors_saved_by_each_forward_are_listed_once(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
@@ -135,5 +135,5 @@ def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
     ("counts", "expected"),
     [((0, 0, 3, 0), [0, 1, 3]), ((1, 1, 1), [0, 1, 2]), ((2, 0, 2, 2), [0, 1, 2, 3]), ((), [])],
 )
-def test_steps_count_where_most_are_alike(counts: tuple[int, ...], expected: list[int]) -> None:
+def test_usual_steps_are_the_majority(counts: tuple[int, ...], expected: list[int]) -> None:
     assert usual_steps(counts) == expected

@@ -1,4 +1,4 @@
-"""Advice is tried in order, within its time, and not twice."""
+"""Verification of advice: order, time limit, and resumption of trials."""
 
 from __future__ import annotations
 
@@ -36,19 +36,24 @@ from stepscope.records.store import Store
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.runner.runner import new_run
 
-FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
+BFLOAT16 = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
-WHOLE = advice("compile", 20.0, compile="model")
+COMPILE = advice("compile", 20.0, compile="model")
 CHANGED_MS = {
-    "bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0, "cuda-graph": 35.0, "slows": 55.0,
-    "too": 51.0, "tf32": 35.0,
-}  # fmt: skip
-"""Of a step that takes 50 without."""
+    "bfloat16": 30.0,
+    "fused-optimizer": 40.0,
+    "compile": 60.0,
+    "cuda-graph": 35.0,
+    "slows": 55.0,
+    "too": 51.0,
+    "tf32": 35.0,
+}
+"""Time of the changed step by code; the unchanged one takes 50."""
 
 
 class PlantedRunner:
-    """Every trial comes out as planted, and takes so long. One that is called `breaks` fails, and
-    `unmade` changes nothing."""
+    """Runner with planted results and durations. A trial named `breaks` fails, and `unmade` has no
+    effect."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.asked: list[str] = []
@@ -56,9 +61,15 @@ class PlantedRunner:
         self._seconds, self._clock = seconds, clock
 
     def run(
-        self, cases: Sequence[PlannedCase], run: Run, store: Store, observer: object, *,
-        retry: bool, within_s: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        cases: Sequence[PlannedCase],
+        run: Run,
+        store: Store,
+        observer: object,
+        *,
+        retry: bool,
+        within_s: float | None,
+    ) -> None:
         del observer
         assert retry
         self.limits.append(within_s)
@@ -75,16 +86,27 @@ class PlantedRunner:
                 continue
             notes = {"without_effect": "nothing was changed"} if "unmade" in trial.code else {}
             store.add(
-                tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id, notes=notes,
-                      attempt=before + 1)
-            )  # fmt: skip
+                tried(
+                    ms,
+                    *trial.advice,
+                    id=f"id-{trial.code}",
+                    run=run.id,
+                    notes=notes,
+                    attempt=before + 1,
+                )
+            )
 
 
 def verify(
-    tmp_path: Path, *advised: Advice, seconds: float = 10.0, store: Store | None = None,
-    run: Run | None = None, later: Later | None = None, limits: list[float | None] | None = None,
+    tmp_path: Path,
+    *advised: Advice,
+    seconds: float = 10.0,
+    store: Store | None = None,
+    run: Run | None = None,
+    later: Later | None = None,
+    limits: list[float | None] | None = None,
     **keywords: Any,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     clock = [0.0]
     runner = PlantedRunner(seconds, clock)
     if limits is not None:
@@ -92,63 +114,71 @@ def verify(
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
-        place = store or own
+        target = store or own
         if run is None:
             run = new_run((), "stepscope advise")
-            place.add_run(run)
+            target.add_run(run)
         base = msgspec.convert(tried().config, Trial).base
         Verification(
-            runner, place, run,  # type: ignore[arg-type]
+            runner,
+            target,
+            run,  # type: ignore[arg-type]
             lambda some: Trial(base=base, advice=some, step_ms=100.0),
-            later or (lambda _: ()), **keywords,
-        ).verify(advised, OF_MODELS)  # fmt: skip
+            later or (lambda _: ()),
+            **keywords,
+        ).verify(advised, OF_MODELS)
     return runner.asked
 
 
-def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
-    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
-    assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
-def test_another_batch_stays_on_its_own(tmp_path: Path) -> None:
+def test_batch_size_change_is_never_combined(tmp_path: Path) -> None:
     batch = advice("larger-batch", 35.0, batch="16")
-    asked = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
-    assert asked == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, batch, UPDATE, later=lambda _: (batch,))
+    assert tried_codes == [
+        "bfloat16",
+        "larger-batch",
+        "fused-optimizer",
+        "bfloat16+fused-optimizer",
+    ]
 
 
-def test_a_change_that_breaks_the_program_stops_nothing(tmp_path: Path) -> None:
-    asked = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
-    assert asked == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
+def test_change_that_breaks_the_program_does_not_stop_the_others(tmp_path: Path) -> None:
+    tried_codes = verify(tmp_path, BFLOAT16, advice("breaks", 35.0, attention="fused"), UPDATE)
+    assert tried_codes == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
-def test_of_several_for_one_setting_the_others_come_last(tmp_path: Path) -> None:
+def test_alternatives_for_the_same_setting_come_last(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
-    asked = verify(tmp_path, FORMAT, other, UPDATE)
-    assert asked == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, other, UPDATE)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
 
 
-def test_what_limits_the_changed_step_is_looked_for_again(tmp_path: Path) -> None:
-    """A graph takes the place of the compiler; what was dropped for its own sake stays out."""
+def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> None:
+    """A CUDA graph replaces the compiler; a change that was dropped alone stays dropped."""
     graph = advice("cuda-graph", 10.0, compile="graphs")
-    asked: list[Sequence[str]] = []
+    requests: list[Sequence[str]] = []
 
     def later(codes: Sequence[str]) -> tuple[Advice, ...]:
-        asked.append(codes)
-        return (graph, WHOLE)
+        requests.append(codes)
+        return (graph, COMPILE)
 
-    found = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
-    assert asked == [["bfloat16", "fused-optimizer"]]
-    # `compile` was slower alone, and is not tried again.
-    assert found[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
+    result = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, later=later)
+    assert requests == [["bfloat16", "fused-optimizer"]]
+    # `compile` was slower alone and is not tried again.
+    assert result[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
 
 
-def test_what_gains_nothing_more_is_left_out_again(tmp_path: Path) -> None:
+def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
     later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
-    found = verify(tmp_path, FORMAT, later=lambda _: later)
-    assert found == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
+    result = verify(tmp_path, BFLOAT16, later=lambda _: later)
+    assert result == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
-def test_an_interrupted_run_has_a_case_left(
+def test_interrupted_run_has_an_unfinished_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = PlantedRunner.run
@@ -160,88 +190,100 @@ def test_an_interrupted_run_has_a_case_left(
 
     monkeypatch.setattr(PlantedRunner, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        verify(tmp_path, FORMAT, UPDATE)
+        verify(tmp_path, BFLOAT16, UPDATE)
     with Store(tmp_path / "records.db") as store:
-        (found,) = store.runs()
-        assert (len(store.finished(found.id)), found.cases) == (1, 2)
+        (result,) = store.runs()
+        assert (len(store.finished(result.id)), result.cases) == (1, 2)
 
 
-def test_only_what_was_named_is_tried(tmp_path: Path) -> None:
-    assert verify(tmp_path, FORMAT, UPDATE, WHOLE, only=("compile",)) == ["compile"]
+def test_only_named_changes_are_tried(tmp_path: Path) -> None:
+    assert verify(tmp_path, BFLOAT16, UPDATE, COMPILE, only=("compile",)) == ["compile"]
 
 
-def test_time_is_left_for_the_changes_together(
+def test_time_is_reserved_for_the_changes_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
-    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, within_s=35.0)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
 
 
-def test_a_trial_runs_no_longer_than_the_time_that_is_left(tmp_path: Path) -> None:
-    """Also the first, of which nobody knows how long it takes."""
+def test_trial_runs_no_longer_than_the_time_left(tmp_path: Path) -> None:
+    """This includes the first trial, whose duration is unknown."""
     limits: list[float | None] = []
-    asked = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    tried_codes = verify(tmp_path, BFLOAT16, UPDATE, within_s=35.0, limits=limits)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert limits == [35.0, 25.0, 15.0]
     (tmp_path / "long").mkdir()
-    assert verify(tmp_path / "long", FORMAT, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
+    assert verify(tmp_path / "long", BFLOAT16, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
     (tmp_path / "free").mkdir()
     limits.clear()
-    verify(tmp_path / "free", FORMAT, limits=limits)
+    verify(tmp_path / "free", BFLOAT16, limits=limits)
     assert limits == [None]
 
 
-def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
+def test_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")
         store.add_run(run)
         store.add(
-            tried(0, FORMAT, run=run.id, id="cut", status="timeout",
-                  reason="not done after 3 s (--within)")
-        )  # fmt: skip
-        assert verify(tmp_path, FORMAT, store=store, run=run) == ["bfloat16"]
+            tried(
+                0,
+                BFLOAT16,
+                run=run.id,
+                id="cut",
+                status="timeout",
+                reason="not done after 3 s (--within)",
+            )
+        )
+        assert verify(tmp_path, BFLOAT16, store=store, run=run) == ["bfloat16"]
         given_up = new_run((), "stepscope advise")
         store.add_run(given_up)
         store.add(
-            tried(0, FORMAT, run=given_up.id, id="given-up", status="timeout",
-                  reason="not done after 600 s (--timeout)")
-        )  # fmt: skip
-        assert verify(tmp_path, FORMAT, store=store, run=given_up) == []
+            tried(
+                0,
+                BFLOAT16,
+                run=given_up.id,
+                id="given-up",
+                status="timeout",
+                reason="not done after 600 s (--timeout)",
+            )
+        )
+        assert verify(tmp_path, BFLOAT16, store=store, run=given_up) == []
 
 
-def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> None:
+def test_no_time_is_reserved_if_nothing_can_be_combined(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
-    assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
+    assert verify(tmp_path, BFLOAT16, other, within_s=25.0) == ["bfloat16", "tf32"]
     (tmp_path / "batch").mkdir()
     batch = advice("larger-batch", 35.0, batch="16")
-    asked = verify(tmp_path / "batch", FORMAT, batch, within_s=25.0)
-    assert asked == ["bfloat16", "larger-batch"]
+    tried_codes = verify(tmp_path / "batch", BFLOAT16, batch, within_s=25.0)
+    assert tried_codes == ["bfloat16", "larger-batch"]
 
 
-def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
+def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
-    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+    tried_codes = verify(tmp_path, BFLOAT16, COMPILE, UPDATE, within_s=45.0)
+    assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
-    asked = verify(
-        tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0
-    )  # fmt: skip
-    assert asked == ["bfloat16", "data-ahead+bfloat16"]
-    assert "no time is left to go on with cuda-graph (--within)" in capsys.readouterr().err
+    tried_codes = verify(
+        tmp_path / "later", BFLOAT16, later=lambda _: (graph, ahead), within_s=25.0
+    )
+    assert tried_codes == ["bfloat16", "data-ahead+bfloat16"]
+    assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")
         store.add_run(run)
-        first = verify(tmp_path, FORMAT, UPDATE, store=store, run=run, within_s=15.0)
-        second = verify(tmp_path, FORMAT, UPDATE, store=store, run=run)
+        first = verify(tmp_path, BFLOAT16, UPDATE, store=store, run=run, within_s=15.0)
+        second = verify(tmp_path, BFLOAT16, UPDATE, store=store, run=run)
     assert first == ["bfloat16"]
     assert second == ["fused-optimizer", "bfloat16+fused-optimizer"]
     with pytest.MonkeyPatch.context() as patched:
@@ -251,19 +293,19 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
     unmade = advice("unmade", 30.0, optimizer="adamw-fused")
-    asked = verify(tmp_path, FORMAT, unmade, advice("vague", 0.1, compile="block"))
-    assert asked == ["bfloat16", "unmade", "vague"]
+    tried_codes = verify(tmp_path, BFLOAT16, unmade, advice("vague", 0.1, compile="block"))
+    assert tried_codes == ["bfloat16", "unmade", "vague"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert [one.code for one in read_history()] == ["bfloat16"]
 
 
-def test_the_outcome_has_its_interval() -> None:
+def test_outcome_has_its_interval() -> None:
     vague = advice("vague", 0.2)
-    said = verification.outcome(Tried(tried(49.9, vague)))
+    output = verification.outcome(Tried(tried(49.9, vague)))
     assert re.fullmatch(
-        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained of 100 µs predicted; dropped: no gain shown",
-        said,
+        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained, 100 µs predicted; dropped: no gain shown",
+        output,
     )
     unmade = tried(49.9, vague, notes={"without_effect": "nothing was changed"})
     assert verification.outcome(Tried(unmade)) == "vague: dropped: nothing was changed"
@@ -272,30 +314,28 @@ def test_the_outcome_has_its_interval() -> None:
 @pytest.mark.parametrize(
     ("within", "plain", "compiled"), [(0.0, True, True), (25.0, True, False), (5.0, False, False)]
 )
-def test_what_waits_for_a_compiler_needs_more_time(
-    within: float, plain: bool, compiled: bool
-) -> None:
+def test_compiled_trials_need_more_time(within: float, plain: bool, compiled: bool) -> None:
     base = msgspec.convert(tried().config, Trial).base
-    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (FORMAT, WHOLE))
+    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))
     deadline = Deadline(within, lambda: 0.0)
     deadline.took(one, 10.0)
     assert deadline.allows(one) is plain
     assert deadline.allows(other) is compiled
 
 
-def test_a_record_keeps_the_advice_that_was_given() -> None:
-    made = with_advice(tried(), [FORMAT, UPDATE])
-    assert advice_given(made) == (FORMAT, UPDATE)
+def test_record_stores_its_advice() -> None:
+    record = with_advice(tried(), [BFLOAT16, UPDATE])
+    assert advice_given(record) == (BFLOAT16, UPDATE)
     assert advice_given(tried()) is None
 
 
 class Greedy:
-    """A run that leaves no memory for another one."""
+    """A run that leaves no memory for a second one."""
 
     alive = 0
 
-    def __init__(self, order: Order, settings: dict[str, str], told: object) -> None:
-        del order, told
+    def __init__(self, order: Order, settings: dict[str, str], heartbeat: object) -> None:
+        del order, heartbeat
         self.losses: list[float | None] = []
         self.peak_bytes = None
         self._ms = 4.0 if settings else 5.0
@@ -317,24 +357,24 @@ class Greedy:
         return self._ms
 
 
-def test_runs_that_do_not_fit_together_run_one_after_the_other(
+def test_runs_that_do_not_fit_together_are_timed_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(script_trial, "Contestant", Greedy)
+    monkeypatch.setattr(script_trial, "TrialProcess", Greedy)
     trial = Trial(
         program=Script(target="large.py"), step_ms=5.0, rounds=7, loss_steps=8, advice=(UPDATE,)
     )
     assert trial.program is not None
-    found = script_trial.measure_script_trial(trial, trial.program, QuietBench())
-    assert "do not fit into the memory" in found.notes[APART]
-    values = {one.variant: one.values for one in found.series if one.name == "step"}
+    result = script_trial.measure_script_trial(trial, trial.program, QuietBench())
+    assert "do not fit into memory" in result.notes[APART]
+    values = {one.variant: one.values for one in result.series if one.name == "step"}
     assert values["base"] == (5.0,) * 8
     assert values["changed"] == (4.0,) * 8
-    shown = trial_blocks([tried(40.0, UPDATE, notes=found.notes)])
-    assert "timed one after the other" in " ".join(getattr(block, "text", "") for block in shown)
+    shown = trial_blocks([tried(40.0, UPDATE, notes=result.notes)])
+    assert "timed in blocks" in " ".join(getattr(block, "text", "") for block in shown)
 
 
-def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -> None:
+def test_out_of_memory_of_a_run_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(
         "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried 80 GiB.\\nSee')\n"
@@ -347,7 +387,7 @@ def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -
         run.ready()
 
 
-def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
+def test_models_that_do_not_fit_together_are_timed_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
@@ -355,25 +395,25 @@ def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
     from stepscope.advisor.advise import measure
     from stepscope.studies.own.cases import OwnStep
 
-    plain = measure._in_turns
+    plain = measure._interleaved
 
     def full(cases: Any, *arguments: Any) -> Any:
         if len(cases) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(cases, *arguments)
 
-    monkeypatch.setattr(measure, "_in_turns", full)
+    monkeypatch.setattr(measure, "_interleaved", full)
     base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
-    found = measure.measure_trial(trial, QuietBench())
-    assert APART in found.notes
-    assert {len(s.values) for s in found.series if s.name == "step"} == {6}
+    result = measure.measure_trial(trial, QuietBench())
+    assert APART in result.notes
+    assert {len(s.values) for s in result.series if s.name == "step"} == {6}
 
 
-def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
@@ -395,30 +435,30 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     started = command.start("advise", *words)
     wait_for_the_record(command.out / "records.db")
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=400)
-    assert started.returncode == 130, said
-    assert "go on with: stepscope advise --resume --verify" in said
+    _, output = started.communicate(timeout=400)
+    assert started.returncode == 130, output
+    assert "resume with: stepscope advise --resume --verify" in output
     assert command.left_behind() == []
     done = command("advise", "--resume", *words)
     assert done.returncode == 0, done.stderr
-    assert "recording some steps" not in done.stderr
+    assert "recording a few steps" not in done.stderr
     (trial,) = json.loads(done.stdout)["tried"]
     assert trial["change"] == "fused-optimizer"
     assert trial["predicted_ms"] > 0
     assert not trial["verdict"].startswith("not tried")
     page = (command.out / "train-advice.html").read_text()
     assert "Advice for train.py" in page
-    assert "Predicted against realised" in page
+    assert "Predicted and realised gain" in page
     assert command.left_behind() == []
     refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
     assert refused.returncode == 2
-    assert "magic is not advised here" in refused.stderr
+    assert "magic is not advised for this step" in refused.stderr
 
 
 def wait_for_the_record(path: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        # At first it is not yet a store.
+        # The file is not a store at first.
         with contextlib.suppress(StepscopeError), Store(path, create=False) as store:
             if store.records():
                 return

@@ -1,4 +1,4 @@
-"""Scripts are watched by their optimizers' steps: here within this process."""
+"""Observation of a script by its optimizer steps, within this process."""
 
 from __future__ import annotations
 
@@ -36,26 +36,30 @@ def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
                 torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = only(tmp_path)
-    assert found.micro_batches == 3
-    assert found.record.quantity("flops") == 3 * network_flops(8)
-    assert found.record.config["arguments"] == ["--fast"]
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2
-    assert found.summary.doubt == ""
-    assert "blocks.*/up" in {use.module for use in found.summary.uses}
-    assert found.setting is not None
-    assert found.setting.models == ("Network",)
-    assert found.account is not None
-    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
+    result = only(tmp_path)
+    assert result.micro_batches == 3
+    assert result.record.quantity("flops") == 3 * network_flops(8)
+    assert result.record.config["arguments"] == ["--fast"]
+    assert result.summary is not None
+    assert len(result.summary.steps) == 2
+    assert result.summary.doubt == ""
+    assert "blocks.*/up" in {use.module for use in result.summary.uses}
+    assert result.setting is not None
+    assert result.setting.models == ("Network",)
+    assert result.account is not None
+    assert [peak.phase for peak in result.account.phases] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(
     "broken",
-    ["stepscope.measure.modules.trained_models", "stepscope.advisor.scope.result.make_record",
-     "stepscope.advisor.scope.recorder.Recorder.watch", "stepscope.records.jsonl.write_records"],
-)  # fmt: skip
-def test_what_goes_wrong_here_never_reaches_the_script(
+    [
+        "stepscope.measure.modules.trained_models",
+        "stepscope.advisor.scope.result.make_record",
+        "stepscope.advisor.scope.recorder.Recorder.watch",
+        "stepscope.records.jsonl.write_records",
+    ],
+)
+def test_errors_of_the_recorder_never_reach_the_script(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -73,7 +77,7 @@ def test_what_goes_wrong_here_never_reaches_the_script(
     assert len(model._forward_hooks) == hooks
 
 
-def test_odd_objects_of_the_program_are_passed_over(tmp_path: Path) -> None:
+def test_unusual_objects_of_the_program_are_skipped(tmp_path: Path) -> None:
     class Wrapping(DataLoader[int]):
         def __init__(self) -> None:
             self.inner = DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
@@ -88,19 +92,19 @@ def test_odd_objects_of_the_program_are_passed_over(tmp_path: Path) -> None:
     with watching(tmp_path):
         for _ in range(16):
             train(model, optimizer)
-    found = only(tmp_path)
+    result = only(tmp_path)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert found.record.quantity("parameters") == numbers
-    assert found.setting is not None
-    assert "Network" in found.setting.models
+    assert result.record.quantity("parameters") == numbers
+    assert result.setting is not None
+    assert "Network" in result.setting.models
     assert len(odd) == 2
 
 
-def test_the_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:
+def test_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:
     class Slow(TensorDataset):
-        def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             time.sleep(0.01)
-            return super().__getitem__(place)
+            return super().__getitem__(index)
 
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,7 +119,7 @@ def test_the_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None
     assert all(10 <= ms < 1000 for ms in series.values)
 
 
-def test_several_optimizers_make_one_step_of_a_turn(tmp_path: Path) -> None:
+def test_several_optimizers_make_one_step_per_iteration(tmp_path: Path) -> None:
     first, second = Network(), Network()
     one = torch.optim.SGD(first.parameters(), lr=0.1)
     two = torch.optim.AdamW(second.parameters())
@@ -123,52 +127,52 @@ def test_several_optimizers_make_one_step_of_a_turn(tmp_path: Path) -> None:
         for _ in range(16):
             train(first, one)
             train(second, two)
-    found = only(tmp_path)
-    assert found.micro_batches == 1
-    assert found.record.quantity("flops") == 2 * network_flops(8)
-    assert found.setting is not None
-    assert sorted(o.name for o in found.setting.optimizers) == ["AdamW", "SGD"]
-    assert found.summary is not None
-    parts = {use.module for use in found.summary.uses}
+    result = only(tmp_path)
+    assert result.micro_batches == 1
+    assert result.record.quantity("flops") == 2 * network_flops(8)
+    assert result.setting is not None
+    assert sorted(o.name for o in result.setting.optimizers) == ["AdamW", "SGD"]
+    assert result.summary is not None
+    parts = {use.module for use in result.summary.uses}
     assert parts >= {"Network first/head", "Network second/head"}
-    assert found.account is not None
-    kept = {saved.module for saved in found.account.saved}
-    assert kept >= {"Network first/head", "Network second/head"}
+    assert result.account is not None
+    remaining = {saved.module for saved in result.account.saved}
+    assert remaining >= {"Network first/head", "Network second/head"}
 
 
-def test_a_script_that_ends_while_it_is_traced_keeps_what_there_is(tmp_path: Path) -> None:
+def test_script_that_ends_while_traced_leaves_a_partial_recording(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
-        # 2 left out, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
+        # 2 warm-up, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
         for _ in range(11):
             train(model, optimizer)
-    found = only(tmp_path)
-    assert found.summary is not None
-    assert len(found.summary.steps) == 1
-    assert found.micro_batches == 1
-    missing = found.record.notes["cut_short"]
-    assert missing == "the program ended after 11 of the 12 steps that it takes"
-    said = coded(inspected_findings([found]), "inspect.cut-short")
-    assert said.values == {"rank": 0, "reason": missing}
-    assert said.text == f"The recording is not whole: {missing}."
+    result = only(tmp_path)
+    assert result.summary is not None
+    assert len(result.summary.steps) == 1
+    assert result.micro_batches == 1
+    missing = result.record.notes["cut_short"]
+    assert missing == "the program ended after 11 of the 12 steps of a recording"
+    output = coded(inspected_findings([result]), "inspect.cut-short")
+    assert output.values == {"rank": 0, "reason": missing}
+    assert output.text == f"The recording is incomplete: {missing}."
 
 
-def test_a_script_that_ends_while_it_is_timed_has_its_times(tmp_path: Path) -> None:
+def test_script_that_ends_while_timed_leaves_its_times(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
         for _ in range(6):
             train(model, optimizer)
-    found = only(tmp_path)
-    step = found.record.find("step")
+    result = only(tmp_path)
+    step = result.record.find("step")
     assert step is not None
     assert len(step.values) == 3
-    assert found.summary is None
-    assert found.account is None
+    assert result.summary is None
+    assert result.account is None
 
 
-def test_too_few_steps_leave_no_record_but_their_number(tmp_path: Path) -> None:
+def test_too_few_steps_leave_only_their_number(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
@@ -196,7 +200,7 @@ def test_stop_ends_the_script_with_its_recording_written(tmp_path: Path) -> None
     assert only(tmp_path).summary is not None
 
 
-def test_steps_in_a_forked_process_are_noticed_and_not_recorded(tmp_path: Path) -> None:
+def test_steps_in_a_forked_process_are_detected_and_not_recorded(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path) as watcher:
@@ -210,7 +214,7 @@ def test_steps_in_a_forked_process_are_noticed_and_not_recorded(tmp_path: Path) 
     assert read_progress(tmp_path).optimizer_steps == 0
 
 
-def test_the_outermost_models_of_the_parameters_are_found() -> None:
+def test_outermost_models_of_the_parameters_are_found() -> None:
     inner = Network()
     outer = torch.nn.Sequential(inner)
     other = Network()
@@ -229,7 +233,7 @@ def planted(rank: int, late_ns: int, record: Record) -> Record:
     )
 
 
-def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
+def test_slowest_rank_is_named(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(tmp_path):
@@ -256,7 +260,7 @@ def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
     assert slowest([ranks[0]]) is None
 
 
-def test_stand_ins_of_the_compiler_are_no_memory() -> None:
+def test_fake_tensors_are_not_counted_as_memory() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from stepscope.advisor.scope.memory import _living_tensors

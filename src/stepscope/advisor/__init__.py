@@ -1,1 +1,1 @@
-"""Other people's programs: recording their steps (`inspect`) and trying changes (`advise`)."""
+"""User programs: record their training steps (`inspect`) and try changes on them (`advise`)."""

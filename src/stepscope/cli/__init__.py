@@ -1,6 +1,7 @@
-"""The command line: which commands there are, and how failures leave the program.
+"""Entry point of the command line: list of commands, dispatch, and exit codes.
 
-Only the chosen command's module is loaded, and none of them imports torch: help is instant.
+Only the module of the chosen command is imported, and no command imports torch at start-up, so
+`--help` is instant.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, in_one_line, unknown_name
 
 COMMANDS = {
-    "run": "measure: a preset, or one study with your own cases; then write the report",
-    "inspect": "run your own training script and show where its step's time and memory go",
-    "advise": "changes worth making, with predicted gains; --verify proves them here",
-    "report": "write the HTML and Markdown page of a run or of a record file",
+    "run": "measure the cases of a preset or of one study, then write the report",
+    "inspect": "run your training script and show where its step's time and memory go",
+    "advise": "list changes worth making with predicted gains; --verify measures them",
+    "report": "write the HTML and Markdown report of a run or of a record file",
     "show": "print the findings and tables of a run, or one record, in the terminal",
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
-    "compare": "hold two runs or two records against each other; a gate for CI",
-    "predict": "the memory that a training step will need, by phase and line; needs no GPU",
-    "rehearse": "a recorded step on a cluster: step time, exposed communication, best bucket size",
-    "snapshot": "what held the memory at the peak, from a snapshot of CUDA's allocator",
-    "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
-    "profile-nsys": "record a training step with Nsight Systems and read the recording",
-    "list": "studies, presets, sizes, and the runs that are stored",
-    "doctor": "what this machine has, what is missing, and how to get it",
+    "compare": "compare two runs or two records; usable as a CI gate",
+    "predict": "predict the memory of a training step by phase and tensor class; needs no GPU",
+    "rehearse": "replay a recorded step on a cluster: step time, exposed communication, buckets",
+    "snapshot": "show what occupied memory at the peak, from a CUDA memory snapshot",
+    "trace": "show where the time goes in a torch.profiler or Nsight Systems trace",
+    "profile-nsys": "profile a training step with Nsight Systems and analyze the result",
+    "list": "list studies, presets, model sizes, dtypes, attentions and stored runs",
+    "doctor": "check this machine: what is installed, what is missing, how to get it",
 }
 
 EXIT_CODES = """\
 exit codes:
-  0    done
-  1    something failed; one line on standard error says what and how to mend it
-  2    the command line is not understood, or names a file that is not there
+  0    success
+  1    a failure; one line on standard error says what failed and how to fix it
+  2    invalid command line, or a file that does not exist
   3    `compare --fail-above` found a slowdown
   4    `compare --fail-above` cannot tell: too few samples, or a busy machine
-  130  interrupted; what was measured is kept"""
+  130  interrupted; finished measurements are saved"""
 
 _INTERRUPTED = 130
 
@@ -59,12 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         log("interrupted")
-        # Of one that left an `exec` of a string (a dataclass is made by one) Python remembers that
-        # nobody caught it there, and `python -m` would end by the signal. This makes it forget.
+        # dataclasses run `exec` on a string. If the interrupt propagated out of such an `exec`,
+        # CPython marks it as unhandled and `python -m` would die by the signal; a new `exec` clears
+        # the mark.
         exec("")
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough.
+        # The reader closed the pipe, for example `| head`.
         _drop_output()
         return 0
     except OSError as error:
@@ -74,20 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_process() -> None:
-    """A polite kill is an interrupt: what is done is kept, workers end, and the way on is said."""
+    """Treat SIGTERM as an interrupt: finished work is saved, workers end, and the command that
+    resumes the run is printed."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        # A path may hold bytes that no encoding has.
+        # A path may contain bytes that are invalid in the stream's encoding.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """Keep the interpreter from failing at its exit over what could not be written."""
+    """Discard unwritten output, so that the interpreter does not fail while flushing at exit."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -114,17 +117,20 @@ def _help() -> str:
     return f"""\
 usage: stepscope COMMAND [options]
 
-Where a Transformer training step's time and memory go, and how far that is from the limit.
+Shows where a training step's time and memory go, how far that is from the hardware's limit,
+and which change is worth making.
 
 commands:
 {listed}
 
 examples:
+  stepscope inspect train.py --batch-size 8
+  stepscope advise --verify train.py --batch-size 8
   stepscope run
   stepscope run benchmark --size small medium --context 128 512 --dtype float32 bfloat16
   stepscope run --preset seeds --resume
   stepscope compare latest~1 latest --fail-above 3%
 
-`stepscope COMMAND --help` has the options of a command.
+Run `stepscope COMMAND --help` for the options of a command.
 
 {EXIT_CODES}"""

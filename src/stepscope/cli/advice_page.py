@@ -1,4 +1,4 @@
-"""The page of `stepscope advise`, and what it prints."""
+"""Page and terminal output of `stepscope advise`."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import Watched
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
-_SO_FAR = "How far off were predictions on this device, and what is learnt from that?"
+_SO_FAR = "How accurate were predictions on this device, and how are they corrected?"
 
 
 def advice_page(
-    base: Record, advice: Sequence[Advice], records: Sequence[Record],
+    base: Record,
+    advice: Sequence[Advice],
+    records: Sequence[Record],
     history: Sequence[Verified] = (),
-) -> Page:  # fmt: skip
-    """What was tried on top, what is advised, then the step as it was."""
-    made = make_page(records)
+) -> Page:
+    """Build the page: trials first, then the advice, then the unchanged step."""
+    page = make_page(records)
     past = history_blocks(history, base.environment.device_name)
     so_far = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
-    trials = [one for one in made.sections if one.name == TRIALS]
-    rest = [one for one in made.sections if one.name != TRIALS]
+    trials = [one for one in page.sections if one.name == TRIALS]
+    rest = [one for one in page.sections if one.name != TRIALS]
     tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
-    # The first stands on top of the page.
+    # The first table is the headline of the page.
     trials = [
         msgspec.structs.replace(
             one, blocks=tuple(block for block in one.blocks if block not in tables[:1])
@@ -55,18 +57,18 @@ def advice_page(
     advised = _section(base, advice, records)
     return Page(
         title=f"Advice for {Watched(base).name}",
-        subtitle=made.subtitle,
-        headline=tables[0] if tables else made.headline,
+        subtitle=page.subtitle,
+        headline=tables[0] if tables else page.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),
-        banner=made.banner,
-        verdict=made.verdict,
+        banner=page.banner,
+        verdict=page.verdict,
     )
 
 
 def conclude(
     path: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
 ) -> int:
-    """Write the page, print the tables or one line of JSON; the exit code."""
+    """Write the page, print the tables or one line of JSON, and return the exit code."""
     from stepscope.advisor.verdict import program_verdict
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
@@ -74,21 +76,27 @@ def conclude(
 
     facts_now = facts_of(base)
     if facts_now.doubt:
-        # Advice that was kept with an older record has ranks.
+        # Advice stored with an older record has ranks.
         advice = without_ranks(advice)
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
     left_out = unjudged(facts_now)
     if as_json:
         facts = {
             "advice": advice,
-            "tried": [{"change": t.trial.code, "predicted_ms": t.predicted_ms,
-                       "realised_ms": t.realised_ms, "interval_ms": _ends(t.realised),
-                       "verdict": t.verdict}
-                      for t in _tried(records)],
+            "tried": [
+                {
+                    "change": t.trial.code,
+                    "predicted_ms": t.predicted_ms,
+                    "realised_ms": t.realised_ms,
+                    "interval_ms": _ends(t.realised),
+                    "verdict": t.verdict,
+                }
+                for t in _tried(records)
+            ],
             "not_judged": [one._asdict() for one in left_out],
             "cannot_rank": facts_now.doubt,
             "report": path,
-        }  # fmt: skip
+        }
         print(json_line(facts))
         return 0
     own = [record for record in records if record.study == TRIALS]
@@ -96,7 +104,7 @@ def conclude(
     if (verdict := program_verdict([base, *own])) is not None:
         print_verdict(verdict)
     if not advice:
-        judged = "No change that could be judged" if left_out else "No change that is known here"
+        judged = "No change that could be judged" if left_out else "No known change"
         print(f"{judged} is predicted to gain 3 % or more.")
     print(f"page: {path.resolve()}")
     return 0
@@ -113,16 +121,18 @@ def _tried(records: Sequence[Record]) -> list[Tried]:
 def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) -> Section:
     listed = [
         advice_table(advice, facts_of(base).step_ms),
-        lines_table(advice, "advise-how", "How each is written"),
+        lines_table(advice, "advise-how", "How to apply each change"),
     ]
     tried = _tried(records)
     settings = OF_SCRIPTS if base.study == INSPECTED else OF_MODELS
     return Section(
-        name="advice", title="Advice", question=_QUESTION,
+        name="advice",
+        title="Advice",
+        question=_QUESTION,
         blocks=(
             *cannot_rank(base, facts_of(base)),
             *not_judged(unjudged(facts_of(base))),
             *(not_tried(advice, tried, settings) if tried else ()),
             *(table for table in listed if table.rows),
         ),
-    )  # fmt: skip
+    )

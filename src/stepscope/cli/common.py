@@ -1,4 +1,4 @@
-"""What the commands share: parsing, where things are kept, and finding the records meant."""
+"""Helpers shared by the commands: option parsing, locating and loading records, writing files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEFAULT_OUT = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out"))
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where records and pages are kept."""
+    """Location of the record store and the reports."""
 
     out: Path = DEFAULT_OUT
-    """Folder of the record store and the reports (or set STEPSCOPE_OUT)."""
+    """Directory of the record store and the reports (environment: STEPSCOPE_OUT)."""
 
     @property
     def store(self) -> Path:
@@ -38,7 +38,7 @@ def parse(
     description: str,
     examples: Sequence[str] = (),
 ) -> Options:
-    """Read the words of a command into its options; a wrong word ends the program with 2."""
+    """Parse command-line words into the options class `kind`; exit with 2 if they are invalid."""
     import tyro
 
     from stepscope.cli.optional_values import optional_values
@@ -56,71 +56,71 @@ def parse(
         )
 
 
-def load_records(source: str, place: StoreOptions) -> tuple[Record, ...]:
-    """The records meant: a JSON Lines file, or a run by id, its beginning, `latest`, `latest~1`."""
+def load_records(source: str, location: StoreOptions) -> tuple[Record, ...]:
+    """Load the records of a JSON Lines file or of a run (id, id prefix, `latest`, `latest~1`)."""
     if source.endswith(".jsonl") or Path(source).is_file():
         return load_file(Path(source))
-    with existing_store(place) as store:
+    with existing_store(location) as store:
         run = store.find_run(source)
         records = store.records(run.id)
     if not records:
-        raise StepscopeError(f"run {run.id} has no records yet", f"go on with: {run.command}")
+        raise StepscopeError(f"run {run.id} has no records yet", f"resume it with: {run.command}")
     return records
 
 
 def load_file(path: Path) -> tuple[Record, ...]:
     records = read_records(path)
     if not records:
-        raise StepscopeError(f"{path} has no records", "name a file that has some")
+        raise StepscopeError(f"{path} contains no records", "give a file of records")
     return records
 
 
-def load_run_or_record(text: str, place: StoreOptions) -> tuple[Record, ...] | Record:
-    """The records of a run or a file; failing that, the one record whose id begins so."""
+def load_run_or_record(text: str, location: StoreOptions) -> tuple[Record, ...] | Record:
+    """Load the records of a run or a file, or else the one record whose id starts with `text`."""
     try:
-        return load_records(text, place)
+        return load_records(text, location)
     except UsageError as no_run:
-        if not place.store.exists():
+        if not location.store.exists():
             raise
-        with existing_store(place) as store:
+        with existing_store(location) as store:
             try:
                 return store.find_record(text)
             except UsageError:
                 raise no_run from None
 
 
-def existing_store(place: StoreOptions) -> Store:
-    if not place.store.exists():
+def existing_store(location: StoreOptions) -> Store:
+    if not location.store.exists():
         raise UsageError(
-            f"there is no record store at {place.store}",
-            "make one with `stepscope run`, or name its folder with --out",
+            f"there is no record store at {location.store}",
+            "create one with `stepscope run`, or give its directory with --out",
         )
-    return Store(place.store, create=False)
+    return Store(location.store, create=False)
 
 
-def require_writable(path: Path, mend: str) -> None:
-    """Before work that ends with writing it: better now than then."""
+def require_writable(path: Path, fix: str) -> None:
+    """Fail early if `path` cannot be written, before the work whose result goes there."""
     if path.is_dir():
-        raise UsageError(f"{path} is a folder", mend)
+        raise UsageError(f"{path} is a directory", fix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", mend) from error
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, [text.encode(errors="backslashreplace")])
     except OSError as error:
         raise StepscopeError(
-            f"cannot write {path}: {error.strerror}", "name another place, or free some space"
+            f"cannot write {path}: {error.strerror}", "choose another path, or free some space"
         ) from error
 
 
 def json_line(facts: dict[str, Any]) -> str:
-    """One line for scripts."""
+    """Encode as one line of JSON without control characters."""
     return printable(msgspec.json.encode(facts, enc_hook=str).decode())

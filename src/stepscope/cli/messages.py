@@ -1,6 +1,7 @@
-"""Standard error: the one place where the command line writes to it.
+"""Output to standard error: every message of the command line passes through this module.
 
-Messages quote record files, stores, scripts and workers, whose text must not control the terminal.
+Messages quote record files, stores, scripts and workers, whose text may contain terminal control
+sequences; these are escaped.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from stepscope.errors import printable
 
 
 def log(text: object) -> None:
-    """A line with the program's name in front."""
+    """Write one line prefixed with `stepscope:`."""
     write_line(f"stepscope: {text}")
 
 
 def write_line(text: str) -> None:
+    """Write one line to standard error, with control characters escaped."""
     print(printable(text), file=sys.stderr, flush=True)

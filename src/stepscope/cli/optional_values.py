@@ -1,4 +1,4 @@
-"""Options that may be left out: in help and errors they read as their values do."""
+"""Help text and errors for optional options: `FLOAT` instead of `{None}|FLOAT`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-_SORTS = {float: "a number", int: "a whole number", str: "a text", Path: "a path"}
+_TYPE_NAMES = {float: "a number", int: "an integer", str: "a string", Path: "a path"}
 
 
 def optional_values() -> ConstructorRegistry:
-    """What tyro would call `{None}|FLOAT` is a FLOAT; nobody types None."""
+    """Registry that shows an optional value as its type; `None` is never typed by a user."""
     registry = ConstructorRegistry()
     registry.primitive_rule(_rule)
     return registry
@@ -22,21 +22,21 @@ def optional_values() -> ConstructorRegistry:
 def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     if info.type_origin not in (typing.Union, types.UnionType):
         return None
-    kinds = [kind for kind in typing.get_args(info.type) if kind is not types.NoneType]
-    if len(kinds) != 1 or kinds[0] not in _SORTS:
+    types_ = [type_ for type_ in typing.get_args(info.type) if type_ is not types.NoneType]
+    if len(types_) != 1 or types_[0] not in _TYPE_NAMES:
         return None
-    (kind,) = kinds
+    (type_,) = types_
 
     def read(words: list[str]) -> Any:
         try:
-            return kind(words[0])
+            return type_(words[0])
         except ValueError:
-            raise ValueError(f"{words[0]!r} is not {_SORTS[kind]}") from None
+            raise ValueError(f"{words[0]!r} is not {_TYPE_NAMES[type_]}") from None
 
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=kind.__name__.upper(),
+        metavar=type_.__name__.upper(),
         instance_from_str=read,
-        is_instance=lambda held: held is None or isinstance(held, kind),
-        str_from_instance=lambda held: ["none" if held is None else str(held)],
+        is_instance=lambda value: value is None or isinstance(value, type_),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
     )

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from stepscope.studies.runner.protocol import Progress
 
 
 def outcome(record: Record) -> str:
-    """A record in a few words."""
+    """Summarize a record: its step time and lint codes, or its status and reason."""
     if record.status != "ok":
         return f"{record.status}: {record.reason}"
     step = step_ms(record)
-    told = duration(step.median) if step else "ok"
+    text = duration(step.median) if step else "ok"
     lints = ", ".join(lint.code for lint in record.lints)
-    return f"{told} ({lints})" if lints else told
+    return f"{text} ({lints})" if lints else text
 
 
 def waiting_text(up_to_s: float, used: float, cores: int) -> str:
     return (
-        f"waiting up to {up_to_s:.3g} s for other work to end: it uses {used:.2g} of"
-        f" {counted(cores, 'core')} (--wait)"
+        f"waiting up to {up_to_s:.3g} s (--wait): other processes use {used:.2g} of"
+        f" {counted(cores, 'core')}"
     )
 
 
 def again_text(record: Record) -> str:
-    return f"{record.study} {record.case}: {trust_of(record).reason}; measuring it once more"
+    return f"{record.study} {record.case}: {trust_of(record).reason}; measuring it again"
 
 
 class PlainLines:
-    """One line a case on standard error."""
+    """Progress as one line per case on standard error."""
 
     def __init__(self, run: Run, total: int, done: int) -> None:
         self._total = total
         self._done = done
         self._case: PlannedCase | None = None
         self._calibrating = False
-        cases = f": {counted(total, 'case')}, {done} done before" if total else ""
+        cases = f": {counted(total, 'case')}, {done} already done" if total else ""
         write_line(f"run {run.id}{cases}")
 
     def __enter__(self) -> Self:
@@ -61,12 +61,12 @@ class PlainLines:
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._calibrating:
-            write_line("measuring this machine's ceilings, once, up to a minute")
+            write_line("measuring this machine's ceilings (once, takes up to a minute)")
             self._calibrating = True
 
     def case_started(self, case: PlannedCase) -> None:
         self._case = case
-        # What a case showed may call for more of them.
+        # Results may add cases: `advise --verify` plans trials as it goes.
         self._total = max(self._total, self._done + 1)
 
     def case_progress(self, progress: Progress) -> None: ...
@@ -83,7 +83,7 @@ class PlainLines:
 
 
 class Bar:
-    """A bar with the running case, the counts and the time left."""
+    """Progress bar with the running case, the counts and the estimated time left."""
 
     def __init__(self, run: Run, total: int, done: int) -> None:
         from rich.console import Console
@@ -117,7 +117,7 @@ class Bar:
         self._bar.stop()
 
     def calibrating(self, progress: Progress) -> None:
-        self._bar.update(self._task, description=f"this machine's limits: {progress.what}")
+        self._bar.update(self._task, description=f"measuring ceilings: {progress.what}")
         self._started = time.monotonic()
 
     def case_started(self, case: PlannedCase) -> None:
@@ -126,13 +126,13 @@ class Bar:
         self._bar.update(self._task, description=self._case, total=self._total)
 
     def case_progress(self, progress: Progress) -> None:
-        told = f"{self._case} {progress.what} {progress.done}/{progress.total}"
-        self._bar.update(self._task, description=printable(told))
+        text = f"{self._case} {progress.what} {progress.done}/{progress.total}"
+        self._bar.update(self._task, description=printable(text))
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
         self._print(f"{record.study} {record.case}: {outcome(record)}")
-        self._go_on()
+        self._update_estimate()
 
     def waiting(self, up_to_s: float, used: float, cores: int) -> None:
         self._print(waiting_text(up_to_s, used, cores))
@@ -143,7 +143,7 @@ class Bar:
     def _print(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False)
 
-    def _go_on(self) -> None:
+    def _update_estimate(self) -> None:
         pace = (time.monotonic() - self._started) / (self._done - self._at_start)
         left = pace * (self._total - self._done)
         self._bar.update(

@@ -1,4 +1,4 @@
-"""A script among the words of a command: our options before it, its own after it."""
+"""Split a command line at a script: Stepscope's options precede it, its own follow it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import typing
 from collections.abc import Sequence
 
 
-def split_words(
-    words: Sequence[str], options: type
-) -> tuple[list[str], str | None, list[str]]:  # fmt: skip
-    """Our own options, the script, and all that belongs to the script."""
-    kinds = typing.get_type_hints(options)
-    place = 0
+def split_words(words: Sequence[str], options: type) -> tuple[list[str], str | None, list[str]]:
+    """Return Stepscope's options, the script (if any), and the script's arguments."""
+    types = typing.get_type_hints(options)
+    index = 0
     own: list[str] = []
-    while place < len(words) and words[place].startswith("-"):
-        word = words[place]
+    while index < len(words) and words[index].startswith("-"):
+        word = words[index]
         if word == "--":
-            place += 1
+            index += 1
             break
         own.append("--module" if word == "-m" else word)
         name = word.lstrip("-").replace("-", "_")
-        if "=" not in word and kinds.get(name) not in (None, bool):
-            own += words[place + 1 : place + 2]
-            place += 1
-        place += 1
-    if place >= len(words):
+        if "=" not in word and types.get(name) not in (None, bool):
+            own += words[index + 1 : index + 2]
+            index += 1
+        index += 1
+    if index >= len(words):
         return own, None, []
-    return own, words[place], list(words[place + 1 :])
+    return own, words[index], list(words[index + 1 :])

@@ -1,4 +1,4 @@
-"""Tries advice: each change alone, then those that are kept together."""
+"""Verification of advice: try each change alone, then the kept changes together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from stepscope.studies.runner.protocol import Progress
 from stepscope.studies.runner.runner import OUT_OF_TIME, Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
-"""How many times as long a trial takes that waits for a compiler."""
+"""Expected duration of a trial with torch.compile, relative to one without."""
 
 
 class Deadline:
-    """Time for all trials: those that would end after it are not begun, and one that still runs
-    when it is over is ended. 0 is no limit."""
+    """Time budget of all trials: a trial that would end later is not started, and a running one is
+    ended at the deadline. 0 means no limit."""
 
     def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
         self._within_s = within_s
         self._clock = clock or time.monotonic
-        self._begun = self._clock()
+        self._started = self._clock()
         self._longest: dict[bool, float] = {}
 
     def took(self, trial: Trial, seconds: float) -> None:
@@ -38,7 +38,7 @@ class Deadline:
         self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
 
     def allows(self, trial: Trial, *, then: Trial | None = None) -> bool:
-        """Whether there is time for it, and for another one after it."""
+        """Return True if there is time for `trial`, and for `then` after it."""
         left = self.left_s
         if left is None:
             return True
@@ -46,33 +46,42 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """None without a limit."""
+        """Seconds left, or None without a limit."""
         if not self._within_s:
             return None
-        return self._within_s - (self._clock() - self._begun)
+        return self._within_s - (self._clock() - self._started)
 
     def _guess(self, trial: Trial) -> float:
-        """As long as the longest of its kind so far. A first one is let begin where there is time
-        for some of the other kind."""
+        """Estimate seconds as the longest trial so far of its kind, with or without a compiler; the
+        first of a kind is estimated from the other kind."""
         kind = compiles(trial)
         other = self._longest.get(not kind, 0.0)
         return self._longest.get(kind, _COMPILED_OVER_PLAIN * other if kind else other)
 
 
 def compiles(trial: Trial) -> bool:
-    """Most of such a trial's time goes to the compiler."""
+    """Return True if the trial uses torch.compile, which then takes most of its time."""
     return trial.settings.get("compile", "no") != "no"
 
 
 Later = Callable[[Sequence[str]], Sequence[Advice]]
-"""What is advised for the step once changes of these codes are made."""
+"""Function from the codes of applied changes to the advice for the changed step."""
 
 
 class Verification:
+    """Trials of advised changes within a run, in order of predicted gain."""
+
     def __init__(
-        self, runner: Runner, store: Store, run: Run, trial: Callable[[tuple[Advice, ...]], Trial],
-        later: Later, *, within_s: float = 0.0, only: Collection[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        runner: Runner,
+        store: Store,
+        run: Run,
+        trial: Callable[[tuple[Advice, ...]], Trial],
+        later: Later,
+        *,
+        within_s: float = 0.0,
+        only: Collection[str] = (),
+    ) -> None:
         self._runner, self._store, self._run = runner, store, run
         self._trial, self._later = trial, later
         self._deadline = Deadline(within_s)
@@ -80,17 +89,17 @@ class Verification:
         self._observer: Observer
 
     def verify(self, advice: Sequence[Advice], settings: frozenset[str]) -> None:
-        """All records are in the store; what came out is kept for later predictions."""
+        """Run all trials. Records go to the store; outcomes go to the prediction history."""
         wanted = self._wanted(advice, settings)
         with make_observer(self._run, len(wanted), 0) as self._observer:
             alone = self._alone(wanted)
             best = self._together([one for one in alone if one.kept])
             if best is not None:
-                self._go_on(best, alone, settings)
+                self._try_more(best, alone, settings)
 
     def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
-        """Of several for one setting the one with the largest prediction; the others after all that
-        differ from it."""
+        """Order the applicable advice: first the change with the largest predicted gain for each
+        setting, then the alternatives for the same settings."""
         reachable = list(applicable(advice, settings))
         chosen = compatible(sorted(reachable, key=lambda one: -one.gain_ms))
         ordered = sorted(reachable, key=lambda one: one not in chosen)
@@ -101,21 +110,21 @@ class Verification:
         left: list[str] = []
         for one in wanted:
             kept = [tried for tried in alone if tried.kept]
-            # The changes together are what all this is for: their trial has its time set aside.
-            # Another batch goes with nothing.
+            # Reserve time for the trial of the kept changes together, which is the result users
+            # want. A change of the batch size is never combined.
             last = compatible((*_ranked(kept), one)) if "batch" not in one.setting else ()
             then = self._trial(last) if len(last) > 1 else None
             if self._deadline.allows(self._trial((one,)), then=then):
                 alone.append(self._try((one,)))
             else:
-                # One that needs no compiler may still have its time.
+                # A later trial without a compiler may still fit.
                 left.append(one.code)
         if left:
-            log(f"no time is left to try {', '.join(left)} (--within)")
+            log(f"not tried, out of time (--within): {', '.join(left)}")
         return alone
 
     def _together(self, kept: Sequence[Tried]) -> Tried | None:
-        """The best of what was kept: all of it at once, if that is faster than each alone."""
+        """Return the best outcome: all kept changes together if that beats each alone."""
         together = _ranked(kept)
         alike = [one for one in kept if one.trial.more_samples == 1]
         best = min(alike, key=_ratio, default=None)
@@ -125,23 +134,23 @@ class Verification:
             assert best.ratio is not None
             if tried.kept and _ratio(tried) <= best.ratio.high:
                 return tried
-            # Together they disturb each other: without the one that gained least.
+            # The changes interfere: drop the one that gained least.
             together = together[:-1]
         return best
 
-    def _go_on(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
-        """What limits the step now is something else: a change that would have gained nothing at
-        first is added, or takes the place of one for the same setting."""
+    def _try_more(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
+        """Try the advice for the changed step. Its bottleneck is different, so a change that would
+        have gained nothing at first may now help, or replace one for the same setting."""
         settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
-        made = best.trial.advice
-        later = self._wanted(self._later([one.code for one in made]), settings)
+        applied = best.trial.advice
+        later = self._wanted(self._later([one.code for one in applied]), settings)
         more = [one for one in later if one.code not in settled and "batch" not in one.setting]
         while more:
-            wider = compatible([*more, *made])
+            wider = compatible([*more, *applied])
             if not self._deadline.allows(self._trial(wider)):
                 quick = [one for one in more if not compiles(self._trial((one,)))]
                 left = [one.code for one in more if one not in quick] or [one.code for one in more]
-                log(f"no time is left to go on with {', '.join(left)} (--within)")
+                log(f"not tried on top, out of time (--within): {', '.join(left)}")
                 more = quick if len(quick) < len(more) else []
                 continue
             tried = self._try(wider)
@@ -155,23 +164,27 @@ class Verification:
         finished = self._store.finished(self._run.id)
         done = (case.study, case.key) in finished and not self._cut_off(case)
         if not done:
-            # An interrupted run is not taken for a whole one.
+            # Keeps an interrupted run marked as incomplete.
             self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
-            begun = time.monotonic()
+            start = time.monotonic()
             self._runner.run(
-                [case], self._run, self._store, self._observer, retry=True,
+                [case],
+                self._run,
+                self._store,
+                self._observer,
+                retry=True,
                 within_s=self._deadline.left_s,
-            )  # fmt: skip
-            self._deadline.took(trial, time.monotonic() - begun)
+            )
+            self._deadline.took(trial, time.monotonic() - start)
         tried = Tried(self._record(case.study, case.key))
         if not done:
             log(outcome(tried))
-            found = tried.verified()
-            add_to_history([found] if found is not None and not tried.is_vague else [])
+            result = tried.verified()
+            add_to_history([result] if result is not None and not tried.is_vague else [])
         return tried
 
     def _cut_off(self, case: PlannedCase) -> bool:
-        """Whether an earlier command had no time left for it."""
+        """Return True if an earlier command ran out of time during this case."""
         return OUT_OF_TIME in self._record(case.study, case.key).reason
 
     def _record(self, study: str, key: str) -> Record:
@@ -184,8 +197,8 @@ def _ratio(tried: Tried) -> float:
 
 
 def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:
-    """The largest realised gain first, of several for one setting only that. Another batch is
-    another training, which its loss cannot show to be as good: it stays on its own."""
+    """Rank kept changes by realised gain, one per setting. A change of the batch size is left out:
+    it changes the training, and a few losses cannot show that it is as good."""
     same = [one for one in kept if one.trial.more_samples == 1]
     ranked = sorted(same, key=lambda one: -(one.realised_ms or 0))
     return compatible([one.trial.advice[0] for one in ranked])
@@ -197,17 +210,17 @@ def outcome(tried: Tried) -> str:
         return f"{tried.trial.code}: {tried.verdict}"
     return (
         f"{tried.trial.code}: {duration(gain.value)} [{duration(gain.low)}, {duration(gain.high)}]"
-        f" gained of {duration(tried.predicted_ms)} predicted; {tried.verdict}"
+        f" gained, {duration(tried.predicted_ms)} predicted; {tried.verdict}"
     )
 
 
 class Calibrating:
-    """The observer of a command that measures nothing but ceilings, and those only if need be."""
+    """Observer for commands that measure only ceilings, and only if they are not cached."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._logged = False
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
-        if not self._said:
-            log("measuring this machine's ceilings, once, up to a minute")
-            self._said = True
+        if not self._logged:
+            log("measuring this machine's ceilings (once, takes up to a minute)")
+            self._logged = True

@@ -1,11 +1,11 @@
-"""Is a change of a training step worth it: predicted from its ledgers, then tried?
+"""Trials of advised changes: predicted and realised gain of each change to a training step.
 
     stepscope advise --model lab.net:build --verify
     stepscope advise --verify train.py --batch-size 8
 
-A case is a model, or a script, with some settings changed against the same without, in turns, in
-processes of its own. Both begin with the same weights and see the same data, and their losses are
-compared.
+A case compares a model or a script with some settings changed to the unchanged one, interleaved
+(A/B), in separate processes. Both start from the same weights and see the same data, and their
+losses are compared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stepscope.studies.base import Bench, Measurable, Measurement
 
 class Advise(Measurable[Trial]):
     name = STUDY_NAME
-    title = "Changes, tried"
-    question = "Which of the advised changes are worth it: predicted against realised gains?"
+    title = "Verified changes"
+    question = "Which of the advised changes are worth making: predicted and realised gains?"
     case = Trial
     fresh_process = True
     recorded_by = "stepscope advise --verify"

@@ -1,4 +1,4 @@
-"""Naive attention in a record: matmul, softmax, matmul of one module; its time and its scores."""
+"""Naive attention in a record (matmul, softmax, matmul of one module): its time and its scores."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
 from stepscope.studies.memory.rows import Account
 
 _SOFTMAX, _OF_TORCH = "softmax", "attention"
-"""Words of the names of operators, and classes. Torch's attention is one operator, whatever it runs
-inside."""
+"""Substrings of operator names and kernel classes. PyTorch's attention is one operator, whatever it
+runs inside."""
 _BATCHED = frozenset(("bmm", "baddbmm", "addbmm"))
 _WRAPPERS = frozenset(("aten::matmul", "aten::einsum"))
-"""Operators that call a batched matmul and take next to no time themselves."""
+"""Operators that call a batched matmul and take almost no time themselves."""
 _POINTWISE = frozenset(("softmax", "elementwise", "copy/cast", "other"))
-_WRITTEN_OUT_BY_TORCH = "_scaled_dot_product_attention_math"
-_PRODUCTS = ("matmul", "bmm", "einsum", _OF_TORCH)
-"""Operators that also keep queries, keys and values."""
+_TORCH_MATH_PATH = "_scaled_dot_product_attention_math"
+_MATMULS = ("matmul", "bmm", "einsum", _OF_TORCH)
+"""Operators that also save queries, keys and values for backward."""
 _NAME = re.compile(r"[./]?[^./]*$")
 _NAME_WORDS = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
 def attention_work(
     summary: Summary, phases: Sequence[PhaseWork], account: Account | None = None
-) -> tuple[PhaseWork, ...]:  # fmt: skip
-    """The naive attention of each phase: batched matmuls, the softmax between them, masks."""
+) -> tuple[PhaseWork, ...]:
+    """Work of naive attention in each phase: batched matmuls, the softmax between them, masks."""
     core = _core(summary, account)
-    found = []
+    phases_work = []
     for phase in dict.fromkeys(use.phase for use in core):
         own = [use for use in core if use.phase == phase]
         classes: dict[str, float] = {}
@@ -39,13 +39,13 @@ def attention_work(
             classes[use.kind] = classes.get(use.kind, 0.0) + use.ms
         launches = sum(use.count for use in own) if summary.on_device else 0.0
         runs = next((work.runs for work in phases if work.name == phase), None)
-        found.append(PhaseWork(name=phase, classes=classes, launches=launches, runs=runs))
-    return tuple(found)
+        phases_work.append(PhaseWork(name=phase, classes=classes, launches=launches, runs=runs))
+    return tuple(phases_work)
 
 
 def is_called(summary: Summary, account: Account | None) -> bool:
-    """Whether the naive attention is the math path of PyTorch's own attention. A trace of operators
-    names it; kernels do not, and then the operator that saved the scores does."""
+    """Return True if the naive attention is the math path of PyTorch's own attention. Operator
+    traces name it; kernels do not, and then the operator that saved the scores is checked."""
     if any(_is_math_path(use) for use in _core(summary, account)):
         return True
     scores = _scores(account.saved) if account else []
@@ -53,8 +53,8 @@ def is_called(summary: Summary, account: Account | None) -> bool:
 
 
 def _core(summary: Summary, account: Account | None) -> list[Use]:
-    """The uses of every module that computes naive attention. Where the softmax is a module of its
-    own (`nn.Softmax`), the matmuls are in the module that contains it."""
+    """Uses of every module that computes naive attention. If the softmax is a separate module
+    (`nn.Softmax`), the matmuls are in the module that contains it."""
     uses = [use for use in summary.uses if use.module and use.phase in ("forward", "backward")]
     modules = dict.fromkeys(use.module for use in uses if _is_softmax_use(use))
     core: list[Use] = []
@@ -71,20 +71,20 @@ def _core(summary: Summary, account: Account | None) -> list[Use]:
 
 
 def _pointwise_children(uses: Sequence[Use], around: str) -> list[Use]:
-    """The uses of a module itself and of those children that compute nothing but pointwise
-    operations and softmax: a dropout, a mask, not a projection or a norm."""
-    found = [use for use in uses if use.module == around]
+    """Uses of a module itself and of its children with only pointwise operations and softmax: a
+    dropout or a mask, not a projection or a norm."""
+    matches = [use for use in uses if use.module == around]
     children = {use.module for use in uses if use.module.rpartition("/")[0] == around}
     for child in children:
         own = [use for use in uses if use.module == child]
         if not {use.kind for use in own} - _POINTWISE:
-            found += own
-    return found
+            matches += own
+    return matches
 
 
 def _is_naive_attention(uses: Sequence[Use], on_device: bool) -> bool:
-    """Two batched matmuls for each softmax, in the forward, and no fused attention. A module that
-    selects with top-k is a router, or attention that no fused kernel computes."""
+    """Return True for two batched matmuls per softmax in the forward and no fused attention. A
+    module that uses top-k is a router, or attention that no fused kernel computes."""
     forward = [use for use in uses if use.phase == "forward"]
     if any("topk" in use.kernel.lower() for use in forward):
         return False
@@ -98,30 +98,32 @@ def _is_naive_attention(uses: Sequence[Use], on_device: bool) -> bool:
 
 
 def _is_softmax_use(use: Use) -> bool:
-    """A loss computes a log-softmax. Kernels of a GPU do not tell the two apart by name."""
+    """Return True for a softmax that is not a loss's log-softmax. GPU kernel names do not
+    distinguish the two."""
     return use.kind == _SOFTMAX and "log_softmax" not in use.kernel
 
 
 def _is_batched(use: Use, on_device: bool) -> bool:
-    """Matmuls of linear layers have a role in the forward; operators also have a name."""
+    """Return True for a batched matmul. Matmuls of linear layers have a role in the forward;
+    operators are also checked by name."""
     if use.kind != "matmul" or use.role:
         return False
     return on_device or use.kernel.removeprefix("aten::") in _BATCHED
 
 
 def _belongs(use: Use, on_device: bool) -> bool:
-    """Not a linear layer that the module calls as a function; its backward has no role on a CPU."""
+    """Return False for a linear layer called as a function; its backward has no role on a CPU."""
     matmul = use.kind == "matmul" and use.kernel not in _WRAPPERS
     return not use.role and (not matmul or _is_batched(use, on_device))
 
 
 def _is_math_path(use: Use) -> bool:
-    return use.kernel.endswith(_WRITTEN_OUT_BY_TORCH)
+    return use.kernel.endswith(_TORCH_MATH_PATH)
 
 
 def _may_be_scores(module: str, account: Account | None) -> bool:
-    """False where every softmax that the module saved has fewer than three dimensions: scores have
-    rows and columns for each sample, a router has one row for each token."""
+    """Return False if every softmax saved by the module has fewer than three dimensions: scores
+    have rows and columns for each sample, a router has one row per token."""
     shapes = [
         tensor.shape
         for tensor in (account.saved if account else ())
@@ -131,24 +133,24 @@ def _may_be_scores(module: str, account: Account | None) -> bool:
 
 
 def _words(module: str) -> str:
-    """The name without its indices, which traces and accounts of memory write in two ways."""
+    """Module name without indices, which traces and memory ledgers write differently."""
     return " ".join(_NAME_WORDS.findall(module))
 
 
 def score_bytes(account: Account) -> int:
-    """Of the scores that are kept for backward at one time. Every micro-batch saves its own, so
-    the lines of a peak say how much is live; scores have the part of an operator's lines that they
-    have of all that it saves."""
+    """Bytes of the scores saved for backward at one time. Every micro-batch saves its own, so the
+    lines of a peak show how much is live; the scores' share of an operator's lines is their share
+    of everything it saves."""
     every, scores = map(_by_operator, (account.saved, _scores(account.saved)))
     shares = {operator: scores[operator] / every[operator] for operator in scores}
     return round(max((_live(peak, shares) for peak in account.phases), default=0.0))
 
 
 def _by_operator(saved: Sequence[SavedTensor]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in saved:
-        found[tensor.operator] += tensor.bytes * tensor.times
-    return found
+        sizes[tensor.operator] += tensor.bytes * tensor.times
+    return sizes
 
 
 def _live(peak: PhasePeak, shares: dict[str, float]) -> float:
@@ -160,18 +162,18 @@ def _live(peak: PhasePeak, shares: dict[str, float]) -> float:
 
 
 def _scores(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """What a softmax has kept that has a row and a column for each position, and what is as large
-    and beside it: what a dropout left of it, the dropout's mask, a copy for the product."""
+    """Saved outputs of a softmax with a row and a column per position, and tensors of the same size
+    next to them: the dropout's output, its mask, a copy for the matmul."""
     square = [one for one in saved if _is_square(one)]
     softmaxes = [one for one in square if _is_softmax(one)]
-    beside = {(_around(one, saved), _size(one)) for one in softmaxes}
+    locations = {(_around(one, saved), _size(one)) for one in softmaxes}
     return [
         one
         for one in square
         if one in softmaxes
         or (
-            (_OF_TORCH in one.operator or any(_is_in(one, *place) for place in beside))
-            and _tells_scores(one, saved)
+            (_OF_TORCH in one.operator or any(_is_in(one, *location) for location in locations))
+            and _is_distinguishable(one, saved)
         )
     ]
 
@@ -181,12 +183,12 @@ def _is_square(tensor: SavedTensor) -> bool:
 
 
 def _is_softmax(tensor: SavedTensor) -> bool:
-    """Not the loss's."""
+    """Return True for a softmax that is not part of the loss."""
     return _SOFTMAX in tensor.operator and "log" not in tensor.operator
 
 
 def _size(tensor: SavedTensor) -> tuple[int, int]:
-    """The same with heads and samples in one dimension or in two."""
+    """Size that is the same whether heads and samples share a dimension or not."""
     return prod(tensor.shape), tensor.shape[-1]
 
 
@@ -196,15 +198,16 @@ def _is_in(tensor: SavedTensor, part: str, size: tuple[int, int]) -> bool:
 
 
 def _around(softmax: SavedTensor, saved: Sequence[SavedTensor]) -> str:
-    """The part of the model that its scores are in: where the softmax is a module, the one around
-    it; empty for the whole model."""
+    """Module that contains the scores: if the softmax is a separate module, its parent; empty for
+    the entire model."""
     alone = all(_is_softmax(one) for one in saved if one.module == softmax.module)
     return _NAME.sub("", softmax.module) if alone else softmax.module
 
 
-def _tells_scores(tensor: SavedTensor, saved: Sequence[SavedTensor]) -> bool:
-    """Heads that are as wide as there are positions make queries, keys and values look alike."""
-    if not any(word in tensor.operator for word in _PRODUCTS):
+def _is_distinguishable(tensor: SavedTensor, saved: Sequence[SavedTensor]) -> bool:
+    """Return True if the tensor is distinguishable from queries, keys and values, which have the
+    same shape if the head dimension equals the number of positions."""
+    if not any(word in tensor.operator for word in _MATMULS):
         return True
     alike = [one for one in saved if (one.module, one.operator) == (tensor.module, tensor.operator)]
     return any(len(one.shape) >= 3 and not _is_square(one) for one in alike)

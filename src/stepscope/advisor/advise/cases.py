@@ -1,4 +1,4 @@
-"""Cases of advice that is verified: a model or a script with changes, against the same without."""
+"""Cases of `advise --verify`: a model or a script with changes, compared to the unchanged one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,35 @@ from stepscope.studies.program.cases import file_safe
 STUDY_NAME = "advise"
 OF_MODELS = frozenset(OwnStep.__struct_fields__) - {"model"}
 OF_SCRIPTS = frozenset(
-    ("dtype", "attention", "optimizer", "compile", "checkpoint",
-     "gradients", "data", "copies", "read_back", "batch"),
-)  # fmt: skip
-"""What can be changed from outside of each."""
+    (
+        "dtype",
+        "attention",
+        "optimizer",
+        "compile",
+        "checkpoint",
+        "gradients",
+        "data",
+        "copies",
+        "read_back",
+        "batch",
+    ),
+)
+"""Settings that can be changed without editing the model or the script."""
 
 BASE, CHANGED = "base", "changed"
 """Variants of the series of a trial."""
 APART = "apart"
-"""Note of a trial in which the two were not timed in turns, and why."""
+"""Note of a trial whose variants were not interleaved, with the reason."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """A training program as somebody starts it, in the folder where we are."""
+    """A training program as started from the current directory."""
 
     target: str
     module: bool = False
     words: tuple[str, ...] = ()
     warmup: int = 5
-    """Steps before the first turn."""
+    """Steps before the first timed one."""
 
     @property
     def key(self) -> str:
@@ -40,21 +50,21 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(Case, frozen=True, kw_only=True):
-    """One change, or several together, against the step without them."""
+    """One change, or several together, compared to the step without them."""
 
     base: OwnStep | None = None
-    """A model of one's own; else `program`."""
+    """Step of a user's model; None if `program` is set."""
     program: Script | None = None
     advice: tuple[Advice, ...]
     rounds: int = 15
     loss_steps: int = 20
     """Steps over which the losses are compared."""
     step_ms: float
-    """Of the base, from which the gains were predicted."""
+    """Time of the base step from which the gains were predicted."""
     batch: int | None = None
-    """Of a program, where its loaders say it."""
+    """Batch size of a program, if its data loaders show it."""
     together_ms: float | None = None
-    """Predicted gain of several changes at once, where each depends on the others."""
+    """Predicted gain of several changes together."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -70,7 +80,7 @@ class Trial(Case, frozen=True, kw_only=True):
 
     @property
     def more_samples(self) -> float:
-        """Samples of the changed step for each of the base."""
+        """Ratio of samples per step, changed over base."""
         if self.base is not None:
             return self.changed.batch / self.base.batch
         return int(self.settings.get("batch", self.batch or 1)) / (self.batch or 1)
@@ -81,7 +91,8 @@ class Trial(Case, frozen=True, kw_only=True):
 
     @property
     def predicted_ms(self) -> float:
-        """Gains of several changes overlap: each shortens what the ones before it left."""
+        """Predicted gain. Gains of several changes overlap: each shortens what the previous ones
+        left."""
         if self.together_ms is not None:
             return self.together_ms
         left = 1.0

@@ -1,4 +1,4 @@
-"""The facts that advice needs, from a record of `inspect` or of a model of one's own."""
+"""Inputs of the advice rules, from a record of `inspect` or of a user's model."""
 
 from __future__ import annotations
 
@@ -34,48 +34,50 @@ from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import Watched
 from stepscope.studies.program.setting import Setting
 
-_FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_DTYPES = ("float32", "tf32", "float16", "bfloat16")
 _UNITS = {
-    "FP32 cores": "float32", "TF32 tensor cores": "tf32", "BF16 tensor cores": "bfloat16",
-    "FP16 tensor cores": "float16", "FP16/BF16 tensor cores": "bfloat16",
-}  # fmt: skip
+    "FP32 cores": "float32",
+    "TF32 tensor cores": "tf32",
+    "BF16 tensor cores": "bfloat16",
+    "FP16 tensor cores": "float16",
+    "FP16/BF16 tensor cores": "bfloat16",
+}
 _OUTSIDE, _DATA = "outside", "data"
 _ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
 _PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
-"""Words of the names that copies have here."""
+"""Substrings of the names of copies in a trace."""
 _EVERY_STEP = 0.9
-"""Copies in a step from which on there is one in every step."""
-_OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
+"""Copies per step from which on every step is assumed to have one."""
+_LOSS_OPERATORS = ("logsoftmax", "nllloss", "crossentropy")
 _ENTRY = ".*"
-"""What a trace writes for the index of a ModuleList's entry."""
+"""Suffix in a trace that stands for the index of a ModuleList entry."""
 _DEPTHWISE = ("grouped_direct", "c1_k1", "depthwise")
-"""In names of convolutions that read each channel by itself: no dtype makes them faster, because
-they run on no tensor core and move more than they compute."""
+"""Substrings of the names of depthwise convolutions. No dtype makes these faster: they do not run
+on tensor cores and are memory-bound."""
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
-def facts_of(
-    record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[str] = ()
-) -> Facts:  # fmt: skip
-    """`ceilings` stand in where the record has none: a program that was only watched."""
+def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[str] = ()) -> Facts:
+    """Collect the facts of a recorded step. `ceilings` are used for a record that has none, such as
+    one of `inspect`."""
     watched = Watched(record)
     summary, step_ms = watched.summary, watched.step_ms
     if summary is None or step_ms is None:
-        raise StepscopeError(f"{record.case} gives no advice: {watched.missing}", "record it again")
-    held = {c.name: c.value for c in ceilings if c.source == "measured"}
-    held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
+        raise StepscopeError(f"no advice for {record.case}: {watched.missing}", "record it again")
+    ceiling_values = {c.name: c.value for c in ceilings if c.source == "measured"}
+    ceiling_values |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else watched.case.compile != "no"
     ranks = watched.case.ranks
     copied, phases = _pageable(summary), _phases(summary, ranks)
-    found = Facts(
+    facts = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
         noise_ms=_noise_ms(record),
-        dtype=(dtype := _format(watched.case.dtype, summary, setting)),
+        dtype=(dtype := _matmul_dtype(watched.case.dtype, summary, setting)),
         autocast=_by_autocast(watched.case.dtype, setting, dtype),
         phases=phases,
-        # A compiler's kernels say too little of what they are for.
+        # The names of compiled kernels do not show their purpose.
         attention=() if compiled else attention_work(summary, phases, account),
         attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),
@@ -98,25 +100,32 @@ def facts_of(
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         micro_batches=max(1, watched.micro_batches),
         batch=setting.batch if setting else watched.case.batch,
-        rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
-        bandwidth=held.get("memory.copy"),
+        rates={
+            name: ceiling_values[f"matmul.{name}"]
+            for name in _DTYPES
+            if f"matmul.{name}" in ceiling_values
+        },
+        bandwidth=ceiling_values.get("memory.copy"),
         cores=record.environment.cpu_cores,
         threads=record.environment.threads,
         lacks=tuple(lacks),
         doubt=trust_of(record).reason,
     )
-    found = _as_timed(found, summary, ranks)
-    if not found.on_gpu and watched.loading_ms is not None:
-        found = replace(found, data_ms=watched.loading_ms)
-    if found.on_gpu and watched.issue_ms:
-        return _with_issue_times(found, watched.issue_ms, median_ms(record, "loading", "host"))
+    facts = _as_timed(facts, summary, ranks)
+    if not facts.on_gpu and watched.loading_ms is not None:
+        facts = replace(facts, data_ms=watched.loading_ms)
+    if facts.on_gpu and watched.issue_ms:
+        return _with_issue_times(facts, watched.issue_ms, median_ms(record, "loading", "host"))
     issued = record.find("issue", "host")
     return with_launch_time(
-        found, held.get("launch.rate"), summarize(issued.values).median if issued else None
+        facts,
+        ceiling_values.get("launch.rate"),
+        summarize(issued.values).median if issued else None,
     )
 
 
 def _noise_ms(record: Record) -> float:
+    """Half the width of the interval of the step time."""
     series = record.find("step")
     if series is None or not series.values:
         return 0.0
@@ -125,11 +134,11 @@ def _noise_ms(record: Record) -> float:
 
 
 def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
-    """The trace scaled to the timed step, so that every gain is one of that step.
+    """Scale the traced times to the timed step, so that every gain refers to that step.
 
-    Operators of a CPU take longer under the profiler, and longer still where the machine was busy
-    meanwhile. Kernels of a GPU do not, but together they take no longer than the step. What the
-    operators of a CPU leave of the step is Python's, between the phases.
+    CPU operators take longer under the profiler, and even longer if the machine was busy. GPU
+    kernels do not, but their sum is at most the step. The part of a CPU step outside of operators
+    is Python, assigned to the time between phases.
     """
     if facts.on_gpu:
         longest = max(facts.device_ms, 1e-9)
@@ -149,8 +158,8 @@ def _with_outside(facts: Facts) -> Facts:
 
 
 def block_list(summary: Summary) -> str:
-    """The path of the ModuleList whose entries take the most time. A trace writes `layers.*` for
-    them; modules within one another are joined by slashes."""
+    """Return the path of the ModuleList whose entries take the most time. A trace names the entries
+    `layers.*`; nested modules are separated by slashes."""
     spent: defaultdict[str, float] = defaultdict(float)
     for use in summary.uses:
         path, entry, _ = use.module.partition(_ENTRY)
@@ -160,57 +169,57 @@ def block_list(summary: Summary) -> str:
 
 
 def _with_issue_times(
-    facts: Facts, took: Mapping[str, float], loading_ms: float | None
-) -> Facts:  # fmt: skip
-    """Each phase with the time that the host took to issue it; the loss is issued with the
-    backward. What it does outside is more than launches, or no launch at all. A batch takes what it
-    took in steps that nobody held up, where workers could not catch up."""
+    facts: Facts, issue_ms: Mapping[str, float], loading_ms: float | None
+) -> Facts:
+    """Add the host's issue time to each phase; the loss is issued with the backward. Time outside
+    of the phases is not spent on launches. The loading time is that of normally timed steps: while
+    the device is made idle, loader workers catch up."""
     facts = _with_outside(facts)
-    data = took.get(_DATA, 0.0) if loading_ms is None else loading_ms
-    outside = took.get(_OUTSIDE, 0.0) + data
+    data = issue_ms.get(_DATA, 0.0) if loading_ms is None else loading_ms
+    outside = issue_ms.get(_OUTSIDE, 0.0) + data
     launches = {work.name: work.launches for work in facts.phases}
     launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)
-    each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
+    each = {phase: issue_ms.get(phase, 0.0) / count for phase, count in launches.items() if count}
     each["loss"] = each.get("backward", 0.0)
 
-    def timed(work: PhaseWork) -> PhaseWork:
+    def with_issue_time(work: PhaseWork) -> PhaseWork:
         if work.name == _OUTSIDE:
             return replace(work, launch_ms=0.0, host_ms=outside)
         return replace(work, launch_ms=each.get(work.name, 0.0))
 
     total = sum(launches.values())
-    found = facts.with_work(timed, [work.name for work in facts.phases])
-    found = replace(found, launch_ms=found.host_ms / total if total else 0.0)
-    return replace(found, data_ms=data)
+    timed_facts = facts.with_work(with_issue_time, [work.name for work in facts.phases])
+    timed_facts = replace(timed_facts, launch_ms=timed_facts.host_ms / total if total else 0.0)
+    return replace(timed_facts, data_ms=data)
 
 
-def _format(told: str, summary: Summary, setting: Setting | None) -> str:
-    """Of the products. Kernels that name their units say it; a program's operators do not where it
-    is compiled, and never whether float32 is TF32."""
-    found: defaultdict[str, float] = defaultdict(float)
+def _matmul_dtype(reported: str, summary: Summary, setting: Setting | None) -> str:
+    """Dtype of the matmuls. Kernel names show it if they name the hardware unit; operators do not
+    in a compiled program, and never distinguish float32 from TF32."""
+    by_dtype: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind == "matmul" and row.unit in _UNITS:
-            found[_UNITS[row.unit]] += row.ms
-    known = sum(found.values())
+            by_dtype[_UNITS[row.unit]] += row.ms
+    known = sum(by_dtype.values())
     if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
-        return max(found, key=lambda name: found[name])
+        return max(by_dtype, key=lambda name: by_dtype[name])
     short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
-    return "tf32" if told == "float32" and short else told
+    return "tf32" if reported == "float32" and short else reported
 
 
-def _by_autocast(told: str, setting: Setting | None, dtype: str) -> bool:
-    """Short products of weights that are float32."""
+def _by_autocast(reported: str, setting: Setting | None, dtype: str) -> bool:
+    """True if the matmuls are 16-bit while most weights are float32."""
     if dtype not in ("bfloat16", "float16"):
         return False
     if setting is None:
-        return told == dtype
-    formats = setting.parameter_formats
-    return 2 * formats.get("float32", 0) > sum(formats.values())
+        return reported == dtype
+    dtypes = setting.parameter_formats
+    return 2 * dtypes.get("float32", 0) > sum(dtypes.values())
 
 
 def _phases(summary: Summary, ranks: int) -> tuple[PhaseWork, ...]:
-    """What the device does in each phase. On a CPU the time between operators is work too, unless
-    it may be a wait for other ranks."""
+    """Device work of each phase. On a CPU the time between operators counts as work, unless it may
+    be a wait for other ranks."""
     classes: dict[str, dict[str, float]] = {}
     for line in summary.lines:
         if line.phase not in ("idle", ""):
@@ -221,35 +230,35 @@ def _phases(summary: Summary, ranks: int) -> tuple[PhaseWork, ...]:
             classes[row.phase][kind] += row.ms
     launches: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels if summary.on_device else ():
-        # A fill comes with the product whose work space it is, or takes no longer than that.
+        # A fill belongs to the GEMM whose workspace it clears, or is as short as that.
         if row.kernel != FILL:
             launches[row.phase] += row.count
     total = sum(launches.values())
-    for phase, held in classes.items():
+    for phase, work in classes.items():
         if summary.on_device:
             share = launches.get(phase, 0.0) / total if total else 0.0
-            held[QUEUE] = share * summary.idle_of("queue")
+            work[QUEUE] = share * summary.idle_of("queue")
         elif ranks == 1:
-            held[BETWEEN] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
+            work[BETWEEN] = max(0.0, summary.phases.get(phase, 0.0) - sum(work.values()))
     if summary.data_ms:
         classes.setdefault(_OUTSIDE, {})
-    found = [
+    phases = [
         PhaseWork(
             name=phase,
-            classes=dict(held),
+            classes=dict(work),
             launches=launches.get(phase, 0.0),
             host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
             runs=_runs(summary, phase, launches.get(phase, 0.0)),
         )
-        for phase, held in classes.items()
+        for phase, work in classes.items()
     ]
-    place = {name: number for number, name in enumerate(_ORDER)}
-    return tuple(sorted(found, key=lambda work: place.get(work.name, len(place))))
+    order = {name: number for number, name in enumerate(_ORDER)}
+    return tuple(sorted(phases, key=lambda work: order.get(work.name, len(order))))
 
 
 def _convolution(row: KernelRow) -> str:
-    """The class of a convolution, empty for other matmuls: the setting that allows TF32 for matmuls
-    leaves convolutions alone, for which torch allows it from the start."""
+    """Return the class of a convolution, empty for other matmuls. Torch allows TF32 in convolutions
+    by default; the setting for matmuls does not affect them."""
     if any(word in row.kernel for word in _DEPTHWISE):
         return DEPTHWISE
     return CONVOLUTION if row.library == "cuDNN" else ""
@@ -267,7 +276,8 @@ def _runs(summary: Summary, phase: str, launches: float) -> Runs | None:
 
 
 def _waits(record: Record, summary: Summary, copies: bool) -> str:
-    """A step of ours begins and ends on an idle device; a program waits where it waits."""
+    """Return where the host waits for the device. A step measured by a study starts and ends on an
+    idle device; a watched program waits at copies or where it reads values back."""
     if not summary.on_device:
         return ""
     if record.study != INSPECTED or _reads_back(summary):
@@ -280,7 +290,7 @@ def _reads_back(summary: Summary) -> bool:
 
 
 def _pageable(summary: Summary) -> float:
-    """Of copies to the device from memory that is not pinned."""
+    """Time of host-to-device copies from memory that is not pinned."""
     return sum(
         row.ms for row in summary.kernels if _TO_DEVICE in row.kernel and _PAGEABLE in row.kernel
     )
@@ -288,12 +298,14 @@ def _pageable(summary: Summary) -> float:
 
 def _optimizer(name: str, setting: Setting | None) -> dict[str, Any]:
     if setting is None:
-        return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
-                "fused_optimizer": name.endswith("-fused")}  # fmt: skip
+        return {
+            "optimizer": "sgd" if name.startswith("sgd") else "adam",
+            "fused_optimizer": name.endswith("-fused"),
+        }
     classes = {one.name for one in setting.optimizers}
     names = {name.lower() for name in classes}
     of_torch = all(one.of_torch for one in setting.optimizers)
-    # Of torch's own only these have a fused form; one that somebody wrote is taken at its name.
+    # Of torch's optimizers only these have a fused variant; a custom one is judged by its name.
     like_adam = names <= {"adam", "adamw"} if of_torch else any("adam" in name for name in names)
     family = "adam" if names and like_adam else ""
     return {
@@ -308,7 +320,7 @@ def _optimizer(name: str, setting: Setting | None) -> dict[str, Any]:
 
 
 def account_facts(account: Account) -> dict[str, Any]:
-    """What the account of a step's memory gives."""
+    """Facts from the memory ledger of a step."""
     update = [peak.allocated for peak in account.phases if peak.phase == "optimizer"]
     others = [peak.allocated for peak in account.phases if peak.phase != "optimizer"]
     return {
@@ -323,36 +335,37 @@ def account_facts(account: Account) -> dict[str, Any]:
 
 
 def _loss_ms(summary: Summary) -> float:
-    """There and back. A kernel of a GPU does not say that its softmax is the loss's: where the
-    phase is known, the way back takes as long."""
+    """Time of the loss, forward and backward. A GPU kernel's name does not show that its softmax
+    belongs to the loss; if the phase is known, the backward is assumed to take as long as the
+    forward."""
     named = sum(
         row.ms
         for row in summary.kernels
-        if any(word in row.kernel.lower().replace("_", "") for word in _OF_LOSS)
+        if any(word in row.kernel.lower().replace("_", "") for word in _LOSS_OPERATORS)
     )
-    there = sum(row.ms for row in summary.kernels if row.phase == "loss" and row.kind != "matmul")
-    return max(named, 2 * there)
+    forward = sum(row.ms for row in summary.kernels if row.phase == "loss" and row.kind != "matmul")
+    return max(named, 2 * forward)
 
 
 def _logits(account: Account) -> int:
-    """What the loss keeps, at most as much as the logits."""
-    kept = [
+    """Largest tensor saved for backward by the loss, at most the logits."""
+    saved = [
         tensor.bytes
         for tensor in account.saved
-        if any(word in tensor.operator.lower().replace("_", "") for word in _OF_LOSS)
+        if any(word in tensor.operator.lower().replace("_", "") for word in _LOSS_OPERATORS)
     ]
-    return max(kept, default=0)
+    return max(saved, default=0)
 
 
 def _recomputed(account: Account) -> int:
-    """What one stretch makes again, for every stretch that keeps its input."""
+    """Bytes that one checkpointed segment recomputes, times the number of segments."""
     inputs = [s.bytes for s in account.saved if f"{s.module}, {s.operator}" == KEPT_INPUT]
-    stretches = account.line(f"{SAVED}{KEPT_INPUT}") / max(inputs) if inputs else 1
-    return round(account.line(RECOMPUTED) * stretches)
+    segments = account.line(f"{SAVED}{KEPT_INPUT}") / max(inputs) if inputs else 1
+    return round(account.line(RECOMPUTED) * segments)
 
 
 def _cleared(summary: Summary) -> float:
-    """Gradients that are set to zero in place."""
+    """Time of setting gradients to zero in place."""
     return sum(
         row.ms
         for row in summary.kernels

@@ -1,5 +1,7 @@
-"""The advice that a step was given, kept with its record: rules improve, and a page of old records
-must say what was predicted then."""
+"""Advice stored with the record of its step.
+
+Rules improve, and a page of old records must show what was predicted at the time.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _NAME = "advice"
 
 
 def with_advice(record: Record, advice: Sequence[Advice]) -> Record:
+    """Return the record with its advice attached."""
     given = msgspec.to_builtins(list(advice))
     return msgspec.structs.replace(record, attachments={**record.attachments, _NAME: given})
 
 
 def advice_given(record: Record) -> tuple[Advice, ...] | None:
-    """None where none was kept."""
+    """Return the advice attached to a record; None if it has none."""
     return record.attachment(_NAME, tuple[Advice, ...])

@@ -1,4 +1,4 @@
-"""Past verifications, kept for this user and used for later predictions on the same device."""
+"""History of verified changes in the user's cache; corrects predictions on the same device."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from stepscope.records.decoding import from_json
 
 
 def history_file() -> Path:
+    """Path of the history, under XDG_CACHE_HOME or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "stepscope" / "advice.jsonl"
 
 
 def read_history() -> tuple[Verified, ...]:
-    """A line that cannot be read is passed over: a prediction without it is only less good."""
+    """Read the history. Unreadable lines are skipped: predictions are only less accurate without
+    them."""
     try:
         lines = history_file().read_bytes().splitlines()
     except OSError:
         return ()
-    found = []
+    entries = []
     for line in lines:
         try:
-            found.append(from_json(line, Verified))
+            entries.append(from_json(line, Verified))
         except msgspec.DecodeError:
             continue
-    return tuple(found)
+    return tuple(entries)
 
 
 def add_to_history(verified: Sequence[Verified]) -> None:
+    """Append verified changes to the history."""
     path = history_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

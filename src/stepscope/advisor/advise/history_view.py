@@ -1,4 +1,4 @@
-"""How good predictions were so far on a device, and whether they get better."""
+"""Accuracy of past predictions on a device, and its trend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from stepscope.report.format import percent
 from stepscope.report.tables import col, table
 
 _TREND_FROM = 6
+"""Verifications from which on a trend is reported."""
 _SHOWN = 100
+"""Newest verifications in the figure."""
 
 
 def history_blocks(history: Sequence[Verified], device: str) -> tuple[Block, ...]:
@@ -26,8 +28,8 @@ def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
     yield Finding(
         code="advice.predictions-so-far",
         values={"verified": len(own), "right": right, "off": error},
-        text=f"Predictions verified on this device so far: {len(own)}. Of those, {right} gained"
-        f" within a third of what was predicted; the median error is {percent(error)} of"
+        text=f"Verified predictions on this device: {len(own)}. For {right} of them the realised"
+        f" gain was within a third of the predicted gain; the median error is {percent(error)} of"
         " the step.",
     )
     if len(own) >= _TREND_FROM:
@@ -36,8 +38,8 @@ def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
         yield Finding(
             code="advice.predictions-trend",
             values={"first_half_off": first, "second_half_off": last},
-            text=f"It was {percent(first)} for the first half of them and {percent(last)} for the"
-            " second.",
+            text=f"The median error was {percent(first)} for the first half of them and"
+            f" {percent(last)} for the second.",
             tone="good" if last < first else "info",
         )
 
@@ -46,14 +48,14 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
     if len(own) < 2:
         return
     shown = own[-_SHOWN:]
-    places = tuple(float(place + 1) for place in range(len(shown)))
+    indices = tuple(float(index + 1) for index in range(len(shown)))
     yield Figure(
         name="advise-history",
         title="Error of every prediction so far",
         kind="lines",
         x_label="verification",
         y_label="|realised - predicted| of the step (%)",
-        curves=(Curve(label="error", x=places, y=tuple(100 * abs(one.error) for one in shown)),),
+        curves=(Curve(label="error", x=indices, y=tuple(100 * abs(one.error) for one in shown)),),
     )
 
 
@@ -64,18 +66,30 @@ def _corrections(own: Sequence[Verified], device: str) -> Table:
         by_rule.setdefault(one.code, []).append(one)
     return table(
         "advise-corrections",
-        "What verifications say of each rule",
+        "Correction of each rule by its verifications",
         by_rule.items(),
         [
             col("change", lambda r: r[0]),
             col("verified", lambda r: len(r[1]), "count"),
-            col("by the rule", lambda r: median(v.by_rule / v.step_ms for v in r[1]), "percent",
-                hint="median gain of the step, predicted"),
-            col("realised", lambda r: median(v.realised_ms / v.step_ms for v in r[1]), "percent",
-                hint="median gain of the step"),
-            col("next time", lambda r: known.get(r[0], 1.0), unit="×",
-                hint="what the rule's gain gets"),
+            col(
+                "by the rule",
+                lambda r: median(v.by_rule / v.step_ms for v in r[1]),
+                "percent",
+                hint="median predicted gain, share of the step",
+            ),
+            col(
+                "realised",
+                lambda r: median(v.realised_ms / v.step_ms for v in r[1]),
+                "percent",
+                hint="median realised gain, share of the step",
+            ),
+            col(
+                "next time",
+                lambda r: known.get(r[0], 1.0),
+                unit="×",
+                hint="factor applied to the gain that the rule predicts",
+            ),
         ],
-        caption=f"Kept for {device} in this user's cache; the newest twenty of each count, with one"
-        " that was exactly right.",
-    )  # fmt: skip
+        caption=f"Stored for {device} in this user's cache. The factor uses the newest twenty"
+        " verifications of each rule, plus one that is exactly right.",
+    )

@@ -1,4 +1,4 @@
-"""One trial: both steps in turns, then both over the same data for their losses."""
+"""Trial of changes on a model: losses over the same data, then both steps interleaved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stepscope.studies.own.step import UserStep
 
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
-"""One after the other, so that a drift falls on both alike."""
+"""Order of blocks if the variants cannot be interleaved: drift affects both equally."""
 
 
 def measure_trial(trial: Trial, bench: Bench) -> Measurement:
@@ -32,17 +32,17 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
     peaks: dict[str, int | None] = {}
     for name, case in cases.items():
         bench.progress(0, 1, f"losses, {name}")
-        # Alone, so that its peak is its own.
+        # Alone, so that the peak is that of this variant.
         losses[name], peaks[name] = _losses(case, device, trial.loss_steps)
         device.release()
     notes: dict[str, str] = {}
     timing = None
     with suppress(torch.OutOfMemoryError):
-        timing = _in_turns(cases, device, trial.rounds, bench)
+        timing = _interleaved(cases, device, trial.rounds, bench)
     if timing is None:
-        # Not while the error is held: its frames hold both models.
+        # After the error is released: its frames reference both models.
         device.release()
-        notes[APART] = "the two models do not fit into the memory together"
+        notes[APART] = "the two models do not fit into memory together"
         timing = _in_blocks(cases, device, trial.rounds, bench)
     return Measurement(
         series=(*timing.series, *loss_series(losses)),
@@ -52,9 +52,7 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
     )
 
 
-def _in_turns(
-    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
-) -> Timing:  # fmt: skip
+def _interleaved(cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench) -> Timing:
     from stepscope.measure.interleaved import time_interleaved
     from stepscope.studies.own.step import own_step
 
@@ -62,7 +60,7 @@ def _in_turns(
     for step in steps.values():
         step.compile()
     return time_interleaved(
-        {name: _in_its_precision(step) for name, step in steps.items()},
+        {name: _with_matmul_precision(step) for name, step in steps.items()},
         device,
         warmup=3,
         rounds=rounds,
@@ -70,35 +68,35 @@ def _in_turns(
     )
 
 
-def _in_blocks(
-    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
-) -> Timing:  # fmt: skip
+def _in_blocks(cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench) -> Timing:
     from stepscope.measure.timer import Timing
 
-    held: dict[tuple[str, Clock], tuple[float, ...]] = {}
+    values_by_clock: dict[tuple[str, Clock], tuple[float, ...]] = {}
     readings: list[Reading] = []
     for name in IN_BLOCKS:
-        found = _in_turns({name: cases[name]}, device, -(-rounds // 2), bench)
+        timing = _interleaved({name: cases[name]}, device, -(-rounds // 2), bench)
         device.release()
-        for one in found.series:
-            held[name, one.clock] = held.get((name, one.clock), ()) + one.values
-        readings += found.readings
+        for one in timing.series:
+            values_by_clock[name, one.clock] = (
+                values_by_clock.get((name, one.clock), ()) + one.values
+            )
+        readings += timing.readings
     series = [
         Series(name="step", variant=name, unit="ms", values=values, clock=clock)
-        for (name, clock), values in held.items()
+        for (name, clock), values in values_by_clock.items()
     ]
     return Timing(tuple(series), tuple(readings))
 
 
 def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, ...]:
-    """Up to the first that is not a finite number."""
-    sound = {
+    """Series of losses up to the first that is not finite."""
+    finite = {
         name: tuple(itertools.takewhile(lambda v: v is not None, values))
         for name, values in losses.items()
     }
     return tuple(
         Series(name="loss", variant=name, unit="nats", values=values)  # type: ignore[arg-type]
-        for name, values in sound.items()
+        for name, values in finite.items()
         if values
     )
 
@@ -111,7 +109,7 @@ def trial_quantities(
         for name, peak in peaks.items()
         if peak is not None
     )
-    # A program without a loss that we could see has none at all.
+    # In a program whose loss could not be observed all values are None.
     lost = (
         Quantity(name="loss_lost", variant=name, value=values.index(None), unit="steps")
         for name, values in losses.items()
@@ -120,8 +118,9 @@ def trial_quantities(
     return (*highest, *lost)
 
 
-def _in_its_precision(step: UserStep) -> Callable[[], None]:
-    """Both steps run in one process, which has one precision of float32 matmuls."""
+def _with_matmul_precision(step: UserStep) -> Callable[[], None]:
+    """Set the float32 matmul precision before each run: the two steps share a process, which has
+    one global setting."""
 
     def run() -> None:
         step.set_matmul_precision()
@@ -130,9 +129,7 @@ def _in_its_precision(step: UserStep) -> Callable[[], None]:
     return run
 
 
-def _losses(
-    case: OwnStep, device: Device, steps: int
-) -> tuple[list[float | None], int | None]:  # fmt: skip
+def _losses(case: OwnStep, device: Device, steps: int) -> tuple[list[float | None], int | None]:
     import torch
 
     from stepscope.studies.own.step import own_step
@@ -140,13 +137,13 @@ def _losses(
     step = own_step(case, device)
     step.compile()
     device.reset_peak()
-    found: list[float | None] = []
+    losses: list[float | None] = []
     for number in range(steps):
         torch.manual_seed(1000 + number)
         step.next_batch()
         step.run()
         assert step.loss is not None
         value = float(step.loss.detach())
-        found.append(value if math.isfinite(value) else None)
+        losses.append(value if math.isfinite(value) else None)
         step.reset()
-    return found, device.peak_bytes() if device.kind == "cuda" else None
+    return losses, device.peak_bytes() if device.kind == "cuda" else None

@@ -1,4 +1,4 @@
-"""Trials of advice that ran: predicted and realised gain, and what is kept."""
+"""Outcome of a trial: predicted and realised gain, loss difference, and verdict."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Interval
 
 LOSS_WITHIN = 0.05
-"""How far the losses of the last steps may be apart, as a share of how far the loss has come or of
-itself, whichever is more."""
+"""Largest accepted difference of the final losses, relative to the decrease of the loss or to the
+loss itself, whichever is larger."""
 
 NO_GAIN = "dropped: no gain shown"
 
 
 class Tried:
-    """One trial that ran."""
+    """Record of one trial with derived values."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -30,7 +30,7 @@ class Tried:
 
     @cached_property
     def ratio(self) -> Ratio | None:
-        """Time of the changed step over the base's, for as many samples."""
+        """Time of the changed step over the base step, for the same number of samples."""
         base, changed = (self._times(name) for name in (BASE, CHANGED))
         if not base or not changed:
             return None
@@ -41,12 +41,13 @@ class Tried:
         return paired_ratio(base, scaled)
 
     def _times(self, name: str) -> tuple[float, ...]:
-        """By the wall: the host's clock includes what it takes to issue."""
-        found = {
+        """Step times of a variant, by the device's clock if there is one; the host's clock includes
+        the time to issue."""
+        by_clock = {
             s.clock: s.values for s in self.record.series if (s.name, s.variant) == ("step", name)
         }
         order: tuple[Clock, ...] = ("device", "host")
-        return next((found[clock] for clock in order if clock in found), ())
+        return next((by_clock[clock] for clock in order if clock in by_clock), ())
 
     @property
     def base_ms(self) -> float | None:
@@ -55,13 +56,13 @@ class Tried:
 
     @property
     def predicted_ms(self) -> float | None:
-        """As the same share of the base step in these turns: the machine may be slower now."""
+        """Predicted gain, scaled to the base step of this trial: the machine may be slower now."""
         base = self.base_ms
         return None if base is None else base * self.trial.predicted_ms / self.trial.step_ms
 
     @property
     def predicted_range(self) -> Interval | None:
-        """Of a single change, as the same share of the base step; None without a range."""
+        """Predicted range of a single change, scaled to the base step; None without a range."""
         predicted, base = self.predicted_ms, self.base_ms
         if predicted is None or base is None or len(self.trial.advice) != 1:
             return None
@@ -77,7 +78,7 @@ class Tried:
 
     @property
     def realised(self) -> Interval | None:
-        """The gain in milliseconds, with its interval."""
+        """Realised gain in milliseconds, with its interval."""
         ratio, base = self.ratio, self.base_ms
         if ratio is None or base is None:
             return None
@@ -86,29 +87,29 @@ class Tried:
 
     @property
     def without_effect(self) -> str:
-        """Why nothing was changed; empty where something was."""
+        """Reason why the change had no effect; empty if it had one."""
         return self.record.notes.get("without_effect", "")
 
     @property
     def is_vague(self) -> bool:
-        """Chance moves the gain by more than was predicted and found: a prediction is not to be
-        corrected by it."""
-        predicted, found = self.predicted_ms, self.realised
-        if predicted is None or found is None:
+        """True if the interval is wider than the predicted and the realised gain: such a trial must
+        not correct predictions."""
+        predicted, realised = self.predicted_ms, self.realised
+        if predicted is None or realised is None:
             return True
-        return (found.high - found.low) / 2 > max(abs(predicted), abs(found.value))
+        return (realised.high - realised.low) / 2 > max(abs(predicted), abs(realised.value))
 
     @property
     def loss_off(self) -> float | None:
-        """Between the means of the last quarter of the steps."""
+        """Relative difference of the mean losses over the last quarter of the steps."""
         base, changed = (self.record.find("loss", variant=name) for name in (BASE, CHANGED))
         if base is None or changed is None or self.trial.more_samples != 1:
             return None
         steps = min(len(base.values), len(changed.values))
         last = max(1, steps // 4)
         means = [sum(one.values[steps - last : steps]) / last for one in (base, changed)]
-        travelled = abs(base.values[0] - means[0])
-        return abs(means[1] - means[0]) / max(travelled, abs(means[0]), 1e-12)
+        decrease = abs(base.values[0] - means[0])
+        return abs(means[1] - means[0]) / max(decrease, abs(means[0]), 1e-12)
 
     @property
     def same_loss(self) -> bool:
@@ -122,14 +123,14 @@ class Tried:
             return f"dropped: {self.without_effect}"
         lost = self.record.quantity("loss_lost", variant=CHANGED)
         if lost is not None and self.record.quantity("loss_lost", variant=BASE) is None:
-            return f"dropped: the loss is no number from step {lost:.0f} on"
+            return f"dropped: the loss is not finite from step {lost:.0f} on"
         if not self.same_loss:
             return "dropped: the loss differs"
         if self.ratio.high < 1:
-            seen = (
+            compared = (
                 self.trial.more_samples != 1 or self.record.find("loss", variant=BASE) is not None
             )
-            return "kept" if seen else "kept, without a loss to compare"
+            return "kept" if compared else "kept, no loss to compare"
         return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
 
     @property
@@ -137,7 +138,7 @@ class Tried:
         return self.verdict.startswith("kept")
 
     def verified(self) -> Verified | None:
-        """For the calibration: single changes only, which were made."""
+        """Entry for the prediction history; only for single changes that took effect."""
         if len(self.trial.advice) != 1 or self.without_effect:
             return None
         if self.realised_ms is None or self.predicted_ms is None or self.base_ms is None:
@@ -153,12 +154,10 @@ class Tried:
         )
 
 
-def first_right(
-    advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3
-) -> tuple[int, int]:  # fmt: skip
-    """Of the first changes that were advised and tried: how many gained within a third of what was
-    predicted, and how many these are. A trial that failed is one that was not right; one that
-    changed nothing is none."""
+def first_right(advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3) -> tuple[int, int]:
+    """Count, among the first `most` advised changes that were tried, those whose gain was within a
+    third of the prediction; return that count and the number of changes. A failed trial counts as
+    wrong; a change without effect is not counted."""
     single = [one for one in tried if len(one.trial.advice) == 1]
     alone = {one.trial.code: one for one in single if not one.without_effect}
     counted = [alone[one.code] for one in advice if one.code in alone][:most]
@@ -167,7 +166,8 @@ def first_right(
 
 
 def best_of(tried: Sequence[Tried]) -> Tried | None:
-    """Of those that are kept, the one with the fewest changes that none is proven faster than."""
+    """Return the kept trial with the fewest changes among those statistically as fast as the
+    fastest."""
     kept = {one: one.ratio for one in tried if one.kept and one.ratio is not None}
     if not kept:
         return None

@@ -1,4 +1,4 @@
-"""A script against itself with changes: two runs that take turns, a few steps each."""
+"""Trial of changes on a script: two interleaved runs, a few steps at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import Bench, Measurement
 
 _TURN_MS = 200.0
-"""How long a turn is to last."""
+"""Target duration of a turn."""
 _FEWEST, _MOST = 2, 10
-"""Steps of a turn."""
+"""Fewest and most steps of a turn."""
 _LEAST_ROUNDS = 5
 
 
 class Times:
-    """What the runs of one trial gave so far."""
+    """Results of the runs of one trial so far."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = {BASE: [], CHANGED: []}
@@ -34,8 +34,8 @@ class Times:
         self.peaks: dict[str, int | None] = {}
         self.notes: dict[str, str] = {}
 
-    def leave(self, runs: Mapping[str, TrialProcess]) -> None:
-        """Losses of the first run of each: a later one begins anew."""
+    def collect(self, runs: Mapping[str, TrialProcess]) -> None:
+        """Collect losses and peaks of the first run of each variant; later runs start over."""
         for name, run in runs.items():
             self.losses.setdefault(name, run.losses)
             self.peaks.setdefault(name, run.peak_bytes)
@@ -43,46 +43,48 @@ class Times:
     def without_effect(self, ready: Ready) -> None:
         if ready.missing:
             names = ", ".join(ready.missing)
-            self.notes["without_effect"] = f"nothing of the script was changed by it ({names})"
+            self.notes["without_effect"] = f"it had no effect on the script ({names})"
 
 
 def measure_script_trial(trial: Trial, script: Script, bench: Bench) -> Measurement:
     readings = [bench.device.read()]
     try:
-        times = _side_by_side(trial, script, bench)
+        times = _interleaved(trial, script, bench)
     except ScriptOutOfMemoryError:
-        times = _apart(trial, script, bench)
+        times = _in_blocks(trial, script, bench)
     readings.append(bench.device.read())
     clock: Clock = "device" if bench.device.kind == "cuda" else "host"
     return Measurement(
         series=(
-            *(Series(name="step", variant=name, unit="ms", values=tuple(values), clock=clock)
-              for name, values in times.ms.items()),
+            *(
+                Series(name="step", variant=name, unit="ms", values=tuple(values), clock=clock)
+                for name, values in times.ms.items()
+            ),
             *loss_series(times.losses),
         ),
         quantities=trial_quantities(times.losses, times.peaks),
         readings=tuple(readings),
         notes=times.notes,
-    )  # fmt: skip
+    )
 
 
-def _side_by_side(trial: Trial, script: Script, bench: Bench) -> Times:
+def _interleaved(trial: Trial, script: Script, bench: Bench) -> Times:
     times = Times()
     with ExitStack() as stack:
         runs = {
-            name: stack.enter_context(_started(trial, script, name, bench))
+            name: stack.enter_context(_start(trial, script, name, bench))
             for name in (BASE, CHANGED)
         }
         first = {name: run.ready() for name, run in runs.items()}
         times.without_effect(first[CHANGED])
-        steps = _steps_of_a_turn(trial, script, first[BASE].step_ms)
+        steps = _steps_per_turn(trial, script, first[BASE].step_ms)
         order_of = list(runs)
         shuffle = random.Random(0).shuffle
         try:
             for done in range(trial.rounds):
                 shuffle(order_of)
-                taken = {name: runs[name].turn(steps) for name in order_of}
-                for name, ms in taken.items():
+                turn_ms = {name: runs[name].turn(steps) for name in order_of}
+                for name, ms in turn_ms.items():
                     times.ms[name].append(ms)
                 bench.progress(done + 1, trial.rounds, "rounds")
         except ScriptEndedError as ended:
@@ -92,42 +94,47 @@ def _side_by_side(trial: Trial, script: Script, bench: Bench) -> Times:
             if rounds < _LEAST_ROUNDS:
                 raise ScriptEndedError(
                     f"{ended} after {rounds} of {trial.rounds} rounds of {steps + 1} steps",
-                    "let it make more steps, or give --rounds 5",
+                    "let it run more steps, or give --rounds 5",
                 ) from ended
             times.notes["ended_early"] = f"{ended} after {rounds} rounds"
-        times.leave(runs)
+        times.collect(runs)
     return times
 
 
-def _apart(trial: Trial, script: Script, bench: Bench) -> Times:
-    """Where there is not the memory for both at once."""
+def _in_blocks(trial: Trial, script: Script, bench: Bench) -> Times:
+    """Time the variants in blocks, if both do not fit into memory together."""
     times = Times()
-    times.notes[APART] = "the two runs do not fit into the memory together"
+    times.notes[APART] = "the two runs do not fit into memory together"
     each = -(-trial.rounds // 2)
-    for place, name in enumerate(IN_BLOCKS):
-        with _started(trial, script, name, bench) as run:
+    for block, name in enumerate(IN_BLOCKS):
+        with _start(trial, script, name, bench) as run:
             ready = run.ready()
             if name == CHANGED:
                 times.without_effect(ready)
-            steps = _steps_of_a_turn(trial, script, ready.step_ms)
+            steps = _steps_per_turn(trial, script, ready.step_ms)
             for done in range(each):
                 times.ms[name].append(run.turn(steps))
-                bench.progress(place * each + done + 1, len(IN_BLOCKS) * each, "rounds")
-            times.leave({name: run})
+                bench.progress(block * each + done + 1, len(IN_BLOCKS) * each, "rounds")
+            times.collect({name: run})
     return times
 
 
-def _started(trial: Trial, script: Script, name: str, bench: Bench) -> TrialProcess:
+def _start(trial: Trial, script: Script, name: str, bench: Bench) -> TrialProcess:
     order = Order(
-        target=script.target, module=script.module, words=script.words, warmup=script.warmup,
-        timed=1, traced=1, memory=False,
-    )  # fmt: skip
+        target=script.target,
+        module=script.module,
+        words=script.words,
+        warmup=script.warmup,
+        timed=1,
+        traced=1,
+        memory=False,
+    )
     settings = trial.settings if name == CHANGED else {}
     return TrialProcess(order, settings, lambda: bench.progress(0, 1, "warm-up"))
 
 
-def _steps_of_a_turn(trial: Trial, script: Script, step_ms: float) -> int:
-    """Long enough to be timed, and enough of them for the losses."""
+def _steps_per_turn(trial: Trial, script: Script, step_ms: float) -> int:
+    """Steps per turn: long enough to be timed, and enough of them for the losses."""
     for_time = round(_TURN_MS / max(step_ms, 1e-3))
     for_losses = -(-(trial.loss_steps - script.warmup) // trial.rounds) - 1
     return max(_FEWEST, for_losses, min(_MOST, for_time))

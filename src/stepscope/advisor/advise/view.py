@@ -1,4 +1,4 @@
-"""Predicted against realised, and what is kept."""
+"""Tables and findings of advice and of its trials."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stepscope.report.format import counted, duration, number, percent
 from stepscope.report.tables import col, table
 
 _SUPPLIED_BY = {
-    RATES: "`stepscope advise SCRIPT` measures them, and `stepscope advise RECORDS` does on the"
+    RATES: "`stepscope advise SCRIPT` measures them, as does `stepscope advise RECORDS` on the"
     " machine of the records",
-    BANDWIDTH: "`stepscope advise SCRIPT` measures it, and `stepscope advise RECORDS` does on the"
+    BANDWIDTH: "`stepscope advise SCRIPT` measures it, as does `stepscope advise RECORDS` on the"
     " machine of the records",
-    MEMORY: "`stepscope inspect` makes one unless --no-memory is given",
+    MEMORY: "`stepscope inspect` records one unless --no-memory is given",
 }
 
 
 def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
-    """Of a step whose times cannot be trusted: why, and its times."""
+    """Warn if the step's times cannot be trusted, with the reason and the times."""
     if not facts.doubt:
         return ()
     low, high = (duration(max(0.0, facts.step_ms + sign * facts.noise_ms)) for sign in (-1, 1))
@@ -34,8 +34,8 @@ def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
             code="advice.cannot-rank",
             values={"reason": facts.doubt, "step_ms": facts.step_ms, "noise_ms": facts.noise_ms},
             text=f"Cannot rank the changes: {facts.doubt} while the step was timed"
-            f" ({duration(facts.step_ms)}, between {low} and {high}). End other work on the machine"
-            " and record the step again.",
+            f" ({duration(facts.step_ms)}, between {low} and {high}). Stop other processes on the"
+            " machine and record the step again.",
             tone="warn",
             records=(base.id,),
         ),
@@ -43,14 +43,14 @@ def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
 
 
 def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
-    """The rules that lack an input, by that input, and what supplies it."""
+    """Report the rules that lack an input, grouped by input, and the command that supplies it."""
     for missing in dict.fromkeys(one.missing for one in left_out):
         titles = ", ".join(one.title for one in left_out if one.missing == missing)
         yield Finding(
             code="advice.not-judged",
             values={"changes": titles, "missing": missing},
             timed=False,
-            text=f"Not judged: {titles}. The records have no {missing}: {_SUPPLIED_BY[missing]}.",
+            text=f"Not judged: {titles}. The records have no {missing}; {_SUPPLIED_BY[missing]}.",
             tone="warn",
         )
 
@@ -58,14 +58,14 @@ def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
 def not_tried(
     advice: Sequence[Advice], tried: Sequence[Tried], settings: Collection[str]
 ) -> tuple[Finding, ...]:
-    """Advice without a trial, and why there is none."""
+    """Report advised changes that were not tried, and why."""
     done = {one.trial.code for one in tried}
     left = [one for one in advice if one.code not in done]
     reachable = list(applicable(left, settings))
     reasons: dict[str, list[str]] = {}
     for one in left:
-        no_way = one.by_author or "it cannot be made from outside"
-        why = "--only left it out, or there was no time" if one in reachable else no_way
+        not_reachable = one.by_author or "it cannot be applied without editing the program"
+        why = "excluded by --only, or out of time" if one in reachable else not_reachable
         reasons.setdefault(why, []).append(one.title)
     return tuple(
         Finding(
@@ -87,7 +87,9 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     tables = (
         _trial_table(tried),
         lines_table(
-            [a for one in proven for a in one.trial.advice], "advise-lines", "What to write"
+            [a for one in proven for a in one.trial.advice],
+            "advise-lines",
+            "How to apply each kept change",
         ),
     )
     return (
@@ -109,44 +111,45 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
             code="advise.no-gain",
             values={"tried": len(tried)},
             records=_ids(tried),
-            text="No change that was tried is worth it here.",
+            text="None of the tried changes is worth making here.",
         )
     speedup = 1 / best.ratio.value
     names = ", ".join(one.title for one in best.trial.advice)
-    loss = "its loss was not compared"
+    loss = "the loss was not compared"
     if best.loss_off is not None:
         loss = f"with a loss that differs by {percent(best.loss_off)}"
     return Finding(
         code="advise.best",
         values={"change": best.trial.code, "speedup": speedup, "loss_off": best.loss_off},
         records=_ids([best]),
-        text=f"{number(speedup, 3)}× as fast with {names}: proven here, in turns with the step as"
-        f" it was, {loss}.",
+        text=f"{number(speedup, 3)}× as fast with {names}: verified here, interleaved with the"
+        f" unchanged step, {loss}.",
         tone="good",
     )
 
 
 def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:
-    found = {one: verified for one in tried if (verified := one.verified()) is not None}
-    error = median_error(list(found.values()))
+    verified_trials = {one: verified for one in tried if (verified := one.verified()) is not None}
+    error = median_error(list(verified_trials.values()))
     if error is not None:
-        right = sum(map(is_right, found.values()))
+        right = sum(map(is_right, verified_trials.values()))
         yield Finding(
             code="advise.predictions-off",
-            values={"off": error, "changes": len(found), "right": right},
-            records=_ids(list(found)),
-            text=f"Predictions were off by {percent(error)} of the step, in the median of"
-            f" {counted(len(found), 'change')}; {right} of them gained within a third of what was"
-            " predicted.",
+            values={"off": error, "changes": len(verified_trials), "right": right},
+            records=_ids(list(verified_trials)),
+            text="The median error of the predictions for"
+            f" {counted(len(verified_trials), 'change')} is {percent(error)} of the step; the"
+            f" realised gain of {right} of them was within a third of the predicted gain.",
         )
 
 
 def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
-    """Trials that changed nothing are no evidence."""
+    """Report how many realised gains are in the predicted range; trials without effect are
+    ignored."""
     inside = {
-        one: found.low <= value <= found.high
+        one: predicted.low <= value <= predicted.high
         for one in tried
-        if (found := one.predicted_range) and (value := one.realised_ms) is not None
+        if (predicted := one.predicted_range) and (value := one.realised_ms) is not None
         if not one.without_effect
     }
     if inside:
@@ -155,7 +158,7 @@ def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
             code="advise.in-range",
             values={"gains": len(inside), "in_range": right},
             records=_ids(list(inside)),
-            text=f"Of {len(inside)} realised gains {right} lie in the predicted range.",
+            text=f"{right} of {len(inside)} realised gains are in the predicted range.",
         )
 
 
@@ -167,9 +170,8 @@ def _apart(tried: Sequence[Tried]) -> Iterator[Finding]:
             code="advise.timed-apart",
             values={"changes": codes, "reason": reason},
             records=_ids(apart),
-            text=f"{codes}: timed one after the other, as it is, changed, changed, as it is, and"
-            f" not in turns: {reason}. What the machine did meanwhile is in the interval only in"
-            " part.",
+            text=f"{codes}: timed in blocks (unchanged, changed, changed, unchanged) and not"
+            f" interleaved: {reason}. The interval covers drift of the machine only in part.",
             tone="warn",
             timed=False,
         )
@@ -182,25 +184,36 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
 
     return table(
         "advise-trials",
-        "Predicted against realised",
+        "Predicted and realised gain",
         tried,
         [
             col("change", lambda r: " + ".join(a.title for a in r.trial.advice), key=True),
-            col("step", lambda r: r.base_ms, unit="ms", hint="without it, in the same turns"),
-            col("predicted", lambda r: r.predicted_range or r.predicted_ms, unit="ms",
-                hint="gain in a step"),
-            col("realised", lambda r: r.realised, unit="ms",
-                hint="median over the rounds, with its 99 % interval"),
+            col("step", lambda r: r.base_ms, unit="ms", hint="unchanged, in the same rounds"),
+            col(
+                "predicted",
+                lambda r: r.predicted_range or r.predicted_ms,
+                unit="ms",
+                hint="gain per step",
+            ),
+            col(
+                "realised",
+                lambda r: r.realised,
+                unit="ms",
+                hint="median over the rounds, with its 99 % interval",
+            ),
             col("speed", lambda r: 1 / r.ratio.value if r.ratio else None, unit="×"),
-            col("loss off by", lambda r: r.loss_off, "percent",
-                hint="mean of the last quarter of steps"),
-            col("peak memory", more_memory, "bytes",
-                hint="change of it, on a GPU"),
+            col(
+                "loss off by",
+                lambda r: r.loss_off,
+                "percent",
+                hint="mean of the last quarter of steps",
+            ),
+            col("peak memory", more_memory, "bytes", hint="increase, on a GPU"),
             col("verdict", lambda r: r.verdict, key=True),
         ],
-        caption="Both steps begin with the same weights and see the same data. A larger batch is"
-        " compared for as many samples, and its loss is not compared.",
-    )  # fmt: skip
+        caption="Both steps start from the same weights and see the same data. A larger batch is"
+        " compared per sample, and its loss is not compared.",
+    )
 
 
 def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
@@ -217,16 +230,16 @@ def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
 
 
 def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
-    """With ranks and ranges, unless the advice was given without them."""
+    """Table of advised changes, with ranks and ranges unless the advice was stored without them."""
     ranged = any(one.low_ms is not None for one in advice)
     ranks = {one.code: str(n) for n, one in enumerate((a for a in advice if a.ranked), start=1)}
     rank = col("rank", lambda a: ranks.get(a.code), hint="by the lower end of the gain")
-    gain = "predicted, in a step, with its range" if ranged else "predicted, in a step"
-    caption = "Each gain is for the change alone; together they overlap."
+    gain = "predicted, per step, with its range" if ranged else "predicted, per step"
+    caption = "Each gain is that of the change alone; gains of several changes overlap."
     if ranged:
         caption += (
-            " Its range is that of past verifications of the rule on this kind of device, with the"
-            " noise of the step. A change whose range reaches zero has no rank: --verify tells."
+            " The range comes from past verifications of the rule on this kind of device and the"
+            " noise of the step. A change whose range includes zero has no rank; use --verify."
         )
     return table(
         "advise-list",
@@ -237,16 +250,20 @@ def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
             col("change", lambda a: a.title),
             col("gain", predicted_gain, unit="ms", hint=gain),
             col("share", lambda a: a.gain_ms / step_ms, "percent", hint="of the step"),
-            col("memory", lambda a: a.gain_bytes or None, "bytes",
-                hint="predicted to be saved at the peak"),
+            col(
+                "memory",
+                lambda a: a.gain_bytes or None,
+                "bytes",
+                hint="predicted reduction of the peak",
+            ),
             col("why", lambda a: a.why),
         ],
         caption=caption,
-    )  # fmt: skip
+    )
 
 
 def predicted_gain(advice: Advice) -> Cell:
-    """With its range, where it was given with one."""
+    """Predicted gain, with its range if it has one."""
     if advice.low_ms is None or advice.high_ms is None:
         return advice.gain_ms
     return Interval(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)

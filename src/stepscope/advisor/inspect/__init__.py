@@ -1,9 +1,9 @@
-"""Where do the time and the memory of a training step of your own go?
+"""Time and memory of a user's training step.
 
     stepscope inspect train.py --batch-size 8
 
-Records of this study come from a program that was only watched: `stepscope inspect` for a script,
-`stepscope.Scope` within a loop. There are no cases, and no sizes or contexts are known.
+Records of this study come from an observed program: `stepscope inspect` for a script,
+`stepscope.Scope` in a training loop. It has no cases, and model sizes and contexts are unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stepscope.studies.program.cases import STUDY_NAME
 
 class Inspected(Viewable):
     name = STUDY_NAME
-    title = "Your own step"
+    title = "Your training step"
     question = (
         "Where do the time and the memory of this training step go,"
         " what limits it, and which part is worth a change?"

@@ -1,4 +1,4 @@
-"""Work that may take as long as it likes while a program runs that must not be slowed down."""
+"""Low-priority background work that does not slow down the observed program."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """Runs a function in a thread that gets a core only while nothing else wants it."""
+    """Runs a function in a thread that is scheduled only on otherwise idle cores (SCHED_IDLE)."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._function = function
-        self._found: list[Result] = []
+        self._results: list[Result] = []
         self._error: BaseException | None = None
         self._waited_for = False
         self._policy = threading.Lock()
@@ -24,7 +24,7 @@ class Background(Generic[Result]):
         self._thread.start()
 
     def result(self) -> Result:
-        """Waits for it, from now on with the priority of any other thread."""
+        """Raise the thread to normal priority, wait for it and return its result."""
         with self._policy:
             self._waited_for = True
             if self._thread.native_id is not None and self._thread.is_alive():
@@ -32,20 +32,21 @@ class Background(Generic[Result]):
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._found[0]
+        return self._results[0]
 
     def _run(self) -> None:
         with self._policy:
             if not self._waited_for:
                 _set_policy(threading.get_native_id(), "SCHED_IDLE")
         try:
-            self._found.append(self._function())
+            self._results.append(self._function())
         except BaseException as error:
             self._error = error
 
 
 def _set_policy(thread: int, name: str) -> None:
-    """Of one thread, and of those that it starts; only Linux has these policies."""
+    """Set the scheduling policy of a thread and of threads it starts; these policies are
+    Linux-only."""
     if hasattr(os, name):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, getattr(os, name), os.sched_param(0))

@@ -1,4 +1,4 @@
-"""A process that is to end as if nobody stood between it and whoever started us."""
+"""Child process whose signals and exit status are passed through transparently."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-_PASSED_ON = tuple(
+_FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
     if hasattr(signal, name)
 )
-_LOOK_EVERY_S = 0.2
+_POLL_EVERY_S = 0.2
 
 
 class Child:
-    """Signals sent to us reach it; those of the terminal reach it by themselves."""
+    """Child process that receives the signals sent to this process; signals of the terminal reach
+    the process group anyway."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._waited = {*_PASSED_ON, signal.SIGCHLD}
+        self._waited = {*_FORWARDED, signal.SIGCHLD}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
         self.pid = os.posix_spawn(
             command[0], list(command), os.environ, setsigmask=tuple(self._mask)
@@ -27,12 +28,16 @@ class Child:
         self.status: int | None = None
 
     def wait(self, meanwhile: Callable[[], None]) -> int:
-        """Until it has ended: its wait status. `meanwhile` is called several times a second."""
+        """Wait for its end and return its wait status; call `meanwhile` several times a second."""
         while self.status is None:
-            came = signal.sigtimedwait(self._waited, _LOOK_EVERY_S)
-            # A signal of the kernel comes from the terminal, which tells the whole group.
-            if came is not None and came.si_signo != signal.SIGCHLD and came.si_code <= 0:
-                os.kill(self.pid, came.si_signo)
+            received = signal.sigtimedwait(self._waited, _POLL_EVERY_S)
+            # A signal with si_code > 0 comes from the terminal, which signals the entire group.
+            if (
+                received is not None
+                and received.si_signo != signal.SIGCHLD
+                and received.si_code <= 0
+            ):
+                os.kill(self.pid, received.si_signo)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
                 self.status = status
@@ -42,7 +47,7 @@ class Child:
 
 
 def describe_end(status: int) -> str:
-    """How it ended, in words that follow its name."""
+    """Describe how it ended, as a predicate after its name."""
     if os.WIFSIGNALED(status):
         return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     code = os.waitstatus_to_exitcode(status)
@@ -50,7 +55,8 @@ def describe_end(status: int) -> str:
 
 
 def end_alike(status: int) -> int:
-    """The same exit code; where a signal ended it, the same signal ends us."""
+    """Return the same exit code; if a signal ended the child, end this process by the same
+    signal."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a process that watches a script is told to do."""
+"""Instructions for the process that runs and observes a script."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Script to run and what to record of it, passed as JSON."""
+
     target: str
-    """A script, or with `module` the name of a module."""
+    """Path of a script, or the name of a module if `module` is set."""
     module: bool = False
     words: tuple[str, ...] = ()
     """The script's own arguments."""
@@ -18,9 +20,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     stop: bool = False
     """End the script once its steps are recorded."""
     channel: int | None = None
-    """Where it is told to go on, when it takes turns with another run of the same script."""
+    """File descriptor of the control socket, if interleaved with another run of the script."""
     settings: dict[str, str] = {}
-    """What is changed in it from outside."""
+    """Settings to change at run time."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""How far a watched script came, as it says itself, and what that means when it has ended."""
+"""Progress of an observed script, and the reason if it left no recording."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ CHILD_STEPPED = "child-stepped"
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of the recording in one process."""
+
     torch: bool = False
-    """It has imported torch."""
+    """True once it has imported torch."""
     optimizer_steps: int = 0
     optimizers: int = 0
     steps: int = 0
-    """Whole turns of the loop since the first optimizer step."""
+    """Training steps since the first optimizer step."""
     needed: int = 0
-    """Steps that a whole recording takes, the warm-up included."""
+    """Steps of a complete recording, including the warm-up."""
     recorded: bool = False
     failure: str = ""
-    """What ended the recording, and not the script."""
+    """Error that ended the recording but not the script."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
+        """True if all steps were recorded."""
         return self.recorded and self.steps >= self.needed
 
 
@@ -47,29 +50,27 @@ def read_progress(folder: Path) -> Progress:
         return Progress()
 
 
-def why_nothing(
-    progress: Progress, name: str, ending: str, child_stepped: bool, mend: str
-) -> str:  # fmt: skip
-    """One line for a script that left no recording; `ending` says how it ended, `mend` what to do
-    where it made too few steps."""
+def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool, fix: str) -> str:
+    """Explain in one line why a script left no recording. `ending` describes how it ended, `fix`
+    what to do if it ran too few steps."""
     if progress.failure:
         return f"{name} {ending}; it was not recorded: {progress.failure}"
     if not progress.torch:
-        return f"{name} {ending} without importing torch: there is no step to record"
+        return f"{name} {ending} without importing torch, so there is no step to record"
     if child_stepped and not progress.optimizer_steps:
         return (
-            f"{name} {ending}; its optimizer stepped in processes that it started itself, which are"
-            " not watched (start it with one process, or its ranks with torchrun)"
+            f"{name} {ending}; its optimizer stepped in child processes, which are not recorded"
+            " (run it in one process, or start its ranks with torchrun)"
         )
     if not progress.optimizer_steps:
         return (
-            f"{name} {ending} without an optimizer step in this process: a step ends with the"
-            " `step` of a torch.optim.Optimizer, or with a `backward` after an update by hand; mark"
-            " it yourself with stepscope.Scope, and where a script starts processes that train"
+            f"{name} {ending} without an optimizer step in this process. A step ends with the"
+            " `step` of a torch.optim.Optimizer, or with a `backward` after a manual update; mark"
+            " other steps with stepscope.Scope. If the script starts training processes"
             " (mp.spawn), start its ranks with torchrun instead"
         )
-    made = counted(progress.optimizer_steps, "optimizer step")
+    steps = counted(progress.optimizer_steps, "optimizer step")
     return (
-        f"{name} {ending} after {made}, before any was recorded; a whole"
-        f" recording takes {progress.needed + 1} ({mend})"
+        f"{name} {ending} after {steps}, before any was recorded; a complete"
+        f" recording takes {progress.needed + 1} ({fix})"
     )

@@ -1,4 +1,4 @@
-"""Runs a script once to record some of its steps, with its output out of the way."""
+"""Run a script once to record a few of its steps, with its output captured."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ from stepscope.studies.program.rows import Watched
 from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
 _LAST_LINES = 3
-_MEND = "let it make more"
+_FIX = "let it run more steps"
 
 
 def record_script(order: Order) -> Record:
-    """The record of its steps, timed and traced; an error says why there is none, with the end of
-    what a script said that failed."""
-    with tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name, \
-            tempfile.TemporaryFile() as log:  # fmt: skip
+    """Return the record of its timed and traced steps. Without one, raise an error with the reason
+    and, if the script failed, the last lines of its output."""
+    with (
+        tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name,
+        tempfile.TemporaryFile() as log,
+    ):
         folder = Path(name)
-        command = [sys.executable, "-m", "stepscope.advisor.scope.launch", name,
-                   msgspec.json.encode(order).decode()]  # fmt: skip
-        mark = new_tag()
+        command = [
+            sys.executable,
+            "-m",
+            "stepscope.advisor.scope.launch",
+            name,
+            msgspec.json.encode(order).decode(),
+        ]
+        tag = new_tag()
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(mark)
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(tag)
         )
         try:
             _, status, _ = os.wait4(child.pid, 0)
@@ -41,7 +48,7 @@ def record_script(order: Order) -> Record:
         except BaseException:
             child.kill()
             child.wait()
-            end_tagged(mark)
+            end_tagged(tag)
             raise
         ending = describe_end(status)
         if parts(folder):
@@ -49,10 +56,10 @@ def record_script(order: Order) -> Record:
             missing = Watched(record).missing
             if not missing:
                 return record
-            why = f"{order.name} gives no advice: {missing}"
+            why = f"no advice for {order.name}: {missing}"
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, ending, stepped, _MEND)
+            why = why_nothing(read_progress(folder), order.name, ending, stepped, _FIX)
         log.seek(0)
-        said = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        raise StepscopeError(" | ".join((why, *(said if status else ()))))
+        output = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        raise StepscopeError(" | ".join((why, *(output if status else ()))))

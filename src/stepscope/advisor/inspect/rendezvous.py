@@ -1,9 +1,9 @@
-"""A private folder in which the ranks of one torchrun on this machine leave their parts.
+"""Private directory shared by the ranks of one torchrun on this machine.
 
-The first rank makes a folder with a random name that only its user can enter, and leaves its path
-in this user's cache, under a name that follows from the torchrun process. No name in the shared
-temporary directory can be foreseen, and nothing is used that belongs to another user. Torch's own
-store would need torch in a process that does without it.
+The first rank creates a directory with a random name that only its user can enter, and writes its
+path into the user's cache, under a name derived from the torchrun process. No name in the shared
+temporary directory is predictable, and nothing owned by another user is used. Torch's own store
+would require importing torch in a process that does without it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ import psutil
 from stepscope.errors import StepscopeError, one_line
 
 _WITHIN_S = 60.0
-_LOOK_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """The shared directory as seen by one rank."""
+
     folder: Path
     leads: bool
-    """Whether this rank makes the page."""
+    """True if this rank writes the page."""
     invitation: Path | None = None
-    """Where the path of the folder is left for the other ranks."""
+    """File that contains the path of the directory, for the other ranks."""
     alone: str = ""
-    """Why this rank does not share its folder with the others, where it should."""
+    """Reason why this rank does not share its directory with the others, if it should."""
 
     def leave(self) -> None:
-        """The folder goes with the rank that made it."""
+        """Remove the directory, if this rank created it."""
         if self.invitation is not None:
             self.invitation.unlink(missing_ok=True)
         if self.leads or self.alone:
@@ -44,8 +46,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meet(within_s: float = _WITHIN_S) -> Meeting:
-    """The folder of this process. Where the ranks cannot meet, each has a folder of its own: the
-    program is not to fail for that."""
+    """Return the shared directory. If the ranks cannot share one, each gets its own: the program
+    must not fail for that."""
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
         return Meeting(folder=_new_folder(), leads=True)
@@ -71,31 +73,32 @@ def _cache() -> Path:
 
 
 def _name() -> str:
-    """The same for all ranks of a torchrun, of each of its attempts, and for nobody else."""
+    """Name shared by all ranks of one torchrun attempt, and by no other process."""
     torchrun = psutil.Process(os.getppid())
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{socket.gethostname()}-{torchrun.pid}-{torchrun.create_time():.2f}-{attempt}"
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made where it is not there; an error where others could write into it."""
+    """Create the directory if needed; raise an error if others could write into it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return _own(folder)
+    return _require_private(folder)
 
 
-def _own(folder: Path) -> Path:
+def _require_private(folder: Path) -> Path:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise StepscopeError(f"{folder} cannot be used: {one_line(error)}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise StepscopeError(f"{folder} is not a folder", "remove it")
-    if found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode):
+        raise StepscopeError(f"{folder} is not a directory", "remove it")
+    if status.st_uid != os.geteuid():
         raise StepscopeError(
-            f"{folder} belongs to user {found.st_uid}", "set XDG_CACHE_HOME to a folder of yours"
+            f"{folder} belongs to user {status.st_uid}",
+            "set XDG_CACHE_HOME to a directory of yours",
         )
-    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise StepscopeError(f"others can enter {folder}", f"chmod 700 {folder}")
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise StepscopeError(f"other users can enter {folder}", f"chmod 700 {folder}")
     return folder
 
 
@@ -110,7 +113,7 @@ def _invited(invitation: Path, within_s: float) -> Path:
     while not invitation.exists():
         if time.monotonic() > deadline:
             raise StepscopeError(
-                f"the first rank of this machine left no folder within {within_s:g} s"
+                f"the first rank of this machine created no directory within {within_s:g} s"
             )
-        time.sleep(_LOOK_EVERY_S)
-    return _own(Path(invitation.read_text()))
+        time.sleep(_POLL_EVERY_S)
+    return _require_private(Path(invitation.read_text()))

@@ -1,1 +1,1 @@
-"""A training step of someone else's program, watched while it runs (`stepscope.Scope`)."""
+"""Recording of the training steps of a running program (`stepscope.Scope`)."""

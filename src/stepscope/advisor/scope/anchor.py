@@ -1,36 +1,36 @@
-"""Where the step of a training loop ends, told from its optimizers' calls alone. No torch here."""
+"""Detect the end of a training step from optimizer steps alone. Does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 _CLEARLY = 1.25
-"""Periods that differ by less are taken as equal."""
+"""Ratio below which two periods count as equal."""
 
 
 class _Seen:
-    def __init__(self, place: int, first: int) -> None:
-        self.place = place
+    def __init__(self, index: int, first: int) -> None:
+        self.index = index
         self.first = self.last = first
         self.count = 0
 
     @property
     def period(self) -> float | None:
-        """Optimizer steps of any kind from one of its own to the next, in the mean."""
+        """Mean number of steps of any optimizer between two of its own."""
         return (self.last - self.first) / (self.count - 1) if self.count > 1 else None
 
 
 class Anchor:
-    """Sees every optimizer step of a program and says which of them ends a training step.
+    """Decides which of a program's optimizer steps ends a training step.
 
-    With several optimizers a step is a whole turn of the loop: it ends with the optimizer that
-    steps most rarely, and among equals with the one that came last in the first turn. Which one
-    that is shows after two turns, and does not change any more once it is frozen.
+    With several optimizers a training step is one full iteration of the loop: it ends with the
+    optimizer that steps least often, and among equals with the one that came last in the first
+    iteration. It is known after two iterations, and fixed by `freeze`.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        """Optimizer steps seen, of all optimizers."""
+        """Steps of all optimizers so far."""
         self._seen: dict[Hashable, _Seen] = {}
         self._anchor: Hashable | None = None
         self._frozen = False
@@ -54,9 +54,9 @@ class Anchor:
         return optimizer == self._anchor
 
     @staticmethod
-    def _is_better(new: _Seen, held: _Seen) -> bool:
-        if new.period is None or held.period is None:
+    def _is_better(new: _Seen, current: _Seen) -> bool:
+        if new.period is None or current.period is None:
             return new.period is not None
-        if new.place > held.place:
-            return new.period * _CLEARLY > held.period
-        return new.period > held.period * _CLEARLY
+        if new.index > current.index:
+            return new.period * _CLEARLY > current.period
+        return new.period > current.period * _CLEARLY

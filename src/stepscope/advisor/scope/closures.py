@@ -1,4 +1,4 @@
-"""Closures that a program gives to `Optimizer.step`, run within a context of ours."""
+"""Run the closure passed to `Optimizer.step` inside a context."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def with_closure(
     keywords: dict[str, Any],
     context: Callable[[], AbstractContextManager[None]],
 ) -> Arguments | None:
-    """The arguments of `step`, the optimizer first, with its closure run within a `context()` each
-    time; None where there is no closure."""
+    """Return the arguments of `step`, the optimizer first, with a closure that runs inside
+    `context()`; None if there is no closure."""
 
     def within(closure: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The operators and tensors of one step of a program, unless there are too many of them."""
+"""Count of the operators and tensors of one step, unless there are too many."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from stepscope.measure.modules import any_compiled
 
 
 class StepCount:
-    """`begin` and `end` around the step whose memory is accounted for. Without an account,
-    `begin_bare` counts the operators alone."""
+    """Call `begin` and `end` around the step whose memory is recorded. Without a memory ledger,
+    `begin_bare` counts only the operators."""
 
     def __init__(self, snapshot: Path, notes: dict[str, str]) -> None:
         self.snapshot = snapshot
         self.ledger: WatchedLedger | None = None
-        """The account; None where there is none that holds."""
+        """Memory ledger; None if there is no valid one."""
         self.operators: int | None = None
-        """Of the step that was counted, where one was."""
+        """Operators of the counted step, if one was counted."""
         self._most = MOST_OPERATORS
         self._notes = notes
         self._bare: OperatorCount | None = None
         self._earlier: WatchedLedger | None = None
-        """The account of a step that was counted before, and also validated."""
-        self._under_way = False
+        """Ledger of an earlier counted step that also ran a validation."""
+        self._active = False
         self._open = ExitStack()
 
     @property
@@ -39,13 +39,13 @@ class StepCount:
 
     @property
     def steps_that_fit(self) -> int:
-        """How many steps may be traced."""
+        """Number of steps that may be traced."""
         return 0 if self.too_many else max(1, self._most // max(1, self.operators or 1))
 
     def why_not(self, purpose: str) -> str:
         return (
-            f"a step runs more than {self._most:,} operators, and {purpose} would take longer than"
-            " a quarter of the program's own time (time more steps with --timed, or mark a shorter"
+            f"a step runs more than {self._most:,} operators, and {purpose} would take more than a"
+            " quarter of the program's own time (time more steps with --timed, or mark a shorter"
             " step with stepscope.Scope)"
         )
 
@@ -56,10 +56,10 @@ class StepCount:
         optimizers: Sequence[torch.optim.Optimizer],
         own_s: float,
     ) -> None:
-        """`own_s` is how long the program takes by itself."""
+        """Start counting. `own_s` is the program's own time in seconds."""
         if any_compiled(models):
             self._notes["memory_missing"] = (
-                "the model is compiled: what its kernels keep is not seen from outside"
+                "the model is compiled, and tensors saved by compiled code cannot be observed"
             )
             return
         allocator = None
@@ -73,56 +73,56 @@ class StepCount:
         self._most = most_operators(own_s)
         ledger = WatchedLedger(device.torch_device, allocator, self._most)
         self._open.enter_context(ledger.step(models, optimizers))
-        self._earlier, self.ledger, self._under_way = self.ledger, ledger, True
+        self._earlier, self.ledger, self._active = self.ledger, ledger, True
 
     def begin_bare(self, models: Sequence[torch.nn.Module], own_s: float) -> None:
-        """Nothing where the operators are known, or where a model is compiled: a dispatch mode
-        would have it compiled again, and it runs few operators."""
+        """Count only operators. Skipped if they are known, or if a model is compiled: a dispatch
+        mode would trigger a recompilation, and compiled models run few operators."""
         if self.operators is None and not any_compiled(models):
             self._most = most_operators(own_s)
             self._bare = self._open.enter_context(OperatorCount())
-            self._earlier, self._under_way = self.ledger, True
+            self._earlier, self._active = self.ledger, True
 
     def end(self) -> None:
-        """The step has ended; nothing where it is not counted, or not any more."""
-        if not self._under_way:
+        """End the step; does nothing if no count is active."""
+        if not self._active:
             return
-        self._under_way = False
+        self._active = False
         counted, self.ledger = self.ledger, None
         self._open.close()
         self.ledger = counted
         if self._bare is not None:
             self.operators, self._bare = self._bare.operators, None
         elif self.ledger is not None:
-            self._judge(self.ledger)
+            self._evaluate(self.ledger)
 
     def drop(self) -> None:
-        """Ends a count before its step has ended: what it has so far is of no use."""
-        if self._under_way:
-            self._under_way = False
+        """End a count before its step has ended, and discard it."""
+        if self._active:
+            self._active = False
             self._open.close()
             self._bare, self.ledger = None, self._earlier
             self.snapshot.unlink(missing_ok=True)
 
     def leave_early(self) -> None:
-        """Called between two operators: where there were too many, the count ends here. Its
-        instruments slow down all further ones of the step, even if they note nothing."""
+        """Called between two operators: end the count if there were too many. Its hooks slow down
+        the rest of the step even if they record nothing."""
         if self.ledger is not None and self.ledger.too_many and self.ledger.can_leave():
             self.end()
 
-    def _judge(self, ledger: WatchedLedger) -> None:
+    def _evaluate(self, ledger: WatchedLedger) -> None:
         self._notes.pop("memory_missing", None)
         if ledger.too_many or not ledger.failure:
             self.operators = ledger.operators
         if ledger.too_many:
-            self._notes["memory_missing"] = self.why_not("to count its tensors")
+            self._notes["memory_missing"] = self.why_not("counting its tensors")
             self.ledger = None
             self.snapshot.unlink(missing_ok=True)
         elif ledger.failure:
-            self._notes["memory_missing"] = f"the count broke off ({ledger.failure})"
+            self._notes["memory_missing"] = f"the count failed ({ledger.failure})"
             self.ledger = None
         elif ledger.saved_unseen:
             self._notes["memory_missing"] = (
-                "the program uses torch.func.grad or the like, under which nobody sees what is"
-                " saved for backward"
+                "the program uses torch.func.grad or a similar transform, under which tensors saved"
+                " for backward cannot be observed"
             )

@@ -1,35 +1,37 @@
-"""The energy of the timed steps, where the device has a counter."""
+"""Energy of the timed steps, if the device has an energy counter."""
 
 from __future__ import annotations
 
 from stepscope.measure.device import Device
 
 ENERGY_MOVES_S = 0.1
-"""How seldom a driver moves its counter at most."""
+"""Longest interval between updates of a driver's energy counter."""
 _WITHIN_S = 1.0
-"""Steps that take less together have no energy: one move of the counter would be a tenth of it."""
+"""Shortest total time for which energy is reported: one update of the counter is a tenth of it."""
 
 
 class StepEnergy:
-    """`begin` ahead of the first timed step, `end` after the last."""
+    """Call `begin` before the first timed step and `end` after the last."""
 
     def __init__(self, notes: dict[str, str]) -> None:
         self.joules: float | None = None
-        """Of a timed step."""
-        self._begun: float | None = None
+        """Energy per timed step."""
+        self._start_j: float | None = None
         self._notes = notes
 
     def begin(self, device: Device) -> None:
-        self._begun = device.energy_j()
+        self._start_j = device.energy_j()
 
     def drop(self) -> None:
-        if self._begun is not None:
-            self._begun = None
-            self._notes["no_energy"] = "a step raised among the timed ones, and the counter ran on"
+        if self._start_j is not None:
+            self._start_j = None
+            self._notes["no_energy"] = (
+                "a timed step raised an exception, and the counter includes it"
+            )
 
     def end(self, device: Device, took_s: float, steps: int) -> None:
-        begun, now = self._begun, device.energy_j()
-        if begun is None or now is None:
+        start, now = self._start_j, device.energy_j()
+        if start is None or now is None:
             self._notes.setdefault("no_energy", device.energy_missing)
         elif took_s < _WITHIN_S:
             self._notes["no_energy"] = (
@@ -37,4 +39,4 @@ class StepEnergy:
                 " (give a larger --timed)"
             )
         else:
-            self.joules = (now - begun) / steps
+            self.joules = (now - start) / steps

@@ -1,8 +1,8 @@
-"""How long the host takes to issue each phase of a step.
+"""Time that the host takes to issue each phase of a step.
 
-While a step runs as it always does, the host is ahead of the device, behind it, or stopped by a
-full queue, and its time shows in none of them. Here the device is idle whenever a phase begins, so
-nothing holds the host up but itself.
+In a normal step the host is ahead of the device, behind it, or blocked by a full queue, and its own
+time cannot be separated. Here the device is idle whenever a phase begins, so nothing blocks the
+host.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ PHASES = (OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER)
 class IssueClock:
     """Call `begin` and `end` around a step, and `turn` around the optimizer's update.
 
-    Hooks mark the forward. The backward, with the loss, lasts from there until `backward` returns:
-    a program that then reads the loss waits for the device, which is not time to issue anything.
-    Everything else is outside, but for the batches of a DataLoader.
+    Hooks mark the forward. The backward, which includes the loss, lasts from there until `backward`
+    returns: a program that then reads the loss waits for the device, which is not issue time.
+    Everything else is `outside`, except loading batches from a DataLoader.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
         self.steps: list[dict[str, float]] = []
-        """Milliseconds by phase."""
+        """Milliseconds by phase, for each step."""
         self._spent: dict[str, float] | None = None
         self._phase, self._since = OUTSIDE, 0.0
 
     def hooked(self, models: Sequence[torch.nn.Module]) -> ExitStack | None:
-        """Hooks to be taken off again; None where a model cannot have one."""
+        """Add hooks to the models, removed when the result is closed; None if impossible."""
 
         def enter(*_: Any) -> None:
             if torch.is_grad_enabled():
@@ -75,7 +75,7 @@ class IssueClock:
         self._start(OUTSIDE)
 
     def turn(self, phase: str) -> None:
-        """From here on the host is in another phase."""
+        """Start another phase of the host."""
         if self._spent is not None:
             self._spent[self._phase] += 1e3 * (time.perf_counter() - self._since)
             self._start(phase)
@@ -87,7 +87,7 @@ class IssueClock:
             self._spent = None
 
     def drop(self) -> None:
-        """The step does not count."""
+        """Discard the current step."""
         self._spent = None
 
     def _start(self, phase: str) -> None:

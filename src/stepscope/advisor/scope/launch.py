@@ -1,9 +1,9 @@
-"""Runs a script as Python itself would, with a watcher beside it.
+"""Run a script as Python itself would, with an observer attached.
 
     python -m stepscope.advisor.scope.launch FOLDER ORDER
 
-ORDER is a JSON object; see `Order`. The script sees its own words, its folder on the path and its
-own `__main__`; an exception, `sys.exit` or Ctrl-C ends the process as it would without us.
+ORDER is a JSON object; see `Order`. The script sees its own arguments, its directory on `sys.path`
+and its own `__main__`; an exception, `sys.exit` or Ctrl-C ends the process as it normally would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
-from stepscope.advisor.trial.process import Contender
+from stepscope.advisor.trial.process import InterleavedRun
 from stepscope.records.decoding import from_json
 
 _QUIET = "KINETO_LOG_LEVEL"
@@ -30,7 +30,7 @@ def main(folder: str, text: str) -> None:
     order = from_json(text, Order)
     watcher = _watcher(order, Path(folder))
     watcher.start()
-    # The profiler's library writes lines of its own to standard error, which is the script's.
+    # Kineto, the profiler's library, logs to standard error, which belongs to the script.
     silenced = os.environ.setdefault(_QUIET, "6") == "6"
     try:
         if order.module:
@@ -43,16 +43,16 @@ def main(folder: str, text: str) -> None:
         _show(error)
         raise
     finally:
-        # A second Ctrl-C must not cut off what is being written.
+        # A second Ctrl-C must not interrupt the writing of the recording.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         watcher.finish()
         if silenced:
             os.environ.pop(_QUIET, None)
 
 
-def _watcher(order: Order, folder: Path) -> Watcher | Contender:
+def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
     if order.channel is not None:
-        return Contender(order.channel, order.settings, order.warmup)
+        return InterleavedRun(order.channel, order.settings, order.warmup)
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )
@@ -79,20 +79,20 @@ def _run_module(order: Order) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback as the script's own, and then silence: Python would show ours once more."""
+    """Print the traceback without Stepscope's frames, and keep Python from printing it again."""
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace):
+    while trace is not None and _is_launcher_frame(trace):
         trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
-    sys.excepthook = _say_nothing
+    sys.excepthook = _ignore
 
 
-def _is_ours(trace: TracebackType) -> bool:
+def _is_launcher_frame(trace: TracebackType) -> bool:
     file = trace.tb_frame.f_code.co_filename
     return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
 
 
-def _say_nothing(*_: Any) -> None:
+def _ignore(*_: Any) -> None:
     return
 
 

@@ -1,4 +1,4 @@
-"""Three lines in a training loop of your own."""
+"""`stepscope.Scope`: recording of steps with three lines in a training loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepscope.records.schema import Record
 
 
 class Scope:
-    """Records a few steps of a training loop, after its warm-up, and writes a page about them.
+    """Record a few steps of a training loop after its warm-up, and write a page about them.
 
         scope = stepscope.Scope(model, optimizer)
         for batch in data:
@@ -32,8 +32,8 @@ class Scope:
                 optimizer.zero_grad()
         scope.report("page.html")
 
-    A step that is not recorded costs a microsecond. What goes wrong while one is recorded is said
-    in the report and never raised in your loop.
+    A step that is not recorded costs a microsecond. Errors during recording are shown in the report
+    and never raised in the loop.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Scope:
 
     @property
     def done(self) -> bool:
-        """Whether everything is recorded; further steps run as if there were no scope."""
+        """True once everything is recorded; further steps run without overhead."""
         return self._recorder.done
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that one step does, the loading of its data included."""
+        """Context around one training step, including the loading of its data."""
         if self._recorder.done:
             yield
             return
         if self._inside:
-            raise UsageError("a step began inside of a step", "leave the first one before")
+            raise UsageError("scope.step() is nested", "leave the outer step first")
         self._inside = True
         self._recorder.begin()
         try:
@@ -90,17 +90,17 @@ class Scope:
             self._inside = False
 
     def record(self) -> Record:
-        """Everything that was recorded, as `stepscope report` reads it from a file."""
+        """Return the record of the steps, as `stepscope report` reads it from a file."""
         if self._record is None:
             self._recorder.finish()
             failed = self._recorder.notes.get("recording_failed")
             if failed and not self._recorder.times:
-                raise StepscopeError(f"the recording broke off: {failed}")
+                raise StepscopeError(f"the recording failed: {failed}")
             if not self._recorder.times:
                 raise StepscopeError(
-                    f"{self._recorder.steps} steps were made inside of scope.step(), the recording"
-                    f" takes {self._recorder.effort.steps}",
-                    "make more, or give Scope a smaller `warmup`",
+                    f"{self._recorder.steps} steps ran inside scope.step(), but the recording needs"
+                    f" {self._recorder.effort.steps}",
+                    "run more steps, or give Scope a smaller `warmup`",
                 )
             elapsed = time.monotonic() - self._started
             bare = make_record(self._recorder, self._name, (), elapsed)
@@ -108,7 +108,7 @@ class Scope:
         return self._record
 
     def report(self, path: str | Path) -> Path:
-        """Write the page, and beside it the record that it is made from."""
+        """Write the page and, next to it, its record (.jsonl); return the path of the page."""
         from stepscope.report.html import html_page
         from stepscope.studies.page import make_page
 
@@ -124,9 +124,11 @@ Kind = TypeVar("Kind")
 
 
 def _several(given: object, kind: type[Kind], what: str, wanted: str) -> tuple[Kind, ...]:
-    held = tuple(given) if isinstance(given, Iterable) and not isinstance(given, kind) else (given,)
-    for one in held:
+    objects = (
+        tuple(given) if isinstance(given, Iterable) and not isinstance(given, kind) else (given,)
+    )
+    for one in objects:
         if not isinstance(one, kind):
-            found = type(one).__name__
-            raise UsageError(f"the {what} of a Scope is of type {found}", f"give it {wanted}")
-    return held
+            actual = type(one).__name__
+            raise UsageError(f"the {what} of a Scope has type {actual}", f"give it {wanted}")
+    return objects

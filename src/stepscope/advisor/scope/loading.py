@@ -1,4 +1,4 @@
-"""Batches that a program takes from the loaders of torch."""
+"""Observe the batches that a program takes from DataLoaders."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.utils.data import dataloader
 
 @contextmanager
 def batches_taken(within: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Each batch that this thread takes from a DataLoader it takes within a `within()`. A thread
-    that takes them ahead is left alone: it is not what the loop waits for."""
-    made: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if made is None:
+    """Run each `next` of a DataLoader on this thread inside `within()`. Prefetching threads are not
+    affected: the loop does not wait for them."""
+    iterator_class: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if iterator_class is None:
         yield
         return
-    plain, here = made.__next__, threading.get_ident()
+    plain, here = iterator_class.__next__, threading.get_ident()
 
-    def taken(loader: Any) -> Any:
+    def next_batch(loader: Any) -> Any:
         if threading.get_ident() != here:
             return plain(loader)
         with within():
             return plain(loader)
 
-    made.__next__ = taken
+    iterator_class.__next__ = next_batch
     try:
         yield
     finally:
-        made.__next__ = plain
+        iterator_class.__next__ = plain

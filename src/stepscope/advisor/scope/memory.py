@@ -1,4 +1,4 @@
-"""The account of the memory of a step that someone else's program makes."""
+"""Memory ledger of a step of a user's program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_BACKWARD, _NEVER = -1, -2
 
 
 class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
-    """Tells the phase by itself: the autograd engine is at work, an optimizer steps, or neither."""
+    """Memory ledger that detects the phase itself: backward, optimizer step, or neither."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(device, allocator)
         self.operators = 0
-        """Seen so far."""
+        """Operators seen so far."""
         self.too_many = False
-        """There were more than `most_operators`: the count has ended."""
+        """True if there were more than `most_operators`; the count has then ended."""
         self._most_operators = most_operators
         self._optimizing_in = _NEVER
         self._phase = ""
         self.flops = FlopCount()
         self.failure = ""
-        """What ended the count before the step: then nothing of it holds."""
+        """Error that ended the count early; the ledger is then invalid."""
         self.saved_unseen = False
-        """What is saved for backward was not told from the rest; sums and FLOPs hold."""
+        """True if tensors saved for backward were not identified; totals and FLOPs are valid."""
 
     @contextmanager
     def step(
@@ -57,8 +57,8 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
             self.aside(self.end)
 
     def can_leave(self) -> bool:
-        """Whether it may be left here: what it has entered is innermost on this thread, so that
-        nothing of the program's own is left in its place."""
+        """Return True if its contexts are innermost on this thread, so that exiting them does not
+        exit a context of the program instead."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return (
             _get_current_dispatch_mode() is self
@@ -67,8 +67,8 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         )
 
     def optimizing(self, on: bool) -> None:
-        """An optimizer may step within a backward, and a backward may run within its step: what
-        began last says the phase."""
+        """Mark the start or end of an optimizer step. An optimizer may step inside a backward, and
+        a backward may run inside its step: the one that began last determines the phase."""
         self._optimizing_in = torch._C._current_graph_task_id() if on else _NEVER
 
     def aside(self, note: Callable[..., None], *given: Any) -> None:
@@ -121,7 +121,7 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
 
 class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run inside."""
+    """Dispatch mode that counts operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,13 +140,13 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:
-    """Tensors with numbers that Python knows of; the compiler's stand-ins have none, and parameters
-    that wait for their first forward."""
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and not issubclass(type(found), FakeTensor):
+    """Tensors with storage that are known to Python's garbage collector; excludes fake tensors and
+    uninitialized lazy parameters."""
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and not issubclass(type(tensor), FakeTensor):
             try:
-                for part in stored(found):
+                for part in stored(tensor):
                     part.untyped_storage()
             except (RuntimeError, NotImplementedError, ValueError):
                 continue
-            yield found
+            yield tensor

@@ -1,6 +1,6 @@
-"""Follows a program from step to step and records some of them; then it does nothing any more.
+"""Recorder of training steps: times, counts and traces some of them, then turns itself off.
 
-Whatever goes wrong in here is written down and never reaches the program that is watched.
+Errors in the recorder are noted and never reach the observed program.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from stepscope.measure.modules import OutermostCalls, hooked_roots
 from stepscope.records.schema import Reading
 
 ISSUED_STEPS = 5
+"""Steps in which the host's issue time is measured, on a GPU."""
 MOST_RECOUNTS = 8
-"""Of the step whose memory is counted, where it also validates."""
+"""Repetitions of the memory count if the counted step also ran a validation."""
 MOST_RAISED = 3
-"""Steps that raised while they were counted, or traced: that may be our doing."""
-_BROKEN_OFF = {"recording_failed", "trace_missing"}
-"""Notes that say why a recording ended before the program."""
+"""Exceptions in counted or traced steps before giving up: the recorder may be the cause."""
+_ENDED_EARLY = {"recording_failed", "trace_missing"}
+"""Notes with the reason why a recording ended before the program."""
 
 
 class Recorder:
-    """`begin` and `end` around each step, or `edge` where one step ends as the next begins."""
+    """Call `begin` and `end` around each step, or `edge` between consecutive steps."""
 
     def __init__(self, effort: Effort, folder: Path, name: str = "recording") -> None:
         self.effort = effort
         self.steps = 0
         self.models: Sequence[torch.nn.Module] = ()
         self.called: Sequence[torch.nn.Module] = ()
-        """The models, or the parts of them that the program calls instead of the whole."""
+        """The models, or the submodules that the program calls instead."""
         self.parameters: Sequence[torch.Tensor] = ()
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.device: Device = CpuDevice()
@@ -53,29 +54,29 @@ class Recorder:
         self.warmup_s: list[float] = []
         self.readings: list[Reading] = []
         self.loading_ms: list[float] = []
-        """How long each timed step was in a DataLoader. Where the device is made idle, workers
-        catch up meanwhile: those steps do not say it."""
+        """Time of each timed step in a DataLoader. Steps of other stages do not count: while the
+        device is made idle, loader workers catch up."""
         self._loaded_ms = 0.0
         self.evaluations: list[int] = []
-        """Calls of the model without gradients in each timed step."""
+        """Calls of the model without gradients, for each timed step."""
         self._evaluated = 0
         self._recounts = 0
         self._raised: Counter[Stage] = Counter()
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.peak_bytes: int | None = None
         self.notes: dict[str, str] = {}
-        """What is missing, and why."""
+        """What is missing from the recording, and why."""
         self.energy = StepEnergy(self.notes)
         self.done = False
         self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
         self.count = StepCount(folder / f"{name}.memory.pickle", self.notes)
         self._throughout = ExitStack()
-        """Held from the first step to the end of the recording."""
+        """Contexts entered from the first step to the end of the recording."""
         self._open = ExitStack()
-        """Held while steps are timed, counted or traced."""
-        self._begun: Timestamp | None = None
+        """Contexts entered while steps are timed, counted or traced."""
+        self._step_start: Timestamp | None = None
         self._by_edges = False
-        self._optimizers_under_way = 0
+        self._optimizers_running = 0
         self._calls: OutermostCalls | None = None
 
     def begin(self) -> None:
@@ -87,59 +88,59 @@ class Recorder:
             self._guarded(self._end)
 
     def discard(self) -> None:
-        """The step raised: it is as if it had not been made."""
+        """Ignore the current step, which raised an exception."""
         if not self.done:
             self._guarded(self._discard)
 
     def edge(self) -> None:
-        """The step before ends and another begins."""
+        """End the previous step and begin the next."""
         self._by_edges = True
-        if self._begun is not None:
+        if self._step_start is not None:
             self.end()
         self.begin()
 
     def finish(self) -> None:
-        """The program ends, or its steps do: what there is so far is kept."""
+        """End the recording and save what it has so far."""
         if not self.done:
             self._guarded(self._conclude)
 
     def abandon(self) -> None:
-        """Ends the recording as if it had never begun."""
+        """End the recording and discard it."""
         if not self.done:
             self._guarded(self._abandon)
 
     def optimizer_begins(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A hook ahead of `Optimizer.step`. It stays in place as long as the program runs: one that
-        is added or removed while torch calls them breaks the optimizer."""
+        """Pre-hook of `Optimizer.step`. It stays registered as long as the program runs: adding or
+        removing a hook while torch calls them breaks the optimizer."""
         if self.done:
             return None
         self.between_operators()
-        self._optimizers_under_way += 1
+        self._optimizers_running += 1
         self._optimizing(True)
         return with_closure(arguments, keywords, self._closure)
 
     def optimizer_ended(self, *_: Any) -> None:
-        """The hook after it. An optimizer may wrap another one: the outermost counts."""
-        self._optimizers_under_way -= 1
-        if self._optimizers_under_way <= 0 and not self.done:
+        """Post-hook of `Optimizer.step`. An optimizer may wrap another: the outermost counts."""
+        self._optimizers_running -= 1
+        if self._optimizers_running <= 0 and not self.done:
             self._optimizing(False)
 
     def between_operators(self) -> None:
-        """No operator is under way: a count of too many of them may end here."""
+        """Called when no operator is running, where a count of too many operators may end."""
         if not self.done:
             self._guarded(self.count.leave_early)
 
     @contextmanager
     def _closure(self) -> Iterator[None]:
-        """The forward and backward that an optimizer has done within its step are none of it."""
+        """Context of a closure: its forward and backward are not part of the optimizer step."""
         if self.done:
             yield
             return
         self.between_operators()
         self._optimizing(False)
-        # Within, calls of models have ranges that say `forward`; without models, none would.
+        # Calls of models have their own `forward` ranges; without models there would be none.
         try:
             with self.trace.phase(OUTSIDE if self.called else FORWARD):
                 yield
@@ -156,7 +157,7 @@ class Recorder:
             self._guarded(lambda: ledger.optimizing(on))
 
     def watch(self) -> None:
-        """From here on it is seen whether the program uses a profiler of its own."""
+        """Start to detect profilers of the program."""
         self._throughout.enter_context(self.trace.watching_others())
 
     def use(
@@ -165,12 +166,12 @@ class Recorder:
         optimizers: Sequence[torch.optim.Optimizer],
         parameters: Sequence[torch.Tensor] = (),
     ) -> None:
-        """The models and optimizers of the step, and the parameters, where no optimizer has them;
-        the device is where these are."""
+        """Set the models and optimizers of the step, and the parameters that no optimizer has. The
+        device is that of the parameters."""
         self.models, self.optimizers = models, optimizers
         self.called = models
-        held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-        self.parameters = list({id(p): p for p in (*held, *parameters)}.values())
+        optimized = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self.parameters = list({id(p): p for p in (*optimized, *parameters)}.values())
         first = next(iter(self.parameters), None)
         if first is not None and first.device.type == "cuda":
             current = torch.cuda.current_device()
@@ -180,7 +181,7 @@ class Recorder:
 
     def _begin(self) -> None:
         stage = self.effort.stage(self.steps)
-        self._optimizers_under_way = 0
+        self._optimizers_running = 0
         if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
             self._calls = OutermostCalls(self.models)
             self._open.enter_context(self._calls.seen())
@@ -203,19 +204,19 @@ class Recorder:
         self._loaded_ms, self._evaluated = 0.0, 0
         if stage is Stage.TRACED and self.trace.running:
             self.trace.begin(by_edges=self._by_edges)
-        self._begun = self.device.mark()
+        self._step_start = self.device.mark()
 
     def _end(self) -> None:
         stage = self.effort.stage(self.steps)
-        assert self._begun is not None
+        assert self._step_start is not None
         end = self.device.mark()
         if stage is Stage.WARMUP:
-            self.warmup_s.append(end.host_s - self._begun.host_s)
+            self.warmup_s.append(end.host_s - self._step_start.host_s)
             if self._calls is not None:
                 self._open.close()
                 self.called = self._calls.of(self.models)
         elif stage is Stage.TIMED:
-            self.times.append((self._begun, end))
+            self.times.append((self._step_start, end))
             self.loading_ms.append(self._loaded_ms)
             self.evaluations.append(self._evaluated)
             if len(self.times) == self.effort.timed:
@@ -232,7 +233,7 @@ class Recorder:
             self._open.close()
             more = self._evaluated > self.usual_evaluations and not self.count.too_many
             if more and self._recounts < MOST_RECOUNTS:
-                # The next one, unless the program ends: then this has to do.
+                # Count the next step too; if the program ends before, this count is used.
                 self._recounts += 1
                 return
         elif stage is Stage.LEAD_IN:
@@ -258,15 +259,17 @@ class Recorder:
             self.count.drop()
             self._open.close()
             if self._raised_often(stage):
-                self.notes["memory_missing"] = "steps raised while their tensors were counted"
+                self.notes["memory_missing"] = (
+                    "steps raised exceptions while their tensors were counted"
+                )
                 self.steps += 1
         elif stage in (Stage.LEAD_IN, Stage.TRACED) and self.trace.running:
-            # Its mark cannot be taken out of the trace.
+            # The mark of the step cannot be removed from the trace.
             self.count.drop()
             self.trace.drop()
             self.steps = self.effort.steps - self.effort.traced - 1
             if self._raised_often(Stage.TRACED):
-                self.notes["trace_missing"] = "steps raised while they were traced"
+                self.notes["trace_missing"] = "steps raised exceptions while they were traced"
                 self._close()
 
     def _raised_often(self, stage: Stage) -> bool:
@@ -275,12 +278,12 @@ class Recorder:
 
     @property
     def cut_short(self) -> str:
-        """How far it came, where the program ended before all of it was recorded."""
-        if self.steps >= self.effort.steps or self.notes.keys() & _BROKEN_OFF:
+        """How far the recording got, if the program ended early; else empty."""
+        if self.steps >= self.effort.steps or self.notes.keys() & _ENDED_EARLY:
             return ""
         # The first step ends at the first edge.
-        made, needed = (steps + self._by_edges for steps in (self.steps, self.effort.steps))
-        return f"the program ended after {made} of the {needed} steps that it takes"
+        ran, needed = (steps + self._by_edges for steps in (self.steps, self.effort.steps))
+        return f"the program ended after {ran} of the {needed} steps of a recording"
 
     @property
     def usual_evaluations(self) -> int:
@@ -297,11 +300,11 @@ class Recorder:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._loaded_ms += 1e3 * (time.perf_counter() - begun)
+            self._loaded_ms += 1e3 * (time.perf_counter() - start)
 
     def _start_issuing(self) -> None:
         hooks = self.issue.hooked(self.called)
@@ -310,38 +313,38 @@ class Recorder:
             self.issue.begin()
 
     def _let_device_catch_up(self) -> None:
-        # To wait within a capture would break it.
+        # Synchronizing would break a CUDA graph capture.
         capturing = self.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self.device.synchronize()
 
     def _own_s(self) -> float:
-        """How long the program takes by itself for the steps of this recording, at least."""
+        """Minimum time that the program itself takes for the steps of this recording."""
         timed = [end.host_s - start.host_s for start, end in self.times]
         others = self.effort.steps - self.effort.warmup
         return sum(self.warmup_s) + others * sum(timed) / len(timed)
 
     def _limit_trace(self) -> None:
-        """As many steps as may be traced; none of one that runs too many operators."""
+        """Limit the number of traced steps by the operators of a step; none if too many."""
         if self.count.operators is None or self.trace.steps:
             return
         fit = self.count.steps_that_fit
         if not fit:
             self.trace.drop()
-            self.notes["trace_missing"] = self.count.why_not("to trace it")
+            self.notes["trace_missing"] = self.count.why_not("tracing it")
             self._close()
         elif fit < self.effort.traced:
             self.notes["traced_fewer"] = (
-                f"{fit} and not {self.effort.traced}, because a step runs"
+                f"{fit} instead of {self.effort.traced}, because a step runs"
                 f" {self.count.operators:,} operators"
             )
             self.effort = msgspec.structs.replace(self.effort, traced=fit)
 
     def _prepare_trace(self, stage: Stage) -> None:
         if self.trace.profiler_is_taken:
-            # Perhaps it is done by the next step.
+            # It may have ended by the next step.
             self.notes["trace_missing"] = (
-                "the program runs a profiler of its own: read its trace with `stepscope trace`"
+                "the program runs its own profiler: analyze its trace with `stepscope trace`"
             )
             return
         self.notes.pop("trace_missing", None)
@@ -354,11 +357,11 @@ class Recorder:
         self._close()
 
     def _give_way(self) -> None:
-        """Somebody else needs the profiler: what was traced so far is of no use."""
+        """Stop tracing because the program starts a profiler; discard the trace."""
         if not self.trace.running:
             return
         self.trace.drop()
-        self.notes["trace_missing"] = "the program started a profiler of its own meanwhile"
+        self.notes["trace_missing"] = "the program started its own profiler during the recording"
         self._close()
 
     def _close(self) -> None:

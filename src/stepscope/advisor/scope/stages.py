@@ -1,4 +1,4 @@
-"""What is done with each step of a program that is watched. No torch here."""
+"""Plan of a recording: which steps are timed, counted and traced. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,49 +10,51 @@ from stepscope.errors import UsageError
 
 
 class Stage(Enum):
+    """What is done with one step."""
+
     WARMUP = "warm-up"
     TIMED = "timed"
     ISSUED = "issued"
-    """The device is idle at the beginning of each phase: how long the host takes to issue it."""
+    """Each phase starts on an idle device, to time how long the host takes to issue it."""
     COUNTED = "counted"
-    """Every storage is counted: the account of the memory."""
+    """Every storage is counted, for the memory ledger."""
     LEAD_IN = "lead-in"
-    """Under the profiler, which itself starts up in it; no part of the account."""
+    """The profiler starts up in this step; it is not part of the ledger."""
     TRACED = "traced"
     DONE = "done"
 
 
 MOST_OPERATORS = 60_000
-"""Operators of a step that are always counted: that takes some seconds."""
+"""Operators per step that are always counted, which takes a few seconds."""
 _OPERATOR_S = 150e-6
-"""To count an operator, to trace it once and to read it from the trace (measured on a server CPU:
-50, 40 and 60 microseconds)."""
+"""Seconds to count an operator, trace it once and read it from the trace (measured on a server
+CPU: 50, 40 and 60 microseconds)."""
 _SHARE = 0.25
-"""Of the program's own time, what a recording may take where it takes more than those seconds."""
+"""Largest share of the program's own time that a longer recording may take."""
 
 
 def most_operators(own_s: float) -> int:
-    """How many operators a recording may count and trace in a program that runs for that long."""
+    """Return how many operators may be counted and traced in a program that runs for `own_s`."""
     return max(MOST_OPERATORS, int(_SHARE * own_s / _OPERATOR_S))
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """How many steps are left out, and how many are recorded."""
+    """Number of steps of each kind in a recording."""
 
     warmup: int = 5
-    """Steps left out at the beginning."""
+    """Warm-up steps, not recorded."""
     timed: int = 10
-    """Steps timed as they are."""
+    """Steps timed without a profiler."""
     traced: int = 3
-    """Steps under the profiler."""
+    """Steps traced with torch.profiler."""
     issued: int = 0
-    """Steps in which the host alone is timed; only beside a device is that another time."""
+    """Steps in which only the host is timed; 0 on a CPU, where host and device are the same."""
     memory: bool = True
-    """One step in which every tensor is counted, for the account of the memory."""
+    """Count every tensor of one step, for the memory ledger."""
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+            raise UsageError(f"warmup is {self.warmup}", "it must be 0 or above")
         if self.timed < 1 or self.traced < 1:
             raise UsageError(
                 f"timed is {self.timed} and traced {self.traced}", "both must be at least 1"
@@ -60,11 +62,11 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        """All that a whole recording takes."""
+        """Steps of a complete recording."""
         return self.warmup + self.timed + self.issued + self.memory + 1 + self.traced
 
     def stage(self, step: int) -> Stage:
-        """What is done with a step. The profiler comes last: it leaves the host slower."""
+        """Stage of a step. The profiler comes last because it leaves the host slower."""
         for stage, steps in (
             (Stage.WARMUP, self.warmup),
             (Stage.TIMED, self.timed),

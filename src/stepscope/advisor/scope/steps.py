@@ -1,4 +1,4 @@
-"""Finds where the training steps of a program end, from its optimizers and its backward calls."""
+"""Detect where the training steps of a program end, from optimizer steps and backward calls."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from stepscope.advisor.scope.anchor import Anchor
 _NO_BACKWARD = -1
 _BY_BACKWARD = "backward"
 _BACKWARDS_ALONE = 3
-"""Backward calls without an optimizer step before updates are looked for: most programs never come
-that far, and a walk over their graph would cost them milliseconds."""
+"""Backward calls without an optimizer step before manual updates are looked for. Most programs
+never reach it, and walking their autograd graph would cost milliseconds."""
 
 
 def backward_task() -> int | None:
-    """The autograd engine's pass that this thread works on, if any."""
+    """Id of the backward pass that this thread is executing, if any."""
     task: int = torch._C._current_graph_task_id()
     return None if task == _NO_BACKWARD else task
 
 
 class StepFinder:
-    """A step ends with the step of an optimizer; with several optimizers, see `Anchor`.
+    """Detects the end of training steps. A step ends with an optimizer step; with several
+    optimizers, see `Anchor`.
 
-    Where optimizers step in hooks of the backward, it ends when that backward has returned: nothing
-    may be recorded from the middle of a backward on. Where no optimizer steps at all, because the
-    program updates its parameters by hand, it ends with each backward that follows such an update.
+    If optimizers step in backward hooks, the step ends when that backward has returned, because a
+    recording must not start in the middle of a backward. If no optimizer steps at all, because the
+    program updates its parameters manually, it ends with each backward that follows an update.
     """
 
     def __init__(self) -> None:
@@ -42,23 +43,23 @@ class StepFinder:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those of the optimizers; without one, the leaves that the program's loss depends on."""
+        """Parameters of the optimizers; without one, the leaves that the loss depends on."""
         groups = [group for one in self.optimizers.values() for group in one.param_groups]
-        held = [parameter for group in groups for parameter in group["params"]]
-        return held or self._updates.leaves
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return parameters or self._updates.leaves
 
     def optimizer_begins(self, optimizer: Any) -> bool:
-        """Whether this first optimizer step shows that the steps so far were none: without an
-        optimizer they were found by the program's writes to its gradients."""
+        """Return True if this first optimizer step shows that the steps so far were misdetected:
+        without an optimizer they were inferred from writes to gradients."""
         mistaken = not self.optimizers and bool(self.anchor.steps)
         if mistaken:
             self.anchor = Anchor()
-        # Known from here on: its closure calls backward before it has stepped.
+        # Registered before it has stepped, because its closure calls backward.
         self.optimizers.setdefault(id(optimizer), optimizer)
         return mistaken
 
     def optimizer_stepped(self, optimizer: Any) -> bool:
-        """Whether a training step ends here."""
+        """Return True if a training step ends here."""
         if backward_task() is not None:
             self._stepped_in_backward = True
             return False
@@ -71,7 +72,7 @@ class StepFinder:
                 self._updates.begin(roots)
 
     def backward_ended(self) -> bool:
-        """Whether a training step ends here."""
+        """Return True if a training step ends here."""
         if backward_task() is not None:
             return False
         if self._stepped_in_backward:
@@ -86,8 +87,8 @@ class StepFinder:
 
 
 class _Updates:
-    """Whether a program has changed its parameters or gradients between two backward calls: where
-    it accumulates gradients, it leaves both alone."""
+    """Detects changes to parameters or gradients between two backward calls; gradient accumulation
+    changes neither."""
 
     def __init__(self) -> None:
         self._leaves: list[weakref.ref[torch.Tensor]] = []
@@ -96,7 +97,7 @@ class _Updates:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        return [leaf for held in self._leaves if (leaf := held()) is not None]
+        return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
     def begin(self, roots: Any) -> None:
         now = [_state(leaf) for leaf in self.leaves]
@@ -110,13 +111,13 @@ class _Updates:
 
 
 def _state(leaf: torch.Tensor) -> tuple[int, ...]:
-    """Differs from an earlier one where the tensor or its gradient was written to or replaced."""
+    """State that changes when the tensor or its gradient is written to or replaced."""
     gradient = leaf.grad
     return id(leaf), leaf._version, id(gradient), -1 if gradient is None else gradient._version
 
 
 def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
-    """The tensors whose gradients a backward from these makes."""
+    """Leaves whose gradients a backward from `roots` computes."""
     tensors = roots if isinstance(roots, tuple | list) else (roots,)
     nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor)]
     seen: set[Any] = set()
@@ -128,16 +129,16 @@ def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        nodes.extend(further for further, _ in node.next_functions)
+        nodes.extend(next_node for next_node, _ in node.next_functions)
 
 
 class BackwardCalls:
-    """Calls `begins` with the losses ahead of every `backward`, and `ended` when it has returned.
+    """Calls `begins` with the losses before every `backward`, and `ended` after it has returned.
 
-    The method of a tensor and the function of `torch.autograd` that it calls are both replaced: a
-    function mode runs the method within its handler, where it cannot be left.
-    `torch.autograd.grad` leaves no gradients behind: it counts where gradients of leaves are asked
-    for and not differentiated again.
+    The tensor method and the function of `torch.autograd` that it calls are both replaced: a
+    function mode runs the method inside its handler, where the mode cannot be exited.
+    `torch.autograd.grad` stores no gradients; it counts if gradients of leaves are requested
+    without `create_graph`.
     """
 
     def __init__(self, begins: Callable[[Any], None], ended: Callable[[], None]) -> None:
@@ -169,11 +170,11 @@ class BackwardCalls:
             self._begins(arguments[0] if arguments else keywords.get("tensors"))
             self._here.inside = True
             try:
-                found = plain(*arguments, **keywords)
+                result = plain(*arguments, **keywords)
             finally:
                 self._here.inside = False
             self._ended()
-            return found
+            return result
 
         return call
 
@@ -190,6 +191,6 @@ def _updates_leaves(
     create_graph: bool = False,
     **_: Any,
 ) -> bool:
-    wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    leaves = all(isinstance(one, torch.nn.Parameter) or one.is_leaf for one in wanted)
-    return bool(wanted) and leaves and not create_graph
+    requested = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = all(isinstance(one, torch.nn.Parameter) or one.is_leaf for one in requested)
+    return bool(requested) and leaves and not create_graph

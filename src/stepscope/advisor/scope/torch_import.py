@@ -1,7 +1,7 @@
-"""Does something the moment a module has been imported, without importing it first.
+"""Call a function as soon as a module has been imported, without importing it.
 
-A program may choose its threads, devices and caches by environment variables before it imports
-torch. Whoever watches it must not import torch earlier than it does.
+A program may set environment variables for threads, devices and caches before it imports torch, so
+its observer must not import torch earlier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call it once the module of that name is there; at once where it is already."""
+    """Call `then` once the module is imported; immediately if it already is."""
     if name in sys.modules:
         then()
         return
@@ -23,12 +23,13 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stays in place until the module is loaded: to be asked for it does not mean that it is."""
+    """Import hook that stays installed until the module is loaded: a search for its spec does not
+    imply that it is."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self._then = then
-        self._asks = False
+        self._searching = False
 
     def find_spec(
         self,
@@ -37,13 +38,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         del path, target
-        if fullname != self._name or self._asks:
+        if fullname != self._name or self._searching:
             return None
-        self._asks = True
+        self._searching = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asks = False
+            self._searching = False
         if spec is not None and spec.loader is not None:
             self._call_after(spec.loader)
         return spec

@@ -1,4 +1,4 @@
-"""Steps of a program under torch's profiler."""
+"""Trace of some steps of a program with torch.profiler."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ STEP_EDGE = "StepEdge#"
 
 
 class StepTrace:
-    """`prepare` in the step before; `begin` and `end` around each step, `write` after the last."""
+    """Call `prepare` in the step before, `begin` and `end` around each step, `write` after the
+    last."""
 
     def __init__(self, path: Path, give_way: Callable[[], None]) -> None:
         self.path = path
         self.steps = 0
-        """Traced so far."""
+        """Steps traced so far."""
         self.forwards = 0
-        """Calls of the model in these."""
+        """Calls of the model in the traced steps."""
         self.evaluations: list[int] = []
-        """In each of them, the calls without gradients."""
+        """Calls of the model without gradients, for each traced step."""
         self._others = OtherProfilers(give_way)
         self._tracer: Tracer | None = None
         self._ranges: ModuleRanges | None = None
@@ -40,11 +41,11 @@ class StepTrace:
 
     @property
     def profiler_is_taken(self) -> bool:
-        """By the program itself."""
+        """True if the program itself uses the profiler."""
         return self._others.busy
 
     def watching_others(self) -> AbstractContextManager[None]:
-        """Inside it is seen whether the program uses a profiler of its own."""
+        """Context that detects profilers started by the program."""
         return self._others.watched()
 
     def prepare(
@@ -53,15 +54,15 @@ class StepTrace:
         models: Sequence[torch.nn.Module],
         called: Sequence[torch.nn.Module],
     ) -> None:
-        """Let the profiler start up; the ranges of modules are there from now on."""
+        """Start up the profiler and add ranges to the modules."""
         self._ranges = ModuleRanges(models, called)
         self._open.enter_context(self._ranges.entered())
         with self._others.ours():
             self._tracer = Tracer(device.kind)
             self._tracer.prepare()
             if device.kind == "cuda":
-                # Kernels of this step may still run when the next begins: by their launches they
-                # are told from its own.
+                # Kernels of this step may still run when the next begins; recording their launches
+                # distinguishes them from the kernels of the next step.
                 self._tracer.start()
 
     def begin(self, *, by_edges: bool) -> None:
@@ -87,24 +88,24 @@ class StepTrace:
         self._step.close()
 
     def mark_edge(self) -> None:
-        """Where a step ends as the next begins."""
+        """Mark the end of a step that is also the start of the next."""
         with record_function(f"{STEP_EDGE}{self.steps}"):
             pass
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside is of that phase, unless a range in it says another."""
+        """Assign what runs inside to a phase, unless an inner range names another."""
         with record_function(name) if self.running else nullcontext():
             yield
 
     def drop(self) -> None:
-        """Ends it; what was traced so far is of no use."""
+        """Stop, and discard what was traced so far."""
         self._stop()
         self.steps = self.forwards = 0
         self.evaluations.clear()
 
     def write(self) -> None:
-        """Ends it, and keeps it where there is a step in it."""
+        """Stop, and write the trace if it contains a step."""
         tracer = self._stop()
         if tracer is not None and self.steps:
             tracer.write(self.path)

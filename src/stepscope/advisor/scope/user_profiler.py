@@ -1,8 +1,8 @@
-"""Whether the program that is watched uses a profiler of its own.
+"""Detection of profilers that the observed program uses itself.
 
-A process has one. A second profiler ends the first without a word, and the end of the first one
-then crashes the process. So ours never starts while another is prepared, and gives way to one that
-is prepared while it runs.
+A process can run one profiler. A second one silently ends the first, and ending the first then
+crashes the process. So Stepscope's profiler never starts while another is prepared, and stops when
+another is prepared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd import profiler
 
 
 class OtherProfilers:
-    """Counts profilers between their preparation and their end, except ours."""
+    """Counts the program's profilers between their preparation and their end."""
 
     def __init__(self, give_way: Callable[[], None]) -> None:
         self._give_way = give_way
@@ -28,7 +28,7 @@ class OtherProfilers:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """What is started or stopped inside is not somebody else's."""
+        """Context in which Stepscope starts or stops its own profiler."""
         self._ours = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Watches a script from within its process: finds its steps and has some of them recorded."""
+"""Observer of a script in its own process: detects training steps and records some of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """One for a process. Nothing of torch is touched before the script has imported it."""
+    """Observer of one process. Torch is not touched before the script has imported it."""
 
     def __init__(
         self, folder: Path, effort: Effort, name: str, words: list[str], *, stop: bool
@@ -34,7 +34,7 @@ class Watcher:
         self._hooks: list[Any] = []
         self._recorder: Recorder | None = None
         self._in_child = False
-        self._noted = False
+        self._child_marked = False
         self._searched = False
         self._written = False
         self._torch = False
@@ -42,16 +42,16 @@ class Watcher:
         self._started = time.monotonic()
 
     def start(self) -> None:
-        when_imported("torch", lambda: self._undisturbed(self._attach))
-        os.register_at_fork(after_in_child=self._forget)
+        when_imported("torch", lambda: self._guarded(self._attach))
+        os.register_at_fork(after_in_child=self._disable_in_child)
 
     def finish(self) -> None:
-        """The script has ended, well or not."""
+        """Write what was recorded when the script ends, with or without an error."""
         if not self._in_child:
-            self._undisturbed(self._finish)
+            self._guarded(self._finish)
 
-    def _undisturbed(self, action: Callable[[], None]) -> None:
-        """What goes wrong ends the recording, and never the script."""
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run an action; an error in it ends the recording, never the script."""
         try:
             action()
         except Exception as error:
@@ -59,14 +59,14 @@ class Watcher:
             if self._recorder is not None:
                 self._recorder.finish()
             with suppress(Exception):
-                self._say()
+                self._report_progress()
 
     def _finish(self) -> None:
         self._detach()
         if self._recorder is not None:
             self._recorder.finish()
             self._write()
-        self._say()
+        self._report_progress()
 
     def _attach(self) -> None:
         from torch.optim.optimizer import (
@@ -85,7 +85,7 @@ class Watcher:
             register_optimizer_step_post_hook(self._optimizer_stepped),
             backwards,
         ]
-        self._say()
+        self._report_progress()
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -93,64 +93,64 @@ class Watcher:
         self._hooks.clear()
 
     def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
-        if self._records:
-            self._undisturbed(lambda: self._see_optimizer(optimizer))
-        if self._recorder is None or not self._records:
+        if self._recording:
+            self._guarded(lambda: self._handle_optimizer(optimizer))
+        if self._recorder is None or not self._recording:
             return None
         return self._recorder.optimizer_begins(optimizer, arguments, keywords)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         if self._in_child:
-            self._undisturbed(self._note_child)
-        elif self._records:
-            self._undisturbed(lambda: self._see_step(optimizer))
+            self._guarded(self._mark_child_stepped)
+        elif self._recording:
+            self._guarded(lambda: self._handle_step(optimizer))
 
     def _backward_begins(self, roots: Any) -> None:
-        if self._records:
-            self._undisturbed(lambda: self._see_backward(roots))
+        if self._recording:
+            self._guarded(lambda: self._handle_backward(roots))
 
     def _backward_ended(self) -> None:
-        if self._records:
-            self._undisturbed(self._see_end_of_backward)
+        if self._recording:
+            self._guarded(self._handle_backward_end)
 
     @property
-    def _records(self) -> bool:
+    def _recording(self) -> bool:
         ended = self._recorder is not None and self._recorder.done
         return not (ended or self._failure or self._written or self._in_child)
 
-    def _see_optimizer(self, optimizer: Any) -> None:
-        if self._found.optimizer_begins(optimizer) and self._recorder is not None:
+    def _handle_optimizer(self, optimizer: Any) -> None:
+        if self._step_finder.optimizer_begins(optimizer) and self._recorder is not None:
             self._recorder.abandon()
             self._recorder, self._searched = None, False
 
-    def _see_step(self, optimizer: Any) -> None:
+    def _handle_step(self, optimizer: Any) -> None:
         if self._recorder is not None:
             self._recorder.optimizer_ended()
-        if self._found.optimizer_stepped(optimizer):
+        if self._step_finder.optimizer_stepped(optimizer):
             self._end_step()
 
-    def _see_backward(self, roots: Any) -> None:
+    def _handle_backward(self, roots: Any) -> None:
         if self._recorder is not None:
             self._recorder.between_operators()
-        self._found.backward_begins(roots)
+        self._step_finder.backward_begins(roots)
 
-    def _see_end_of_backward(self) -> None:
-        if self._found.backward_ended():
+    def _handle_backward_end(self) -> None:
+        if self._step_finder.backward_ended():
             self._end_step()
 
     @property
-    def _found(self) -> StepFinder:
+    def _step_finder(self) -> StepFinder:
         assert self._finder is not None
         return self._finder
 
     def _end_step(self) -> None:
         recorder = self._recorder or self._begin()
         if not self._searched and recorder.steps >= self._effort.warmup - 2:
-            # Ahead of the last step of the warm-up, in which their calls are looked at; and after
-            # it, when all optimizers have stepped.
+            # Before the last warm-up step, in which calls of the models are observed; and again
+            # after it, when all optimizers have stepped.
             self._searched = recorder.steps >= self._effort.warmup - 1
             if self._searched:
-                self._found.anchor.freeze()
+                self._step_finder.anchor.freeze()
             self._find_models(recorder)
         recorder.edge()
         if recorder.done:
@@ -163,22 +163,22 @@ class Watcher:
         self._recorder = Recorder(self._effort, self._folder, f"rank-{rank}")
         self._use((), self._recorder)
         self._recorder.watch()
-        self._say()
+        self._report_progress()
         return self._recorder
 
     def _find_models(self, recorder: Recorder) -> None:
         from stepscope.measure.modules import trained_models
 
-        self._use(trained_models(self._found.parameters), recorder)
+        self._use(trained_models(self._step_finder.parameters), recorder)
 
     def _use(self, models: Sequence[Any], recorder: Recorder) -> None:
-        optimizers = tuple(self._found.optimizers.values())
-        recorder.use(models, optimizers, self._found.parameters)
+        optimizers = tuple(self._step_finder.optimizers.values())
+        recorder.use(models, optimizers, self._step_finder.parameters)
 
     def _conclude(self) -> None:
         self._write()
-        self._found.optimizers.clear()
-        self._say()
+        self._step_finder.optimizers.clear()
+        self._report_progress()
         if self._stop:
             sys.exit(0)
 
@@ -194,11 +194,11 @@ class Watcher:
         record = make_record(recorder, self._name, self._words, elapsed)
         write_records([record], self._folder / f"rank-{record.config['rank']}.jsonl")
 
-    def _forget(self) -> None:
-        """In a process that the script forks, nothing is recorded."""
+    def _disable_in_child(self) -> None:
+        """Disable recording in a forked child process."""
         self._in_child = True
 
-    def _say(self) -> None:
+    def _report_progress(self) -> None:
         recorder = self._recorder
         anchor = None if self._finder is None else self._finder.anchor
         broken_off = "" if recorder is None else recorder.notes.get("recording_failed", "")
@@ -215,7 +215,7 @@ class Watcher:
             ),
         )
 
-    def _note_child(self) -> None:
-        if self._in_child and not self._noted:
-            self._noted = True
+    def _mark_child_stepped(self) -> None:
+        if self._in_child and not self._child_marked:
+            self._child_marked = True
             (self._folder / CHILD_STEPPED).touch()

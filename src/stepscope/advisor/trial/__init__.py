@@ -1,1 +1,1 @@
-"""Somebody else's program with changes made from outside, in turns with itself as it is."""
+"""Changes applied at run time to a user's program, interleaved with its unchanged run."""

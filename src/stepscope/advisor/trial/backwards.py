@@ -1,4 +1,4 @@
-"""Who wants to know when a program's backward begins and what its losses were."""
+"""Observer of a program's backward calls and losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNSCALED = "_stepscope_unscaled"
 
 
 class Backwards:
-    """Sees every call of `backward`, which all go through one function of torch."""
+    """Wraps `torch.autograd.backward`, through which every backward call goes."""
 
     def __init__(self) -> None:
         self.before: list[Callable[[], None]] = []
@@ -30,30 +30,31 @@ class Backwards:
             plain(tensors, *arguments, **keywords)
 
         def scaled(scaler: Any, outputs: Any) -> Any:
-            found = scale(scaler, outputs)
-            if isinstance(found, torch.Tensor):
-                setattr(found, _UNSCALED, outputs.detach())
-            return found
+            result = scale(scaler, outputs)
+            if isinstance(result, torch.Tensor):
+                setattr(result, _UNSCALED, outputs.detach())
+            return result
 
         torch.autograd.backward = backward
         torch.amp.GradScaler.scale = scaled  # type: ignore[method-assign, assignment]
 
     def _note(self, tensors: Any) -> None:
-        """A scalar is a loss. A copy stays on the device: to read it would mean to wait."""
+        """Record a scalar root as a loss. The copy stays on the device: reading it would
+        synchronize."""
         for root in tensors if isinstance(tensors, tuple | list) else (tensors,):
             if isinstance(root, torch.Tensor) and root.numel() == 1:
                 self._pending.append(getattr(root, _UNSCALED, root).detach().clone().flatten()[0])
 
     def end_step(self) -> None:
-        """The losses since the last step are one: micro-batches add up. A step without any is none
-        of the loop's: of several optimizers it is not known at first which one ends a step."""
+        """Sum the losses since the last step (micro-batches). A step without a loss is not counted:
+        with several optimizers it is not known at first which one ends a training step."""
         if self._pending:
             self._steps.append(torch.stack(self._pending).double().sum())
             self._pending.clear()
 
     def take(self) -> list[float | None]:
-        """Of every step since the last time; None for one that is not finite."""
-        # Not by float(), which a change may have made give the value of a step before.
+        """Return the losses of all steps since the last call; None for one that is not finite."""
+        # Not with float(): the change `read_back` makes it return the value of an earlier step.
         values = torch.stack(self._steps).tolist() if self._steps else []
         self._steps.clear()
         return [value if math.isfinite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""The calls that a program makes of its model, each within a context."""
+"""Run a program's calls of its model inside a context."""
 
 from __future__ import annotations
 
@@ -12,66 +12,67 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Calls:
-    """Of a model as a whole or, where the program never makes one, of the parts that it calls: a
-    list of blocks has no forward, and a method that returns the loss is no call."""
+    """Calls of a model, or of its submodules if the program never calls the model itself: a
+    ModuleList has no forward, and a method that returns the loss bypasses `__call__`."""
 
     def __init__(self, model: torch.nn.Module, context: Context) -> None:
         self.model = model
         self._context = context
-        self._kinds: dict[torch.nn.Module, type[torch.nn.Module]] = {}
+        self._classes: dict[torch.nn.Module, type[torch.nn.Module]] = {}
         self._called: dict[torch.nn.Module, None] = {}
-        self._under_way = False
+        self._inside = False
         self._watch(model)
 
     @property
     def called(self) -> list[torch.nn.Module]:
-        """By the program itself, and not by what it called."""
+        """Modules called directly by the program."""
         return list(self._called)
 
     def settle(self) -> bool:
-        """After a step: whether it is known what is called. If not, the parts are watched next."""
+        """After a step, return True if the called modules are known. If not, watch the submodules
+        next."""
         if self._called:
-            for module in self._kinds.keys() - self._called.keys():
-                self._leave(module)
-        elif len(self._kinds) == 1:
+            for module in self._classes.keys() - self._called.keys():
+                self._unwatch(module)
+        elif len(self._classes) == 1:
             for part in _parts(self.model):
                 self._watch(part)
         return bool(self._called)
 
     def release(self) -> None:
-        """Calls are as they were."""
-        for module in list(self._kinds):
-            self._leave(module)
+        """Restore the original calls."""
+        for module in list(self._classes):
+            self._unwatch(module)
 
     def _watch(self, module: torch.nn.Module) -> None:
-        if module in self._kinds:
+        if module in self._classes:
             return
-        kind = type(module)
+        original = type(module)
 
         def call(called: Any, *arguments: Any, **keywords: Any) -> Any:
-            if self._under_way:
-                return kind.__call__(called, *arguments, **keywords)
+            if self._inside:
+                return original.__call__(called, *arguments, **keywords)
             self._called.setdefault(module)
-            self._under_way = True
+            self._inside = True
             try:
                 with self._context():
-                    return kind.__call__(called, *arguments, **keywords)
+                    return original.__call__(called, *arguments, **keywords)
             finally:
-                self._under_way = False
+                self._inside = False
 
-        # A method of the class: Python looks for __call__ nowhere else.
-        own = {"__call__": call, "__module__": kind.__module__}
-        module.__class__ = type(kind.__name__, (kind,), own)
-        self._kinds[module] = kind
+        # On the class, because Python looks up __call__ there.
+        namespace = {"__call__": call, "__module__": original.__module__}
+        module.__class__ = type(original.__name__, (original,), namespace)
+        self._classes[module] = original
 
-    def _leave(self, module: torch.nn.Module) -> None:
-        module.__class__ = self._kinds.pop(module)
+    def _unwatch(self, module: torch.nn.Module) -> None:
+        module.__class__ = self._classes.pop(module)
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All that can be called; what is within compiled code is the compiler's."""
+    """Callable submodules, except those inside compiled modules."""
     for part in module.children():
-        # Of what torch.jit made, the class has none.
+        # Classes made by torch.jit have no `forward`.
         if getattr(type(part), "forward", None) is not torch.nn.Module.forward:
             yield part
         if part._compiled_call_impl is None and not _is_compiled(part):

@@ -1,4 +1,4 @@
-"""Habits of training loops, changed where torch is called: data, copies, values read back."""
+"""Changes to the training loop, applied by patching torch: data loading, copies, read-backs."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 _MOST_WORKERS = 8
-_PLACE_OF_PINNING = 6
-"""Of `pin_memory` among what stands after the data set of a DataLoader."""
+_PIN_MEMORY_POSITION = 6
+"""Position of `pin_memory` among DataLoader's positional arguments after the data set."""
 Applied = Counter[str]
-"""How often each change found something to change."""
+"""How often each change took effect."""
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def drop_gradients(applied: Applied) -> None:
-    """`zero_grad` lets go of gradients instead of filling them with zeros."""
-    for kind in (torch.optim.Optimizer, torch.nn.Module):
-        plain = kind.zero_grad
+def set_gradients_to_none(applied: Applied) -> None:
+    """Make `zero_grad` set gradients to None instead of filling them with zeros."""
+    for class_ in (torch.optim.Optimizer, torch.nn.Module):
+        plain = class_.zero_grad
 
         def zero_grad(self: Any, set_to_none: bool = True, plain: Any = plain) -> None:
             applied["gradients"] += not set_to_none
             plain(self, set_to_none=True)
 
-        kind.zero_grad = zero_grad  # type: ignore[method-assign]
+        class_.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def load_ahead(applied: Applied) -> None:
-    """Loaders without workers get some."""
+def use_loader_workers(applied: Applied) -> None:
+    """Give worker processes to DataLoaders that have none."""
     plain = DataLoader.__init__
     workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))
 
-    def made(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+    def init(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
         if not keywords.get("num_workers") and len(arguments) < 5:
             applied["data"] += 1
             keywords |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": 4}
         plain(self, dataset, *arguments, **keywords)
 
-    DataLoader.__init__ = made  # type: ignore[method-assign]
+    DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
 def larger_batches(size: int, applied: Applied) -> None:
-    """Loaders of batches half that size make them that large."""
+    """Double the batch size of DataLoaders whose batch size is half of `size`."""
     plain = DataLoader.__init__
 
-    def made(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+    def init(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
         given = arguments[0] if arguments else keywords.get("batch_size", 1)
         if given is not None and 2 * given == size:
             applied["batch"] += 1
@@ -59,34 +59,34 @@ def larger_batches(size: int, applied: Applied) -> None:
             keywords |= {} if arguments else {"batch_size": size}
         plain(self, dataset, *arguments, **keywords)
 
-    DataLoader.__init__ = made  # type: ignore[method-assign]
+    DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
 def copy_from_pinned_memory(applied: Applied) -> None:
-    """Copies to the GPU go through memory that the driver can read by itself, and do not wait.
-    Loaders pin their batches, beside the program where they have workers."""
+    """Copy to the GPU from pinned memory, without blocking. DataLoaders pin their batches, in a
+    separate thread if they have workers."""
     to, cuda = torch.Tensor.to, torch.Tensor.cuda
-    made = DataLoader.__init__
+    init = DataLoader.__init__
 
     def pinning(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
-        if len(arguments) <= _PLACE_OF_PINNING and torch.cuda.is_available():
+        if len(arguments) <= _PIN_MEMORY_POSITION and torch.cuda.is_available():
             keywords["pin_memory"] = True
-        made(self, dataset, *arguments, **keywords)
+        init(self, dataset, *arguments, **keywords)
 
     DataLoader.__init__ = pinning  # type: ignore[method-assign]
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
-        # Parameters are moved once, when the model is.
+        # Parameters do not count: they are moved once, with the model.
         applied["copies"] += not isinstance(tensor, torch.nn.Parameter)
         if tensor.layout != torch.strided or tensor.is_pinned():
             return tensor
-        # Without gaps: torch would close those in pageable memory before it copies.
+        # Contiguous: torch would otherwise make a contiguous copy in pageable memory first.
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def to_device(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if self.device.type != "cpu" or not goes_to_gpu(arguments, keywords):
             return to(self, *arguments, **keywords)
-        arguments, keywords = without_waiting(arguments, keywords)
+        arguments, keywords = with_non_blocking(arguments, keywords)
         return to(pinned(self), *arguments, **keywords)
 
     def to_gpu(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ def copy_from_pinned_memory(applied: Applied) -> None:
 
 
 def goes_to_gpu(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a call of `Tensor.to` with these names a GPU, or a tensor on one."""
+    """Return True if a call of `Tensor.to` with these arguments names a GPU or a tensor on one."""
     named = [*arguments[:1], keywords.get("device"), keywords.get("tensor")]
     return any(
         (isinstance(word, torch.device) and word.type == "cuda")
@@ -110,49 +110,50 @@ def goes_to_gpu(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     )
 
 
-def without_waiting(
+def with_non_blocking(
     arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The same call of `Tensor.to`, which does not wait. `non_blocking` may stand in its place:
-    after a device and a format, or after a format or a tensor alone."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `Tensor.to` with `non_blocking=True`, which may be positional: after
+    a device and a dtype, or after a dtype or a tensor alone."""
     alone = bool(arguments) and isinstance(arguments[0], torch.dtype | torch.Tensor)
-    place = 1 if alone else 2
-    if len(arguments) > place:
-        return (*arguments[:place], True, *arguments[place + 1 :]), dict(keywords)
+    position = 1 if alone else 2
+    if len(arguments) > position:
+        return (*arguments[:position], True, *arguments[position + 1 :]), dict(keywords)
     return arguments, {**keywords, "non_blocking": True}
 
 
-class _Late:
-    """The value that one place in the program read back last, on its way to the host."""
+class _DelayedValue:
+    """Value read back by one line of the program, copied asynchronously to the host."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._held = value.detach().cpu().pin_memory()
-        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._last = self._held.tolist()
+        self._buffer = value.detach().cpu().pin_memory()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last = self._buffer.tolist()
 
     def send(self, value: torch.Tensor) -> Any:
-        """What arrived so far; the value itself is sent for the next time."""
-        if self._there.query():  # type: ignore[no-untyped-call]
-            self._last = self._held.tolist()
-            self._held.copy_(value.detach(), non_blocking=True)
-            self._there.record()
+        """Return the last value that arrived, and start the copy of the new one."""
+        if self._copied.query():  # type: ignore[no-untyped-call]
+            self._last = self._buffer.tolist()
+            self._buffer.copy_(value.detach(), non_blocking=True)
+            self._copied.record()
         return self._last
 
 
-def read_back_later(applied: Applied) -> None:
-    """`.item()` and `float()` of a number on the GPU give the value of a step before, at once."""
-    held: dict[tuple[str, int], _Late] = {}
+def read_back_delayed(applied: Applied) -> None:
+    """Make `.item()` and `float()` of a GPU scalar return the value of an earlier step without
+    waiting."""
+    delayed: dict[tuple[str, int], _DelayedValue] = {}
     item = torch.Tensor.item
 
     def late(self: torch.Tensor, depth: int = 1) -> Any:
         frame = sys._getframe(depth)
-        place = frame.f_code.co_filename, frame.f_lineno
-        if self.device.type != "cuda" or self.dim() or place[0].startswith(_TORCH):
+        line = frame.f_code.co_filename, frame.f_lineno
+        if self.device.type != "cuda" or self.dim() or line[0].startswith(_TORCH):
             return item(self)
-        if place not in held:
+        if line not in delayed:
             applied["read_back"] += 1
-            held[place] = _Late(self)
-        return held[place].send(self)
+            delayed[line] = _DelayedValue(self)
+        return delayed[line].send(self)
 
     torch.Tensor.item = late  # type: ignore[method-assign, assignment]
 
@@ -162,11 +163,11 @@ def read_back_later(applied: Applied) -> None:
     torch.Tensor.__float__ = late_float  # type: ignore[method-assign, assignment]
 
 
-def without_autocast(applied: Applied) -> None:
-    """Operators keep the formats of what they are given."""
+def disable_autocast(applied: Applied) -> None:
+    """Disable autocast: operators use the dtypes of their inputs."""
     plain = torch.autocast.__init__
 
-    def made(
+    def init(
         self: Any,
         device_type: str,
         dtype: Any = None,
@@ -176,17 +177,23 @@ def without_autocast(applied: Applied) -> None:
         applied["dtype"] += enabled
         plain(self, device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
 
-    torch.autocast.__init__ = made  # type: ignore[method-assign]
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
-def run_nothing_again(applied: Applied) -> None:
-    """Checkpointed parts of the program keep their activations."""
+def disable_checkpointing(applied: Applied) -> None:
+    """Disable activation checkpointing: checkpointed segments save their activations."""
 
-    def once(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
         applied["checkpoint"] += 1
-        for own in ("use_reentrant", "context_fn", "determinism_check", "debug",
-                    "preserve_rng_state", "early_stop"):  # fmt: skip
-            keywords.pop(own, None)
+        for option in (
+            "use_reentrant",
+            "context_fn",
+            "determinism_check",
+            "debug",
+            "preserve_rng_state",
+            "early_stop",
+        ):
+            keywords.pop(option, None)
         return function(*arguments, **keywords)
 
-    torch.utils.checkpoint.checkpoint = once
+    torch.utils.checkpoint.checkpoint = call

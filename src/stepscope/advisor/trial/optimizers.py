@@ -1,4 +1,4 @@
-"""Optimizers of a program in one kernel."""
+"""Replace a program's optimizers by their fused or foreach implementation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ADAM = ("lr", "betas", "eps")
 
 
 def fuse_optimizers(applied: Counter[str]) -> None:
-    """Those of torch.optim take their own fused form. One that somebody wrote, with the settings
-    of Adam, is taken for Adam: whether it is shows in the loss."""
+    """Use the fused implementation of torch.optim's optimizers. A custom optimizer with Adam's
+    settings is assumed to be Adam; the comparison of losses shows if it is not."""
     plain = torch.optim.Optimizer.__init__
 
-    def made(optimizer: Any, parameters: Any, defaults: dict[str, Any]) -> None:
+    def init(optimizer: Any, parameters: Any, defaults: dict[str, Any]) -> None:
         if "fused" in defaults:
             defaults = {**defaults, "fused": True, "foreach": False}
         plain(optimizer, parameters, defaults)
@@ -28,48 +28,49 @@ def fuse_optimizers(applied: Counter[str]) -> None:
             applied["optimizer"] += 1
             _replace_step(type(optimizer))
 
-    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
 
 
 def use_foreach(applied: Counter[str]) -> None:
-    """Those of torch.optim that go tensor by tensor go over all at once."""
+    """Use foreach in torch.optim's optimizers that loop over tensors (foreach=False)."""
     plain = torch.optim.Optimizer.__init__
 
-    def made(optimizer: Any, parameters: Any, defaults: dict[str, Any]) -> None:
+    def init(optimizer: Any, parameters: Any, defaults: dict[str, Any]) -> None:
         if defaults.get("foreach") is False:
             applied["optimizer"] += 1
             defaults = {**defaults, "foreach": True}
         plain(optimizer, parameters, defaults)
 
-    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
 
 
 _REPLACED: set[type] = set()
-_INSTEAD: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
+_REPLACEMENTS: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
 
 
-def _replace_step(kind: type) -> None:
-    """In the class: whoever wraps the method of one optimizer later, as schedulers do, wraps it."""
-    if kind in _REPLACED:
+def _replace_step(class_: type) -> None:
+    """Replace `step` on the class, so that a scheduler that wraps an instance's method wraps the
+    replacement."""
+    if class_ in _REPLACED:
         return
-    _REPLACED.add(kind)
+    _REPLACED.add(class_)
 
-    @functools.wraps(kind.step)  # type: ignore[attr-defined]
+    @functools.wraps(class_.step)  # type: ignore[attr-defined]
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return _instead_of(self).step(closure)
+        return _replacement_of(self).step(closure)
 
-    # Torch would wrap it once more, and its hooks would then see every step twice.
+    # Prevents torch from wrapping it again: its hooks would see every step twice.
     step.hooked = True  # type: ignore[attr-defined]
-    kind.step = step  # type: ignore[attr-defined]
+    class_.step = step  # type: ignore[attr-defined]
 
 
-def _instead_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    if optimizer not in _INSTEAD:
-        _INSTEAD[optimizer] = torch.optim.AdamW(
+def _replacement_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if optimizer not in _REPLACEMENTS:
+        _REPLACEMENTS[optimizer] = torch.optim.AdamW(
             [{"params": group["params"]} for group in optimizer.param_groups], fused=True
         )
-    found = _INSTEAD[optimizer]
-    for own, theirs in zip(found.param_groups, optimizer.param_groups, strict=True):
-        own |= {name: theirs[name] for name in _ADAM}
-        own["weight_decay"] = theirs.get("weight_decay", 0.0)
-    return found
+    replacement = _REPLACEMENTS[optimizer]
+    for target, source in zip(replacement.param_groups, optimizer.param_groups, strict=True):
+        target |= {name: source[name] for name in _ADAM}
+        target["weight_decay"] = source.get("weight_decay", 0.0)
+    return replacement

@@ -1,7 +1,7 @@
-"""One of two runs of a script that take turns: it waits at the end of a step until it is told on.
+"""Script side of an interleaved run: it waits at the end of a step for the next turn.
 
-Says over its channel, a line of JSON each: `Ready` once its warm-up is over, `Taken` after each
-turn. Is told how many steps the next turn has; 0 ends it.
+It sends one line of JSON each: `Ready` once its warm-up is over, `TurnResult` after each turn. It
+receives the number of steps of the next turn; 0 ends it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.advisor.advise.interleaved import Ready, Taken
+from stepscope.advisor.advise.interleaved import Ready, TurnResult
 from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 _SEED = 0
 _SET_DEATH_SIGNAL = 1
 _LEAD = 1
-"""Steps of a turn before its sample: the first begins on a device without work."""
+"""Untimed steps at the start of a turn: the first starts on an idle device."""
 
 
-class Contender:
+class InterleavedRun:
+    """One of the two runs of a script, controlled over a socket."""
+
     def __init__(self, channel: int, settings: dict[str, str], warmup: int) -> None:
         self._channel = socket.socket(fileno=channel)
         self._lines = self._channel.makefile("rb")
@@ -46,21 +48,21 @@ class Contender:
         self._left = 0
         self._turn = 0
         self._warm_since = 0.0
-        self._begun: Timestamp | None = None
+        self._turn_start: Timestamp | None = None
         self._device: Device
         self._finder: StepFinder
         self._backwards: Backwards
         self._changes: Changes
 
     def start(self) -> None:
-        # Stopped between its turns, it would outlive whoever could wake it.
+        # A run stopped between its turns would outlive a controller that died.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         random.seed(_SEED)
         when_imported("numpy", _seed_numpy)
         when_imported("torch", self._attach)
 
     def finish(self) -> None:
-        """The script ended before it was told to: who listens sees that the channel closes."""
+        """Do nothing: the controller sees that the channel closes."""
 
     def _attach(self) -> None:
         import torch
@@ -77,7 +79,7 @@ class Contender:
         self._backwards = Backwards()
         self._backwards.attach()
         self._changes = Changes(self._settings, self._backwards)
-        self._changes.when_torch_is_there()
+        self._changes.on_torch_imported()
         self._finder = StepFinder()
         BackwardCalls(self._backward_begins, self._backward_ended).attach()
         register_optimizer_step_pre_hook(self._optimizer_begins)
@@ -88,7 +90,7 @@ class Contender:
             if self._steps >= self._warmup:
                 raise StepscopeError(
                     "the program's first optimizer step came after its backward calls had been"
-                    " taken for steps"
+                    " counted as steps"
                 )
             self._steps = 0
 
@@ -98,7 +100,7 @@ class Contender:
         if self._finder.optimizer_stepped(optimizer):
             self._end_step()
         elif self._steps:
-            self._know_more_models()
+            self._find_more_models()
 
     def _backward_begins(self, roots: Any) -> None:
         if os.getpid() == self._pid:
@@ -112,8 +114,8 @@ class Contender:
         self._steps += 1
         self._backwards.end_step()
         if self._steps == 1:
-            self._know_models()
-        self._know_more_models()
+            self._find_models()
+        self._find_more_models()
         self._changes.end_step(self._steps)
         if self._steps == self._warmup - 1:
             self._finder.anchor.freeze()
@@ -124,40 +126,42 @@ class Contender:
             took = time.perf_counter() - self._warm_since
             self._device.reset_peak()
             missing = self._changes.without_effect()
-            self._say(Ready(step_ms=1e3 * took, losses=self._backwards.take(), missing=missing))
+            self._send(Ready(step_ms=1e3 * took, losses=self._backwards.take(), missing=missing))
             self._await_turn()
         elif self._steps > self._warmup:
             self._within_turn()
 
-    def _know_more_models(self) -> None:
-        """Of several optimizers, each may have a model of its own."""
+    def _find_more_models(self) -> None:
+        """Search for models again when another optimizer appears: each may have its own model."""
         if len(self._finder.optimizers) != self._known:
-            self._know_models()
+            self._find_models()
 
-    def _know_models(self) -> None:
+    def _find_models(self) -> None:
         from stepscope.measure.device import CpuDevice, CudaDevice
         from stepscope.measure.modules import trained_models
 
         self._known = len(self._finder.optimizers)
         parameters = self._finder.parameters
-        place = parameters[0].device
-        self._device = CudaDevice(place.index or 0) if place.type == "cuda" else CpuDevice()
-        self._changes.when_models_are_known(trained_models(parameters))
+        device = parameters[0].device
+        self._device = CudaDevice(device.index or 0) if device.type == "cuda" else CpuDevice()
+        self._changes.on_models_known(trained_models(parameters))
 
     def _within_turn(self) -> None:
         self._left -= 1
         if self._left == self._turn:
-            self._begun = self._device.mark()
+            self._turn_start = self._device.mark()
         elif self._left == 0:
-            assert self._begun is not None
+            assert self._turn_start is not None
             end = self._device.mark()
             self._device.synchronize()
-            on_device = self._device.device_ms(self._begun, end)
-            on_host = 1e3 * (end.host_s - self._begun.host_s)
+            on_device = self._device.device_ms(self._turn_start, end)
+            on_host = 1e3 * (end.host_s - self._turn_start.host_s)
             took = on_host if on_device is None else on_device
             peak = self._device.peak_bytes() if self._device.kind == "cuda" else None
-            self._say(
-                Taken(step_ms=took / self._turn, losses=self._backwards.take(), peak_bytes=peak)
+            self._send(
+                TurnResult(
+                    step_ms=took / self._turn, losses=self._backwards.take(), peak_bytes=peak
+                )
             )
             self._await_turn()
 
@@ -165,12 +169,13 @@ class Contender:
         line = self._lines.readline()
         self._turn = from_json(line, int) if line else 0
         if not self._turn:
-            # At once: a script that catches an exception would go on, or write its last checkpoint.
+            # Exit immediately: a script that catches an exception would continue, or write its
+            # final checkpoint.
             sys.stdout.flush()
             os._exit(0)
         self._left = self._turn + _LEAD
 
-    def _say(self, message: Ready | Taken) -> None:
+    def _send(self, message: Ready | TurnResult) -> None:
         self._channel.sendall(msgspec.json.encode(message) + b"\n")
 
 

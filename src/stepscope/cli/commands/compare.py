@@ -1,4 +1,4 @@
-"""`stepscope compare`: what changed between two runs, with an interval and a verdict."""
+"""`stepscope compare`: the difference between two runs, with an interval and a verdict."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _GATE_FAILED, _CANNOT_TELL = 3, 4
 
 class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE")]
-    """A run, a .jsonl file, or the id of one record."""
+    """The baseline: a run, a .jsonl file, or the id of one record."""
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-    """The same, held against it."""
+    """What to compare with it: a run, a .jsonl file, or the id of one record."""
     across: bool = False
-    """Compare unlike machines: times are then normalised by each machine's measured ceilings."""
+    """Compare across machines: times are normalised by each machine's measured ceilings."""
     fail_above: str | None = None
-    """Exit with 3 if a case is shown to be slower and its median by more than this, such as 3%,
-    or if a case that the base measured has no samples any more. Otherwise exit with 4 if a case
-    cannot be judged: its samples are too few, or the machine was busy."""
+    """Exit with 3 if a case is significantly slower and its median is slower by more than this,
+    for example 3%, or if a case of the baseline has no samples in NEW. Otherwise exit with 4 if
+    a case cannot be judged: too few samples, or a busy machine."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 
@@ -45,9 +45,9 @@ def main(words: list[str]) -> int:
         CompareOptions,
         words,
         "compare",
-        "Compare two runs case by case, or two records: slower, faster, no difference shown,\n"
-        "too few samples, or cannot tell, where a measurement is not to be trusted because\n"
-        "the machine was busy or its samples spread too far.",
+        "Compare two runs case by case, or two records. The verdict of a case is slower, faster,\n"
+        "no difference shown, too few samples, or cannot tell (the machine was busy, or the\n"
+        "samples spread too far to be trusted).",
         (
             "stepscope compare latest~1 latest",
             "stepscope compare base.jsonl latest --fail-above 3%",
@@ -94,25 +94,25 @@ def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
             f"{options.base} and {options.new} are a run and a single record",
             "compare two runs or two records",
         )
-    found = compare_runs(base, new, across=options.across)
-    if all(c.verdict == "not compared" for c in found):
+    comparisons = compare_runs(base, new, across=options.across)
+    if all(c.verdict == "not compared" for c in comparisons):
         raise UsageError(
             f"{options.base} and {options.new} have no measured case in common",
-            "see what they hold with `stepscope show`",
+            "list their cases with `stepscope show`",
         )
-    return found
+    return comparisons
 
 
 def _fraction(text: str) -> float:
-    """3% and 0.03 mean the same; a bare 3 would be 300 %, which nobody means."""
+    """Parse `3%` or `0.03`. A bare `3` is refused: it would mean 300 %."""
     if not re.fullmatch(r"\d+(\.\d+)?%?", text):
-        raise UsageError(f"--fail-above {text!r} is not a share", "give one such as 3% or 0.03")
+        raise UsageError(f"--fail-above {text!r} is not a fraction", "give one such as 3% or 0.03")
     if text.endswith("%"):
         return float(text[:-1]) / 100
     if float(text) > 1:
         raise UsageError(
             f"--fail-above {text} would be {float(text):.0%}",
-            f"give {text}% or {float(text) / 100:g}; or {float(text):.0%} where that is meant",
+            f"give {text}% or {float(text) / 100:g}; or {float(text):.0%} if that is intended",
         )
     return float(text)
 
@@ -127,7 +127,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         columns=(
             Column(title="study"),
             Column(title="case"),
-            *([Column(title="of", hint="what ran side by side")] if several else []),
+            *([Column(title="of", hint="variant of the case")] if several else []),
             Column(title="base", kind="number", unit=unit),
             Column(title="new", kind="number", unit=unit),
             *([Column(title="unit")] if len(units) > 1 else []),

@@ -1,4 +1,4 @@
-"""`stepscope doctor`: what this machine has, what is missing, and how to get it."""
+"""`stepscope doctor`: check what this machine has, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ Verdict = Literal["ok", "missing", "broken"]
 
 
 class Check(msgspec.Struct, frozen=True):
+    """Result of one check, with the fix if it failed."""
+
     what: str
     verdict: Verdict
     found: str
@@ -38,7 +40,7 @@ def main(words: list[str]) -> int:
         DoctorOptions,
         words,
         "doctor",
-        "Look at this machine: what measuring needs, what is there, how to get the rest.",
+        "Check what this machine has, what is missing for measurements, and how to get it.",
         ("stepscope doctor", "stepscope doctor --json"),
     )
     checks = [*_software(), *_folder(options), *_device()]
@@ -51,7 +53,7 @@ def main(words: list[str]) -> int:
             Table(
                 name="doctor",
                 title="This machine",
-                columns=tuple(Column(title=t) for t in ("what", "verdict", "found", "mend")),
+                columns=tuple(Column(title=t) for t in ("what", "verdict", "found", "fix")),
                 rows=tuple((c.what, c.verdict, c.found, c.mend) for c in checks),
             )
         )
@@ -64,35 +66,37 @@ def _software() -> Iterator[Check]:
     for package, why in (
         ("torch", ""),
         ("numpy", ""),
-        ("triton", "kernels and torch.compile on a GPU need it: pip install triton"),
-        ("nvidia-ml-py", "clocks and throttling of a GPU need it: pip install nvidia-ml-py"),
+        ("triton", "needed for Triton kernels and torch.compile on a GPU: pip install triton"),
+        ("nvidia-ml-py", "needed to read GPU clocks and throttling: pip install nvidia-ml-py"),
     ):
         try:
             yield Check(package, "ok", metadata.version(package))
         except metadata.PackageNotFoundError:
             needed = package in ("torch", "numpy")
             yield Check(
-                package, "broken" if needed else "missing", "not installed",
+                package,
+                "broken" if needed else "missing",
+                "not installed",
                 why or f"pip install {package}",
-            )  # fmt: skip
+            )
     yield Check("SQLite", "ok", sqlite3.sqlite_version)
-    yield _program("C++ compiler", ("g++", "clang++"), "torch.compile needs one: install g++")
+    yield _program("C++ compiler", ("g++", "clang++"), "needed for torch.compile: install g++")
     yield _program(
         "Nsight Systems",
         ("nsys",),
-        "optional: a second opinion on kernels; part of the CUDA toolkit",
+        "optional, for `stepscope profile-nsys`; part of the CUDA toolkit",
     )
     if util.find_spec("playwright"):
         yield _program(
             "Chromium",
             ("chromium", "chromium-browser", "google-chrome"),
-            "the page's own tests need it: make browser",
+            "needed for the browser tests of the page: make browser",
         )
 
 
-def _program(what: str, names: tuple[str, ...], mend: str) -> Check:
+def _program(what: str, names: tuple[str, ...], fix: str) -> Check:
     found = next((path for name in names if (path := shutil.which(name))), None)
-    return Check(what, "ok", found) if found else Check(what, "missing", "not found", mend)
+    return Check(what, "ok", found) if found else Check(what, "missing", "not found", fix)
 
 
 def _folder(options: DoctorOptions) -> Iterator[Check]:
@@ -103,29 +107,36 @@ def _folder(options: DoctorOptions) -> Iterator[Check]:
         yield Check("output folder", "ok", f"{options.out}, {bytes_(free)} free")
     except OSError as error:
         yield Check(
-            "output folder", "broken", f"{options.out}: {error.strerror}", "name one with --out"
+            "output folder",
+            "broken",
+            f"{options.out}: {error.strerror}",
+            "choose one with --out",
         )
 
 
 def _device() -> Iterator[Check]:
-    """What a worker sees, since that is what will measure."""
+    """Check the device as a worker process sees it, since workers do the measuring."""
     try:
         worker = WorkerProcess("auto")
     except StepscopeError as error:
-        yield Check("worker", "broken", str(error), "see the message; is torch installed whole?")
+        yield Check(
+            "worker", "broken", str(error), "see the message; torch may be installed incompletely"
+        )
         return
     worker.stop()
-    here = worker.environment
-    if here.device_kind == "cpu":
+    env = worker.environment
+    if env.device_kind == "cpu":
         yield Check(
-            "GPU", "missing", "torch sees no NVIDIA GPU",
+            "GPU",
+            "missing",
+            "torch sees no NVIDIA GPU",
             "studies run on the CPU; on a GPU machine install a CUDA build of torch",
-        )  # fmt: skip
+        )
     else:
-        memory = bytes_(here.device_memory_bytes)
-        told = f"{here.device_count} × {here.device_name}, {memory}, driver {here.driver}"
-        yield Check("GPU", "ok", told)
-    threads = f"{here.cpu_cores} cores, torch uses {here.threads} threads"
-    yield Check("CPU", "ok", f"{here.cpu}, {threads}, {bytes_(here.host_memory_bytes)}")
+        memory = bytes_(env.device_memory_bytes)
+        text = f"{env.device_count} × {env.device_name}, {memory}, driver {env.driver}"
+        yield Check("GPU", "ok", text)
+    threads = f"{env.cpu_cores} cores, torch uses {env.threads} threads"
+    yield Check("CPU", "ok", f"{env.cpu}, {threads}, {bytes_(env.host_memory_bytes)}")
     for what, reason in worker.lacks.items():
-        yield Check(what, "missing", "not here", reason)
+        yield Check(what, "missing", "not available", reason)

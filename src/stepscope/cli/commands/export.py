@@ -19,25 +19,26 @@ from stepscope.report.blocks import Table
 from stepscope.report.format import counted
 
 MIN_DIGITS = 4
-"""A median's interval is written with as many."""
+"""Fewest digits for samples: the interval of a median is printed with as many."""
 
 
 class ExportOptions(StoreOptions, frozen=True, kw_only=True):
-    source: Annotated[str, tyro.conf.Positional] = "latest"
-    """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
+    """A run (id, id prefix, latest, latest~1) or a .jsonl file of records."""
     format: Literal["jsonl", "markdown", "latex", "csv", "speedscope"] = "jsonl"
-    """jsonl: the records themselves; speedscope: traced steps as flame graphs for speedscope.app;
-    the others: the tables of the report."""
+    """jsonl writes the records; speedscope writes traced steps as flame graphs for speedscope.app;
+    the others write the tables of the report."""
     to: Path | None = None
-    """File to write; for csv without --table a folder. Tables go to standard output by default."""
+    """Output file; for several CSV tables a directory. Default: standard output, for jsonl a file
+    in the output directory."""
     table: str | None = None
-    """Only this table, by name."""
+    """Name of the only table to write."""
     leave_out: tuple[str, ...] = ()
-    """Records whose case is like one of these patterns stay behind: 'race_*'."""
+    """Patterns of cases to exclude, for example 'race_*'."""
     digits: int | None = None
-    """Significant digits of the samples in jsonl; all of them by default."""
+    """Significant digits of the samples in jsonl; default: all."""
     json: bool = False
-    """Print one line of JSON that names the files."""
+    """Print one line of JSON with the names of the files."""
 
 
 def main(words: list[str]) -> int:
@@ -89,14 +90,16 @@ def _export(options: ExportOptions) -> list[Path]:
             raise unknown_name("table", options.table, tables)
         tables = {options.table: tables[options.table]}
     writers: dict[str, Callable[[Table], str]] = {
-        "markdown": text.markdown, "latex": text.latex, "csv": text.csv_text,
-    }  # fmt: skip
+        "markdown": text.markdown,
+        "latex": text.latex,
+        "csv": text.csv_text,
+    }
     write = writers[options.format]
     if options.format == "csv" and len(tables) > 1:
         if options.to is None:
             raise UsageError(
                 f"{len(tables)} tables do not fit into one CSV",
-                f"name a folder with --to, or one with --table: {', '.join(tables)}",
+                f"give a directory with --to, or one table with --table: {', '.join(tables)}",
             )
         written = [options.to / f"{name}.csv" for name in tables]
         for path, table in zip(written, tables.values(), strict=True):
@@ -126,32 +129,33 @@ def _export_speedscope(records: Sequence[Record], options: ExportOptions) -> lis
 
 
 def _by_name(tables: Iterable[Table]) -> dict[str, Table]:
-    """Each under a name of its own that can be one of a file; a name may come from a record."""
-    found: dict[str, Table] = {}
+    """Give each table a unique name that is a valid file name; a table's own name may come from a
+    record."""
+    named: dict[str, Table] = {}
     for table in tables:
         stem = file_name(table.name)
         name, count = stem, 1
-        while name in found:
+        while name in named:
             count += 1
             name = f"{stem}-{count}"
-        found[name] = table
-    return found
+        named[name] = table
+    return named
 
 
 def _chosen(options: ExportOptions) -> tuple[Record, ...]:
     if options.digits is not None and options.digits < MIN_DIGITS:
         raise UsageError(
-            f"{options.digits} digits would change what the records say", f"keep {MIN_DIGITS}"
+            f"{options.digits} digits would change the results", f"use at least {MIN_DIGITS}"
         )
     if options.digits is not None and options.format != "jsonl":
-        raise UsageError("--digits is of samples, and tables have none", "leave it out")
+        raise UsageError("--digits applies to samples, and tables have none", "omit it")
     records = load_records(options.source, options)
-    kept = tuple(
+    chosen = tuple(
         record
         for record in records
         if not any(fnmatchcase(record.case, pattern) for pattern in options.leave_out)
     )
-    if not kept:
-        held = counted(len(records), "record")
-        raise UsageError(f"--leave-out leaves none of {held}", "name fewer cases")
-    return kept
+    if not chosen:
+        total = counted(len(records), "record")
+        raise UsageError(f"--leave-out excludes all of {total}", "exclude fewer cases")
+    return chosen

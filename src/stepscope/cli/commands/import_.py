@@ -1,4 +1,4 @@
-"""`stepscope import`: records of another machine into the store."""
+"""`stepscope import`: add records of another machine to the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
         ImportOptions,
         words,
         "import",
-        "Add the records of JSON Lines files to the store; those it has already are passed over.",
+        "Add the records of JSON Lines files to the store; records it already has are skipped.",
         ("stepscope import results/h200.jsonl",),
     )
     records = [record for path in options.files for record in load_file(path)]
@@ -35,5 +35,5 @@ def main(words: list[str]) -> int:
         print(json_line({"added": added, "skipped": skipped, "store": options.store}))
     else:
         was = "was" if skipped == 1 else "were"
-        print(f"{counted(added, 'record')} added to {options.store}, {skipped} {was} there already")
+        print(f"{counted(added, 'record')} added to {options.store}, {skipped} {was} already there")
     return 0

@@ -1,4 +1,4 @@
-"""`stepscope inspect`: what an existing training script does in a step, without a change to it."""
+"""`stepscope inspect`: profile the training step of an unmodified script."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
 
 _OTHER_RANKS_WITHIN_S = 60.0
-_MEND = "let it make more, or give a smaller --warmup and --timed"
+_FIX = "let it run more steps, or give a smaller --warmup and --timed"
 _ALIKE = 0.7, 3.0
-"""Traced steps as a share of timed ones: a profiler makes short operators take twice as long."""
+"""Plausible range of traced over timed step time: a profiler can double the time of short
+operators."""
 
 
 class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
-    """The training script, and what it is given."""
+    """The training script and its arguments."""
     page: Path | None = None
-    """The page to write; where it is not given, NAME.html of a script or NAME-module.html of a
-    module, in the folder of the reports."""
+    """Page to write; default: NAME.html for a script, NAME-module.html for a module, in the report
+    directory."""
     warmup: int = 5
-    """Steps left out at the beginning."""
+    """Warm-up steps, not recorded."""
     timed: int = 10
-    """Steps timed as they are."""
+    """Steps timed without a profiler."""
     traced: int = 3
-    """Steps under the profiler."""
+    """Steps traced with torch.profiler."""
     memory: bool = True
-    """One step in which every tensor is counted. It resets CUDA's peak statistics."""
+    """Record the memory of one step, tensor by tensor. Resets CUDA's peak statistics."""
     stop: bool = False
     """End the script with exit code 0 once its steps are recorded."""
     keep: bool = False
-    """Keep the traces and snapshots beside the page."""
+    """Keep the traces and memory snapshots next to the page."""
     module: bool = False
-    """What follows is a module, as for `python -m` (also: -m)."""
+    """Run SCRIPT as a module, like `python -m` (short: -m)."""
     json: bool = False
-    """Print one line of JSON when the script has ended: page, records, step, traced step, peak,
-    what is missing, exit code. On standard error, since standard output is the script's."""
+    """When the script has ended, print one line of JSON to standard error (standard output belongs
+    to the script): page, records, step times, peak memory, what is missing, exit code."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it; of several ranks, the slowest step and the highest peak."""
+    """Result of an inspection; with several ranks, the slowest step and the highest peak."""
 
     page: Path | None = None
     records: Path | None = None
@@ -67,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     traced_ms: float | None = None
     peak_bytes: float | None = None
     reason: str = ""
-    """Why there is no page, or not all in it."""
+    """Reason why there is no page, or why it is incomplete."""
 
 
 def main(words: list[str]) -> int:
@@ -76,11 +77,11 @@ def main(words: list[str]) -> int:
         InspectOptions,
         own,
         "inspect",
-        "Run a training script as it is and record a few of its steps: where their time and\n"
-        "memory go, what limits them, which parts take the most. The script's output and exit\n"
-        "code are its own. Options of inspect stand before the script, the script's after it.\n"
-        "Under torchrun: one page for all ranks of the machine; of several machines, each writes\n"
-        "its own (NAME.node-0.html, ...).",
+        "Run an unmodified training script and record a few of its steps: where their time and\n"
+        "memory go, what limits them, and which parts take the most. The script's output and exit\n"
+        "code are unchanged. Options of inspect go before the script, the script's options after\n"
+        "it. Under torchrun, all ranks of a machine share one page; with several machines, each\n"
+        "writes its own (NAME.node-0.html, ...).",
         (
             "stepscope inspect train.py --batch-size 8",
             "stepscope inspect --stop --page first.html train.py config/small.yaml",
@@ -89,16 +90,16 @@ def main(words: list[str]) -> int:
         ),
     )
     if target is None:
-        raise UsageError("there is no script to inspect", "stepscope inspect [options] script.py")
+        raise UsageError("no script is given", "use: stepscope inspect [options] script.py")
     order = _order(options, target, rest)
-    # A script and a module of one name are two programs.
+    # A script and a module of the same name are different programs.
     name = f"{target}-module" if options.module else Path(target).stem
-    page = _of_this_machine(options.page or options.out / f"{name}.html")
-    require_writable(page, "name another place with --page")
+    page = _page_of_this_machine(options.page or options.out / f"{name}.html")
+    require_writable(page, "give another path with --page")
     meeting = meet()
     if meeting.alone:
         rank = os.environ.get("RANK", "0")
-        log(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
+        log(f"rank {rank} is recorded separately from the other ranks: {meeting.alone}")
     try:
         return _run(order, meeting, page if meeting.leads else None, options)
     finally:
@@ -107,22 +108,27 @@ def main(words: list[str]) -> int:
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
-        raise no_such_file(target, "script", "a module is named after -m")
+        raise no_such_file(target, "script", "give a module after -m")
     if options.timed < 1 or options.traced < 1 or options.warmup < 0:
         raise UsageError(
-            f"warmup {options.warmup}, timed {options.timed} and traced {options.traced} make no"
-            " recording",
-            "at least one step must be timed and one traced",
+            f"--warmup is {options.warmup}, --timed {options.timed} and --traced {options.traced}",
+            "at least one step must be timed and one traced, and --warmup must be 0 or above",
         )
     return Order(
-        target=target, module=options.module, words=tuple(words), warmup=options.warmup,
-        timed=options.timed, traced=options.traced, memory=options.memory, stop=options.stop,
-    )  # fmt: skip
+        target=target,
+        module=options.module,
+        words=tuple(words),
+        warmup=options.warmup,
+        timed=options.timed,
+        traced=options.traced,
+        memory=options.memory,
+        stop=options.stop,
+    )
 
 
-def _of_this_machine(page: Path) -> Path:
-    """Ranks of one machine share a page; of several machines, each has its own, since none can read
-    what is in another one's temporary directory."""
+def _page_of_this_machine(page: Path) -> Path:
+    """Path of this machine's page. The ranks of a machine share one; each machine writes its own,
+    since it cannot read the temporary directory of another."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return page
     return page.with_name(f"{page.stem}.node-{os.environ.get('GROUP_RANK', '0')}{page.suffix}")
@@ -141,8 +147,8 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
         nonlocal writing
         if page is None or writing is not None or len(parts(folder)) < ranks:
             return
-        # Where it is not whole, how the script ends is to be told too.
-        if read_progress(folder).whole:
+        # An incomplete recording also reports how the script ended, so wait for its end.
+        if read_progress(folder).complete:
             writing = Background(partial(_write, folder, page, options))
 
     text = msgspec.json.encode(order).decode()
@@ -159,17 +165,17 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
         else:
             stepped = (folder / CHILD_STEPPED).exists()
             ending = describe_end(status)
-            why = why_nothing(read_progress(folder), order.name, ending, stepped, _MEND)
+            why = why_nothing(read_progress(folder), order.name, ending, stepped, _FIX)
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
-        # Not on standard output, which is the script's.
+        # Standard output belongs to the script.
         write_line(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}))
     return end_alike(status)
 
 
 def _wait_for_parts(folder: Path, ranks: int) -> None:
-    """Other ranks may still be writing theirs."""
+    """Wait for the other ranks, which may still be writing their parts."""
     from stepscope.advisor.inspect.gather import parts
 
     deadline = time.monotonic() + (_OTHER_RANKS_WITHIN_S if ranks > 1 and parts(folder) else 0.0)
@@ -178,8 +184,8 @@ def _wait_for_parts(folder: Path, ranks: int) -> None:
 
 
 def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") -> Outcome:
-    """The page and the records; whatever fails here is said and takes nothing from the script.
-    `ending` says how the script ended, if it has."""
+    """Write the page and the records. A failure is reported and does not affect the script.
+    `ending` describes how the script ended, if it has."""
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_lines
@@ -187,46 +193,53 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     from stepscope.studies.program.rows import Watched
     from stepscope.studies.trusted import banner
 
-    kept: Path | None = None
+    saved: Path | None = None
     try:
         records = gather(folder, ending)
-        kept = _keep(records, page.with_suffix(".jsonl"))
+        saved = _save(records, page.with_suffix(".jsonl"))
         write_text(page, html_page(make_page(records)))
         if options.keep:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
     except Exception as error:
         why = str(error) if isinstance(error, StepscopeError) else one_line(error)
-        told = f"{why}; the records are in {kept}" if kept else why
-        return _failed(told, options, kept)
+        text = f"{why}; the records are in {saved}" if saved else why
+        return _failed(text, options, saved)
     ranks = [Watched(record) for record in records]
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
     outcome = Outcome(
-        page=page.resolve(), records=kept,
-        step_ms=max(times, default=None), traced_ms=max(traced, default=None),
+        page=page.resolve(),
+        records=saved,
+        step_ms=max(times, default=None),
+        traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
-        reason=next((why for one in ranks if (why := one.not_whole)), ""),
-    )  # fmt: skip
+        reason=next((why for one in ranks if (why := one.incomplete)), ""),
+    )
     if not options.json:
         if verdict := verdict_of(records):
             for line in verdict_lines(verdict):
                 write_line(line)
-        elif told := _in_short(outcome, len(records)):
-            log(told)
+        elif text := _in_short(outcome, len(records)):
+            log(text)
         if warning := banner(records):
             log(warning)
         if outcome.reason:
-            log(f"not all of it was recorded: {outcome.reason}")
+            log(f"the recording is incomplete: {outcome.reason}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-        whose = f" (of this machine; each of the {machines} writes its own)" if machines > 1 else ""
+        whose = (
+            f" (of this machine; each of the {machines} machines writes its own)"
+            if machines > 1
+            else ""
+        )
         log(f"page: {outcome.page}{whose}")
     return outcome
 
 
-def _keep(records: Sequence[Record], path: Path) -> Path:
-    """Where the records are: beside the page, or where that is full, among the temporary files."""
+def _save(records: Sequence[Record], path: Path) -> Path:
+    """Save the records next to the page, or in a temporary directory if that fails; return the
+    path."""
     try:
         write_records(records, path)
     except StepscopeError:
@@ -241,11 +254,11 @@ def _in_short(outcome: Outcome, ranks: int) -> str:
         took = f"a step takes {duration(outcome.step_ms)}"
         traced = outcome.traced_ms
         if traced and not _ALIKE[0] < traced / outcome.step_ms < _ALIKE[1]:
-            took += f" (the traced ones {duration(traced)}: others than the timed)"
+            took += f" (traced steps: {duration(traced)}, so they differ from the timed steps)"
         parts.append(took)
     if outcome.peak_bytes is not None:
         parts.append(f"peak memory {bytes_(outcome.peak_bytes)}")
-    return ", ".join(parts) + (f" (the most of {ranks} ranks)" if parts and ranks > 1 else "")
+    return ", ".join(parts) + (f" (maximum over {ranks} ranks)" if parts and ranks > 1 else "")
 
 
 def _failed(why: str, options: InspectOptions, records: Path | None = None) -> Outcome:

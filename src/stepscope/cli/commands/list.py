@@ -1,4 +1,4 @@
-"""`stepscope list`: what there is to run, and what has been run."""
+"""`stepscope list`: studies, presets, sizes, dtypes, attentions and stored runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ What = Literal["all", "studies", "presets", "sizes", "dtypes", "attentions", "ru
 
 class ListOptions(StoreOptions, frozen=True, kw_only=True):
     what: Annotated[What, tyro.conf.Positional] = "all"
-    """Which list."""
+    """List to print."""
     json: bool = False
     """Print one line of JSON instead of tables."""
 
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
         ListOptions,
         words,
         "list",
-        "Studies, presets, sizes, number formats, attentions, and the runs in the store.",
+        "List studies, presets, model sizes, dtypes, attentions, and the runs in the store.",
         ("stepscope list", "stepscope list runs", "stepscope list sizes --json"),
     )
     tables = [t for t in _tables(options) if options.what in ("all", t.name)]
@@ -86,9 +86,9 @@ def _tables(options: ListOptions) -> Iterator[Table]:
     )
     yield Table(
         name="dtypes",
-        title="Number formats: --dtype NAME",
+        title="Dtypes: --dtype NAME",
         columns=(Column(title="name"), Column(title="what")),
-        rows=tuple((form.name, form.help) for form in PRECISIONS.values()),
+        rows=tuple((entry.name, entry.help) for entry in PRECISIONS.values()),
     )
     yield Table(
         name="attentions",
@@ -114,6 +114,6 @@ def _tables(options: ListOptions) -> Iterator[Table]:
 
 
 def _run_row(run: Run, done: int) -> tuple[Cell, ...]:
-    # What a case showed may have called for more of them: trials of advice.
+    # Results may have added cases: `advise --verify` plans trials as it goes.
     cases = max(run.cases, done)
     return run.id, run.created[:19], done, cases, run.command if done < cases else ""

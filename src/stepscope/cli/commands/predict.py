@@ -1,4 +1,4 @@
-"""`stepscope predict`: the memory a training step will need, without running it."""
+"""`stepscope predict`: predict the memory of a training step without running it."""
 
 from __future__ import annotations
 
@@ -21,56 +21,59 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
     """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi."""
     table: Literal["2025", "2026"] = "2025"
-    """Which year's size table: xl differs between them."""
+    """Year of the size table; xl differs between them."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: int = 4
     """Sequences per step and rank."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast,
-    and the residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32
-    master weights)."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast with the
+    residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32 master
+    weights)."""
     attention: str = "reference"
-    """Attention implementation (`list attentions`)."""
+    """Attention implementation (`stepscope list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
-    """How much of the step."""
+    """Part of the step to predict."""
     optimizer: Literal[
         "torch", "torch-fused", "stepscope", "stepscope-fused", "stepscope-in-backward", "course"
     ] = "torch"
-    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
-    stepscope-fused (the same in one launch), stepscope-in-backward (each as soon as its gradient is
-    there), course."""
+    """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
+    launch), stepscope-in-backward (each parameter is updated as soon as its gradient is computed),
+    course."""
     loss: Literal["plain", "fused"] = "plain"
-    """plain (from all logits), fused (head and loss by chunks of rows)."""
+    """plain (loss from all logits), fused (LM head and loss in chunks of rows)."""
     fused: bool = False
-    """Our kernels between the products."""
+    """Use Stepscope's fused kernels between the GEMMs."""
     joined: bool = False
-    """With --fused: one product where several read the same input, from kept copies of weights."""
+    """With --fused: fused projections (QKV, gate/up), one GEMM with packed weights."""
     keep: str = ALL
-    """With --joined, for the backward: all, norms (what is gated is made again), gates (norms too),
-    inputs (gates too), or inputs-12 (inputs in the first twelve blocks)."""
+    """With --joined, activations saved for backward: all; norms (recompute the gated activations);
+    gates (recompute norms too); inputs (recompute gates too); inputs-12 (inputs in the first
+    twelve blocks)."""
     graph: bool = False
-    """The whole step as CUDA graphs."""
+    """Capture the full step as CUDA graphs."""
     checkpoint: str = NONE
-    """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
+    """Activation checkpointing: no, blocks per segment (1, 2, 4, …), levels (8-1), or nested."""
     ranks: int = 1
-    """Processes that share the work, each with its own batch."""
+    """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
-    """What the ranks divide: nothing, the optimizer state, or parameters and gradients too."""
+    """State sharded over the ranks: none, optimizer, or full (parameters and gradients too)."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Whose operators and allocator: CUDA rounds requests up, a CPU does not."""
+    """Device whose operators and allocator are modelled; the CUDA allocator rounds sizes up."""
     written_out: bool = False
-    """Softmax and SiLU out of elementary operators, as in the course's reference model."""
+    """Softmax and SiLU from elementary operators, as in the course's reference model."""
     budget: float | None = None
-    """GiB that it must fit into; where it does not, the smallest changes with which it does."""
+    """Memory budget in GiB; if the step exceeds it, list the smallest changes that make it fit."""
     json: bool = False
-    """Print one line of JSON: every phase with its lines, in bytes."""
+    """Print one line of JSON: every phase with its ledger, in bytes."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget < 2**40:
-            raise UsageError(f"budget is {self.budget}", "give GiB, such as 80")
+            raise UsageError(f"--budget is {self.budget}", "give GiB, such as 80")
         if self.sharding != "none" and self.ranks == 1:
-            raise UsageError(f"sharding {self.sharding} with one rank", "say how many with --ranks")
+            raise UsageError(
+                f"--sharding {self.sharding} with one rank", "give the number of ranks with --ranks"
+            )
 
 
 def main(words: list[str]) -> int:
@@ -78,9 +81,8 @@ def main(words: list[str]) -> int:
         PredictOptions,
         words,
         "predict",
-        "Peak memory of each phase of a training step that no compiler saw, from its\n"
-        "configuration alone: operator by operator, through the allocator's own rounding.\n"
-        "Needs no GPU.",
+        "Predict the peak memory of each phase of an eager training step from its configuration:\n"
+        "operator by operator, including the rounding of the CUDA allocator. Needs no GPU.",
         (
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
@@ -90,14 +92,18 @@ def main(words: list[str]) -> int:
             " --loss fused --fused --joined --keep gates --optimizer stepscope-in-backward",
         ),
     )
-    told = [
+    predictions = [
         (name, predict(_plan(options, name, context, dtype)))
         for name, context, dtype in itertools.product(options.size, options.context, options.dtype)
     ]
     if options.json:
-        print(json_line({"predictions": [_facts(name, held) for name, held in told]}))
+        print(
+            json_line(
+                {"predictions": [_facts(name, prediction) for name, prediction in predictions]}
+            )
+        )
         return 0
-    _print(options, told)
+    _print(options, predictions)
     return 0
 
 
@@ -123,29 +129,29 @@ def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepP
     )
 
 
-def _facts(name: str, told: Prediction) -> dict[str, object]:
+def _facts(name: str, prediction: Prediction) -> dict[str, object]:
     return {
         "size": name,
-        "plan": told.plan,
-        "peak_bytes": told.peak.allocated,
-        "phases": told.phases,
-        "ends": told.ends,
+        "plan": prediction.plan,
+        "peak_bytes": prediction.peak.allocated,
+        "phases": prediction.phases,
+        "ends": prediction.ends,
     }
 
 
-def _print(options: PredictOptions, told: list[tuple[str, Prediction]]) -> None:
+def _print(options: PredictOptions, predictions: list[tuple[str, Prediction]]) -> None:
     from stepscope.report.terminal import print_findings, print_table
     from stepscope.studies.views import prediction as view
 
     findings = []
-    for name, held in told:
-        words = view.plan_name(name, held.plan)
-        findings.append(view.peak_finding(words, held))
+    for name, prediction in predictions:
+        words = view.plan_name(name, prediction.plan)
+        findings.append(view.peak_finding(words, prediction))
         if options.budget is not None:
-            findings.append(view.budget_finding(words, held, int(options.budget * 2**30)))
+            findings.append(view.budget_finding(words, prediction, int(options.budget * 2**30)))
     print_findings(findings)
     print()
-    print_table(view.phases_table(told))
-    if len(told) == 1:
+    print_table(view.phases_table(predictions))
+    if len(predictions) == 1:
         print()
-        print_table(view.ledger_table(told[0][1]))
+        print_table(view.ledger_table(predictions[0][1]))

@@ -1,4 +1,4 @@
-"""`stepscope profile-nsys`: the same step under Nsight Systems."""
+"""`stepscope profile-nsys`: profile a training step with Nsight Systems."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from stepscope.studies.training.workload import Mode, WorkloadFlags, workloads
 
 
 class NsysOptions(WorkloadFlags, frozen=True, kw_only=True):
-    """One training step: give every flag one value."""
+    """The training step to profile: give every flag one value."""
 
     mode: Mode = "train-step"
-    """forward, forward-backward or train-step."""
+    """Part of the step: forward, forward-backward or train-step."""
     warmup: int = 5
-    """Steps before Nsight Systems begins to record."""
+    """Warm-up steps before the profiled ones."""
     traced: int = 3
-    """Steps that it records."""
+    """Steps to profile."""
     run: bool = True
-    """Run the commands where `nsys` is installed; otherwise, and with --no-run, print them."""
+    """Run the commands if `nsys` is installed; with --no-run only print them."""
     out: Path = StoreOptions().out
-    """Folder of the record store and the reports (or set STEPSCOPE_OUT)."""
+    """Directory of the record store and the reports (environment: STEPSCOPE_OUT)."""
 
 
 def main(words: list[str]) -> int:
@@ -37,8 +37,8 @@ def main(words: list[str]) -> int:
         NsysOptions,
         words,
         "profile-nsys",
-        "Record a training step with Nsight Systems and read the recording: prints the commands,\n"
-        "and runs them where nsys is installed.",
+        "Profile a training step with Nsight Systems and analyze the result. Prints the commands,\n"
+        "and runs them if nsys is installed.",
         (
             "stepscope profile-nsys --size small --context 512",
             "stepscope profile-nsys --size xl --dtype bfloat16 --mode forward --no-run",
@@ -53,39 +53,59 @@ def main(words: list[str]) -> int:
             if done.returncode:
                 raise StepscopeError(f"{command[0]} ended with exit code {done.returncode}")
     if options.run and not installed:
-        write_line("nsys is not installed here: run these where it is")
+        write_line("nsys is not installed here; run these commands on a machine that has it")
     return 0
 
 
 def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
-    """Record, export, read: each as the words of a command."""
+    """Return the commands that record, export and analyze, each as a list of words."""
     case = _one_case(options)
     report = options.out / "traces" / case.key
     config = msgspec.json.encode(case.config).decode()
-    # The range of cudaProfilerStart and Stop leaves the warm-up out. The process is not sampled:
-    # that would slow down what the launches are measured by.
+    # The capture range (cudaProfilerStart to Stop) excludes the warm-up. CPU sampling is off: it
+    # would slow down the host, and launches are timed on the host.
     record = [
-        "nsys", "profile", "--trace=cuda,nvtx,cublas,cudnn", "--sample=none", "--cpuctxsw=none",
-        "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true",
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--force-overwrite=true",
         f"--output={report}",
-        sys.executable, "-m", "stepscope.studies.profile.nsight_steps", config,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "stepscope.studies.profile.nsight_steps",
+        config,
+    ]
     export = [
-        "nsys", "export", "--type=sqlite", "--force-overwrite=true",
-        f"--output={report}.sqlite", f"{report}.nsys-rep",
-    ]  # fmt: skip
-    read = [sys.executable, "-m", "stepscope", "trace", f"{report}.sqlite", "--out",
-            str(options.out)]  # fmt: skip
+        "nsys",
+        "export",
+        "--type=sqlite",
+        "--force-overwrite=true",
+        f"--output={report}.sqlite",
+        f"{report}.nsys-rep",
+    ]
+    read = [
+        sys.executable,
+        "-m",
+        "stepscope",
+        "trace",
+        f"{report}.sqlite",
+        "--out",
+        str(options.out),
+    ]
     return record, export, read
 
 
 def _one_case(options: NsysOptions) -> PlannedCase:
-    found = list(workloads(options, (options.mode,)))
-    if len(found) != 1:
+    planned = list(workloads(options, (options.mode,)))
+    if len(planned) != 1:
         raise UsageError(
-            f"{len(found)} steps are asked for", "give every flag one value: one step is recorded"
+            f"the flags name {len(planned)} steps, but one is profiled", "give every flag one value"
         )
-    (workload,) = found
+    (workload,) = planned
     effort = {"warmup": options.warmup, "traced": options.traced}
     return PlannedCase(
         study="profile",

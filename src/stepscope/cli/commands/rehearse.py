@@ -1,4 +1,4 @@
-"""`stepscope rehearse`: a recorded step on clusters that one does not have."""
+"""`stepscope rehearse`: replay a recorded step on clusters that are not at hand."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ from stepscope.studies.rehearsal.subject import (
 )
 from stepscope.studies.rehearsal.view import subject_blocks
 
-_MEND = "record one with `stepscope run rehearsal --size small --context 512`"
-_QUESTION = "What would this step take on ranks that one does not have?"
+_FIX = "record one with `stepscope run rehearsal --size small --context 512`"
+_QUESTION = "How long would this step take on a cluster?"
 
 
 class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
-    source: Annotated[str | None, tyro.conf.Positional] = None
-    """A run, a record or a .jsonl file with a recorded step; by default the newest in the store."""
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """A run, a record or a .jsonl file with a recorded step; default: the newest in the store."""
     ranks: tuple[int, ...] = (8, 64, 1024)
     """Numbers of ranks."""
     link: tuple[str, ...] = ()
-    """Links: nvlink, infiniband, ethernet; all of them by default."""
+    """Interconnects: nvlink, infiniband, ethernet; default: all."""
     latency_us: float | None = None
-    """Links of your own: what a hop costs, in µs. Give --bandwidth-gbs with it."""
+    """Custom interconnect: latency of one hop in µs. Requires --bandwidth-gbs."""
     bandwidth_gbs: float | None = None
-    """Links of your own: what a rank can send, in GB/s (10^9 bytes)."""
+    """Custom interconnect: bandwidth per rank in GB/s (10^9 bytes). Requires --latency-us."""
     per_node: int = 1
-    """With links of your own: ranks of a node, which NVLink joins."""
+    """Custom interconnect: ranks per node; ranks of a node communicate over NVLink."""
     strategy: tuple[str, ...] = ALL
-    """Strategies: naive, flat, overlap, bucketed, sharded (the optimizer's state), fsdp."""
+    """Strategies: naive, flat, overlap, bucketed, sharded (optimizer state), fsdp."""
     bucket_mb: tuple[float, ...] = BUCKETS_MB
-    """Bucket sizes to choose the best of, in MiB."""
+    """Bucket sizes in MiB from which the best is chosen."""
     batch: float | None = None
-    """Sequences of each rank, if not as recorded; the passes are taken to take as much longer."""
+    """Sequences per rank; default: as recorded. Forward and backward times scale with it."""
     faster: float = 1.0
-    """As if the device computed so many times as fast as the recorded one."""
+    """Speed of the device relative to the recorded one."""
     tflops: float | None = None
-    """The device's rate for the closed forms, if not as recorded."""
+    """Device rate in TFLOP/s for the closed forms; default: as recorded."""
     tensor: int = 0
-    """Ranks of a tensor-parallel group in 2-D; 0 takes a node."""
+    """Ranks per tensor-parallel group in 2-D parallelism; 0 means one node."""
     exposed_above: float = 20.0
-    """Percent of the step from which on exposed communication does not pay."""
+    """Exposed communication, in percent of the step, above which scaling no longer pays off."""
     json: bool = False
     """Print one line of JSON: every prediction, the sweeps and the closed forms."""
 
@@ -85,7 +85,7 @@ class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
                 raise unknown_name("strategy", name, ALL)
         if (self.latency_us is None) != (self.bandwidth_gbs is None):
             raise UsageError(
-                "a link of your own needs two numbers", "give --latency-us and --bandwidth-gbs"
+                "a custom interconnect needs two numbers", "give --latency-us and --bandwidth-gbs"
             )
         if not self.ranks or not self.strategy:
             raise UsageError("there is nothing to predict", "give --ranks and --strategy a value")
@@ -124,9 +124,10 @@ def main(words: list[str]) -> int:
         RehearseOptions,
         words,
         "rehearse",
-        "Play a recorded step on a cluster: step time and exposed communication of each strategy,\n"
-        "the best bucket size, where scaling stops paying, and the batch at which data, tensor,\n"
-        "FSDP and 2-D parallelism become communication-bound. Writes rehearsal.html.",
+        "Replay a recorded step on a simulated cluster: step time and exposed communication of\n"
+        "each strategy, the best bucket size, where scaling stops paying off, and the batch size\n"
+        "below which data, tensor, FSDP and 2-D parallelism become communication-bound. Writes\n"
+        "rehearsal.html.",
         (
             "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
             "stepscope rehearse",
@@ -136,15 +137,15 @@ def main(words: list[str]) -> int:
         ),
     )
     with explained("rehearsal"):
-        subjects = [_asked(options, subject) for subject in _subjects(options)]
+        subjects = [_adjusted(options, subject) for subject in _subjects(options)]
         page = _page(subjects, options.question)
     html = options.out / "rehearsal.html"
     from stepscope.report.html import html_page
 
     write_text(html, html_page(page))
     if options.json:
-        told = [_facts(subject, options.question) for subject in subjects]
-        print(json_line({"rehearsals": told, "report": html}))
+        facts = [_facts(subject, options.question) for subject in subjects]
+        print(json_line({"rehearsals": facts, "report": html}))
         return 0
     from stepscope.report.terminal import print_sections
 
@@ -156,34 +157,34 @@ def main(words: list[str]) -> int:
 def _subjects(options: RehearseOptions) -> list[Subject]:
     if options.source is None:
         with existing_store(options) as store:
-            held = store.records(study="rehearsal")
+            records = store.records(study="rehearsal")
         where = str(options.store)
     else:
-        meant = load_run_or_record(options.source, options)
-        held, where = ((meant,) if isinstance(meant, Record) else meant), options.source
-    # A check has a recording of its own, made with fewer threads: only where there is no other.
-    ours = STUDY.results([plausible(record) for record in held if record.study == STUDY.name])
-    found = [
+        loaded = load_run_or_record(options.source, options)
+        records, where = ((loaded,) if isinstance(loaded, Record) else loaded), options.source
+    # The check case has its own recording, with fewer threads: use it only if there is no other.
+    ours = STUDY.results([plausible(record) for record in records if record.study == STUDY.name])
+    subjects = [
         subject
         for result in results_of(ours, RecordingCase) or ours
         if (subject := subject_of(*result))
     ]
-    if not found:
-        raise UsageError(f"{where} has no recorded step", _MEND)
-    return found[-1:] if options.source is None else found
+    if not subjects:
+        raise UsageError(f"{where} has no recorded step", _FIX)
+    return subjects[-1:] if options.source is None else subjects
 
 
-def _asked(options: RehearseOptions, subject: Subject) -> Subject:
-    """The recorded step as the options change it."""
+def _adjusted(options: RehearseOptions, subject: Subject) -> Subject:
+    """Apply the options (speed, batch size, rate) to the recorded step."""
     recording = subject.recording.on_faster_device(options.faster)
     batch = options.batch or subject.batch
     rate = subject.flops_per_s * options.faster
     changes = [
         *([f"{options.faster:g} times as fast"] if options.faster != 1 else []),
-        *([f"with {batch:g} sequences a rank"] if batch != subject.batch else []),
+        *([f"with {batch:g} sequences per rank"] if batch != subject.batch else []),
     ]
     return subject._replace(
-        name=f"{subject.name} as if {' and '.join(changes)}" if changes else subject.name,
+        name=f"{subject.name}, assumed {' and '.join(changes)}" if changes else subject.name,
         recording=recording.with_batch(batch / subject.batch),
         batch=batch,
         flops_per_s=rate if options.tflops is None else options.tflops * 1e12,
@@ -195,7 +196,7 @@ def _page(subjects: list[Subject], question: Question) -> Page:
     steps = next(b for b in blocks if isinstance(b, Table) and b.name == "rehearsal-steps")
     networks = ", ".join(network.name for network in question.networks)
     return Page(
-        title="Rehearsal for a cluster",
+        title="Rehearsal on a cluster",
         subtitle=f"{', '.join(s.name for s in subjects)}, recorded on {subjects[0].device};"
         f" {', '.join(f'{n:,}' for n in question.ranks)} ranks over {networks}",
         headline=steps,
@@ -219,27 +220,27 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
         "flops_per_s": subject.flops_per_s,
         "compute_ms": subject.recording.compute_ms,
         "gradient_bytes": subject.recording.gradient_bytes,
-        "predictions": [_prediction_facts(told) for told in predict(subject, question)],
+        "predictions": [_prediction_facts(prediction) for prediction in predict(subject, question)],
         "scaling": {
             name: {
-                "step_ms": {n: step.step_ms for n, step in held.kept.items()},
-                "exposed_share": {n: step.exposed_share for n, step in held.kept.items()},
-                "stops_paying_at": held.stops_paying(question.above),
-                "shared_batch_step_ms": {n: step.step_ms for n, step in held.divided.items()},
+                "step_ms": {n: step.step_ms for n, step in curve.kept.items()},
+                "exposed_share": {n: step.exposed_share for n, step in curve.kept.items()},
+                "stops_paying_at": curve.stops_paying(question.above),
+                "shared_batch_step_ms": {n: step.step_ms for n, step in curve.divided.items()},
             }
-            for name, held in scalings.items()
+            for name, curve in scalings.items()
         },
         "closed_forms": [
-            {"link": network.name, "ranks": ranks, **_way_facts(way, subject.batch)}
+            {"link": network.name, "ranks": ranks, **_strategy_facts(strategy, subject.batch)}
             for network in question.networks
             for ranks in question.ranks
             if ranks > 1
-            for way in closed_forms(subject, question, network, ranks)
+            for strategy in closed_forms(subject, question, network, ranks)
         ],
     }
 
 
-def _prediction_facts(told: Prediction) -> dict[str, object]:
+def _prediction_facts(prediction: Prediction) -> dict[str, object]:
     def facts(step: Replay) -> dict[str, object]:
         return {
             "step_ms": step.step_ms,
@@ -249,20 +250,20 @@ def _prediction_facts(told: Prediction) -> dict[str, object]:
         }
 
     return {
-        "link": told.network.name,
-        "ranks": told.ranks,
-        "best_bucket_mb": told.buckets.best,
-        "bucket_step_ms": {f"{size:g}": s.step_ms for size, s in told.buckets.steps.items()},
-        "strategies": {name: facts(step) for name, step in told.steps.items()},
+        "link": prediction.network.name,
+        "ranks": prediction.ranks,
+        "best_bucket_mb": prediction.buckets.best,
+        "bucket_step_ms": {f"{size:g}": s.step_ms for size, s in prediction.buckets.steps.items()},
+        "strategies": {name: facts(step) for name, step in prediction.steps.items()},
     }
 
 
-def _way_facts(way: ParallelStrategy, batch: float) -> dict[str, object]:
+def _strategy_facts(strategy: ParallelStrategy, batch: float) -> dict[str, object]:
     return {
-        "parallelism": way.name,
-        "bound_below_sequences": way.bound_below,
-        "unit": way.unit,
-        "ratio": way.ratio(batch),
+        "parallelism": strategy.name,
+        "bound_below_sequences": strategy.bound_below,
+        "unit": strategy.unit,
+        "ratio": strategy.ratio(batch),
     }
 
 

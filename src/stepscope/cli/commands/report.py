@@ -1,4 +1,4 @@
-"""`stepscope report`: the page of a run."""
+"""`stepscope report`: the HTML and Markdown report of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TERMINAL_ROWS = 24
 
 
 class ReportOptions(StoreOptions, frozen=True, kw_only=True):
-    source: Annotated[str, tyro.conf.Positional] = "latest"
-    """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
+    """A run (id, id prefix, latest, latest~1) or a .jsonl file of records."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
         ReportOptions,
         words,
         "report",
-        "Write report.html and report.md from records. Nothing is measured.",
+        "Write report.html and report.md from stored records, without measuring.",
         ("stepscope report", "stepscope report latest~1", "stepscope report results/h200.jsonl"),
     )
     facts = write_report(load_records(options.source, options), options.out, quiet=options.json)
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
 
 
 def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[str, Any]:
-    """Write both pages; say the headline and where they are."""
+    """Write both reports; unless `quiet`, print the headline and the paths."""
     from stepscope.report.html import html_page
     from stepscope.report.text import markdown_page
     from stepscope.report.verdict import print_verdict
@@ -47,7 +47,7 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     from stepscope.studies.trusted import tally
 
     html, text = out / "report.html", out / "report.md"
-    # A page is tens of thousands of small objects, all needed to the end: nothing to collect.
+    # A page has tens of thousands of small objects, all live until the end: nothing to collect.
     gc.disable()
     try:
         page = make_page(records)
@@ -83,8 +83,8 @@ def _keep(records: Sequence[Record], page: Page, out: Path, written: Sequence[st
 
 
 def print_results(records: Sequence[Record]) -> None:
-    """The headline; of studies that have none, their sentences and tables. A warning about all of
-    them comes first."""
+    """Print a warning about the run if there is one, then the headline table; without a headline,
+    print every study's findings and tables."""
     from stepscope.report.terminal import print_findings, print_sections, print_table
     from stepscope.studies.page import headline, study_sections
     from stepscope.studies.trusted import banner
@@ -110,7 +110,7 @@ def print_results(records: Sequence[Record]) -> None:
 
 
 def _beginning(table: Table) -> Table:
-    """As much of a table as a person reads in a terminal."""
+    """Return the first rows of a table, as many as are readable in a terminal."""
     more = len(table.rows) - _TERMINAL_ROWS
     if more <= 0:
         return table

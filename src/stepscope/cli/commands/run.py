@@ -1,4 +1,4 @@
-"""`stepscope run`: measure, keep, report."""
+"""`stepscope run`: measure the cases of a preset or a study, then write the report."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run, plan_di
 
 
 def seconds_to_wait() -> float:
+    """Default of --wait, from STEPSCOPE_WAIT."""
     text = os.environ.get("STEPSCOPE_WAIT", "30")
     try:
         return float(text)
@@ -35,21 +36,21 @@ def seconds_to_wait() -> float:
 
 
 class RunOptions(StoreOptions, frozen=True, kw_only=True):
-    """How to run it."""
+    """Options of the run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure; auto takes the GPU where there is one."""
+    """Device to measure on; auto uses a GPU if there is one."""
     timeout: float = 600.0
-    """Seconds after which a case is given up."""
+    """Time limit of one case in seconds."""
     resume: bool = False
-    """Go on with the newest run of the same request: finished cases are not repeated."""
+    """Resume the newest run of the same request: finished cases are not repeated."""
     retry: bool = False
     """With --resume: repeat the cases that ended in an error or a timeout."""
     wait: float = seconds_to_wait()
-    """Seconds to wait for other work on this machine to end, in all; a case that still comes out
-    noisy is measured once more. 0 does neither (or set STEPSCOPE_WAIT)."""
+    """Total seconds to wait for other processes while the machine is busy; a case that is noisy
+    nevertheless is measured again. 0 disables both (environment: STEPSCOPE_WAIT)."""
     new_ceilings: bool = False
-    """Measure this machine's ceilings again instead of taking them from the cache."""
+    """Measure this machine's ceilings again instead of using the cached ones."""
     report: bool = True
     """Write report.html and report.md when done."""
     json: bool = False
@@ -57,38 +58,38 @@ class RunOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class PresetOptions(RunOptions, frozen=True, kw_only=True):
-    """How to run it."""
+    """Options of the run."""
 
     preset: str = "quick"
-    """Which cases: quick, seeds, cs336-2026, h200, full (`stepscope list presets`)."""
+    """Preset to measure: quick, seeds, cs336-2026, h200, full (`stepscope list presets`)."""
 
 
 class StudyOptions(RunOptions, frozen=True, kw_only=True):
-    """How to run it."""
+    """Options of the run."""
 
     preset: str | None = None
-    """This study's cases of a preset, instead of naming your own (`stepscope list presets`)."""
+    """Preset whose cases of this study are measured (`stepscope list presets`)."""
 
 
-class Share(NamedTuple):
-    """The cases of a preset, of all studies or of one."""
+class PresetCases(NamedTuple):
+    """A request for the cases of a preset, of all studies or of one."""
 
     preset: str
     study: str | None = None
 
 
-class Asked(NamedTuple):
-    """The cases of one study, by its flags."""
+class StudyCases(NamedTuple):
+    """A request for the cases of one study, chosen by its flags."""
 
     study: Study[Any, Any]
     flags: Any
     chosen: bool
-    """Somebody gave at least one of the flags."""
+    """True if at least one of the study's flags was given."""
 
-    def on_cpu(self) -> Share | None:
-        """What stands for them on a CPU where nobody chose."""
+    def on_cpu(self) -> PresetCases | None:
+        """Return the study's default preset on a CPU, if no flags were given."""
         usual = self.study.on_cpu and not self.chosen
-        return Share(self.study.on_cpu, self.study.name) if usual else None
+        return PresetCases(self.study.on_cpu, self.study.name) if usual else None
 
 
 def main(words: list[str]) -> int:
@@ -97,28 +98,30 @@ def main(words: list[str]) -> int:
         _refuse_model(study, words[1:])
         fields = [("cases", study.flags), ("run", StudyOptions)]
         kind = dataclasses.make_dataclass("StudyRun", fields)
-        asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
-        if asked.run.preset is None:
-            if not study.cases(asked.cases):
+        request: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
+        if request.run.preset is None:
+            if not study.cases(request.cases):
                 raise UsageError(
-                    "there is no case to measure", "give every flag at least one value"
+                    "there are no cases to measure", "give every flag at least one value"
                 )
             named = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
             chosen = any(word.partition("=")[0].replace("_", "-") in named for word in words)
-            return _run(asked.run, Asked(study, asked.cases, chosen), words)
-        require_preset(asked.run.preset)
-        if asked.cases != study.flags():
-            raise UsageError("a preset has its own cases", "leave --preset or the other flags out")
-        return _run(asked.run, Share(asked.run.preset, study.name), words)
+            return _run(request.run, StudyCases(study, request.cases, chosen), words)
+        require_preset(request.run.preset)
+        if request.cases != study.flags():
+            raise UsageError(
+                "--preset and flags that choose cases exclude each other", "omit one of them"
+            )
+        return _run(request.run, PresetCases(request.run.preset, study.name), words)
     own, target, rest = split_words(words, PresetOptions)
     if target in all_studies():
         right = shlex.join(["stepscope", "run", str(target), *own, *rest])
-        raise UsageError(f"{target} comes after options", f"name the study first: {right}")
+        raise UsageError(f"{target} comes after options", f"put the study first: {right}")
     options = parse(
         PresetOptions,
         words,
         "run",
-        "Measure the cases of a preset, or name a study first: `stepscope run STUDY --help`.",
+        "Measure the cases of a preset. To measure one study: `stepscope run STUDY --help`.",
         (
             "stepscope run",
             "stepscope run --preset seeds --resume",
@@ -126,16 +129,17 @@ def main(words: list[str]) -> int:
         ),
     )
     require_preset(options.preset)
-    return _run(options, Share(options.preset), words)
+    return _run(options, PresetCases(options.preset), words)
 
 
 def _study(name: str) -> Study[Any, Any]:
-    """Those that other commands record are refused with a word on that, and not offered."""
+    """Find a study by name. Studies recorded by other commands are refused, with a hint, and not
+    suggested."""
     if name not in all_studies():
         if name in viewables():
             recorded_by = viewables()[name].recorded_by
             raise UsageError(
-                f"{name} has no cases to run", f"its records come from `{recorded_by}`"
+                f"the study {name} cannot be run", f"its records come from `{recorded_by}`"
             )
         raise unknown_name("study", name, all_studies())
     return find_study(name)
@@ -146,25 +150,26 @@ def _refuse_model(study: Study[Any, Any], words: Sequence[str]) -> None:
         return
     if study.no_model:
         taking = [
-            name for name, one in all_studies().items()
+            name
+            for name, one in all_studies().items()
             if "model" in one.flags.__struct_fields__ and not one.no_model
-        ]  # fmt: skip
+        ]
         raise UsageError(
-            f"{study.name} cannot take a model of your own: {study.no_model}",
-            f"these can: {', '.join(taking)}",
+            f"{study.name} does not support --model: {study.no_model}",
+            f"these studies do: {', '.join(taking)}",
         )
 
 
-def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> int:
+def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[str]) -> int:
     if options.timeout <= 0:
-        raise UsageError(f"timeout is {options.timeout:g}", "it must be above 0 seconds")
+        raise UsageError(f"--timeout is {options.timeout:g}", "it must be above 0 seconds")
     if not 0 <= options.wait < math.inf:
-        raise UsageError(f"wait is {options.wait:g}", "give 0 or more seconds")
+        raise UsageError(f"--wait is {options.wait:g}", "give 0 or more seconds")
     if options.retry and not options.resume:
-        raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
+        raise UsageError("--retry repeats cases of an earlier run", "combine it with --resume")
     if is_follower():
         follow()
-    # A study that traces keeps its traces beside the store; its worker inherits this.
+    # Studies with traces save them next to the store; worker processes inherit this.
     os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
         cases = _cases(wanted, runner)
@@ -173,28 +178,32 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
         try:
             with observer:
                 runner.run(
-                    cases, run, store, observer,
-                    retry=options.retry, new_ceilings=options.new_ceilings,
+                    cases,
+                    run,
+                    store,
+                    observer,
+                    retry=options.retry,
+                    new_ceilings=options.new_ceilings,
                     wait_s=options.wait,
-                )  # fmt: skip
+                )
         except KeyboardInterrupt:
-            kept = len(store.finished(run.id))
+            saved = len(store.finished(run.id))
             write_line(
-                f"\ninterrupted: {kept} of {len(cases)} cases are kept in run {run.id}\n"
-                f"go on with: {run.command}"
+                f"\ninterrupted: {saved} of {len(cases)} cases are saved in run {run.id}\n"
+                f"resume with: {run.command}"
             )
             raise
     return _conclude(options, run)
 
 
-def _cases(wanted: Asked | Share, runner: Runner) -> tuple[PlannedCase, ...]:
-    if isinstance(wanted, Asked) and runner.environment.device_kind == "cpu":
+def _cases(wanted: StudyCases | PresetCases, runner: Runner) -> tuple[PlannedCase, ...]:
+    if isinstance(wanted, StudyCases) and runner.environment.device_kind == "cpu":
         instead = wanted.on_cpu()
         if instead is not None:
-            told = f"on a CPU: the cases of preset {instead.preset}; others by their flags"
-            write_line(told)
+            text = f"on a CPU: the cases of preset {instead.preset}; choose others with flags"
+            write_line(text)
             wanted = instead
-    if isinstance(wanted, Share):
+    if isinstance(wanted, PresetCases):
         return preset_cases(wanted.preset, runner.environment, wanted.study, runner.lacks)
     cases = wanted.study.planned(wanted.flags, runner.lacks)
     runner.refuse_impossible(cases)
@@ -204,13 +213,13 @@ def _cases(wanted: Asked | Share, runner: Runner) -> tuple[PlannedCase, ...]:
 def _open_run(
     options: RunOptions, cases: Sequence[PlannedCase], store: Store, words: Sequence[str]
 ) -> tuple[Run, int]:
-    """The run to work on, and how many of its cases are done."""
+    """Return the run to work on, and how many of its cases are done."""
     if options.resume:
-        held = store.latest_with_plan(plan_digest(cases))
-        if held is not None:
+        latest = store.latest_with_plan(plan_digest(cases))
+        if latest is not None:
             again = REPEATABLE if options.retry else ()
-            done = [status for status, _ in store.finished(held.id).values()]
-            return held, sum(status not in again for status in done)
+            done = [status for status, _ in store.finished(latest.id).values()]
+            return latest, sum(status not in again for status in done)
         log("no earlier run of this request; starting one")
     plain = [word for word in words if word not in ("--resume", "--retry")]
     run = new_run(cases, shlex.join(["stepscope", "run", *plain, "--resume"]))
@@ -219,17 +228,20 @@ def _open_run(
 
 
 def _conclude(options: RunOptions, run: Run) -> int:
-    """Export, report, and say how it went."""
+    """Export the records, write the report, and return the exit code."""
     with Store(options.store, create=False) as store:
         records = store.records(run.id)
     tally: Counter[str] = Counter(record.status for record in records)
     exported = options.out / f"{run.id}.jsonl"
     write_records(records, exported)
     facts: dict[str, Any] = {
-        "run": run.id, "cases": run.cases, "status": dict(tally), "store": options.store,
+        "run": run.id,
+        "cases": run.cases,
+        "status": dict(tally),
+        "store": options.store,
         "records": exported,
-    }  # fmt: skip
-    # An out-of-memory says something: what held the memory.
+    }
+    # An out-of-memory is a result too: the report shows what occupied the memory.
     shown = tally["ok"] or tally["oom"]
     if options.report and shown:
         facts |= write_report(records, options.out, quiet=options.json)

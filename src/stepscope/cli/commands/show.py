@@ -1,4 +1,4 @@
-"""`stepscope show`: findings and tables in the terminal."""
+"""`stepscope show`: findings and tables of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stepscope.records.schema import Record
 
 
 class ShowOptions(StoreOptions, frozen=True, kw_only=True):
-    source: Annotated[str, tyro.conf.Positional] = "latest"
-    """A run (id, its beginning, latest, latest~1), a .jsonl file, or the id of one record."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
+    """A run (id, id prefix, latest, latest~1), a .jsonl file, or the id of one record."""
     study: str | None = None
-    """Only this study."""
+    """Show only this study."""
     full: bool = False
     """Print every finding and table."""
     json: bool = False
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
         ShowOptions,
         words,
         "show",
-        "Print the verdict of a run and one line per study, or one record whole.",
+        "Print the verdict of a run and one line per study, or all of one record.",
         (
             "stepscope show",
             "stepscope show --full",
@@ -37,20 +37,20 @@ def main(words: list[str]) -> int:
             "stepscope show 3f2a9c",
         ),
     )
-    meant = load_run_or_record(options.source, options)
-    records = (meant,) if isinstance(meant, Record) else meant
+    loaded = load_run_or_record(options.source, options)
+    records = (loaded,) if isinstance(loaded, Record) else loaded
     if options.study is not None:
-        held = dict.fromkeys(record.study for record in records)
-        if options.study not in held:
+        studies = dict.fromkeys(record.study for record in records)
+        if options.study not in studies:
             raise UsageError(
                 f"study {options.study!r} has no records in {options.source}",
-                f"these have: {', '.join(held)}",
+                f"choose from: {', '.join(studies)}",
             )
         records = tuple(record for record in records if record.study == options.study)
     if options.json:
         print(json_line(msgspec.to_builtins(records)))
-    elif isinstance(meant, Record):
-        print(printable(msgspec.json.format(msgspec.json.encode(meant), indent=2).decode()))
+    elif isinstance(loaded, Record):
+        print(printable(msgspec.json.format(msgspec.json.encode(loaded), indent=2).decode()))
     else:
         from stepscope.report.blocks import Finding
         from stepscope.report.terminal import print_findings, print_sections

@@ -1,4 +1,4 @@
-"""`stepscope snapshot`: what held the memory, from anyone's snapshot of CUDA's allocator."""
+"""`stepscope snapshot`: what occupied memory at the peak, from a CUDA memory snapshot."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stepscope.report.format import bytes_, count, percent
 
 
 class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
-    file: Annotated[Path, tyro.conf.Positional]
-    """A file that torch.cuda.memory._dump_snapshot wrote."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A file written by torch.cuda.memory._dump_snapshot."""
     top: int = 15
-    """Lines of code to show."""
+    """Number of source lines to show."""
     json: bool = False
     """Print one line of JSON."""
 
     def __post_init__(self) -> None:
         if self.top < 1:
-            raise UsageError(f"top is {self.top}", "it must be at least 1")
+            raise UsageError(f"--top is {self.top}", "it must be at least 1")
 
 
 def main(words: list[str]) -> int:
@@ -33,67 +33,76 @@ def main(words: list[str]) -> int:
         SnapshotOptions,
         words,
         "snapshot",
-        "Read a memory snapshot: the peak, and which lines of code held it. The file is a pickle;\n"
-        "it is read without running anything in it.",
+        "Read a CUDA memory snapshot: the peak, and which source lines allocated it. The file is\n"
+        "a pickle; it is read without executing anything in it.",
         ("stepscope snapshot memory.pickle", "stepscope snapshot memory.pickle --json"),
     )
-    held = read_snapshot(options.file)
+    snapshot = read_snapshot(options.file)
     if options.json:
-        print(json_line({"snapshot": held}))
+        print(json_line({"snapshot": snapshot}))
         return 0
     from stepscope.report.terminal import print_findings, print_table
 
-    print_findings(_findings(held))
+    print_findings(_findings(snapshot))
     print()
-    print_table(_table(held, options.top))
+    print_table(_table(snapshot, options.top))
     return 0
 
 
-def _findings(held: Snapshot) -> list[Finding]:
-    unused = held.reserved - held.active
-    share = percent(unused / held.reserved) if held.reserved else "nothing"
-    found = [
+def _findings(snapshot: Snapshot) -> list[Finding]:
+    unused = snapshot.reserved - snapshot.active
+    share = percent(unused / snapshot.reserved) if snapshot.reserved else "nothing"
+    findings = [
         Finding(
-            text=f"Device {held.device} of {held.devices}: {bytes_(held.reserved)} reserved,"
-            f" {bytes_(held.active)} in use at the end; {bytes_(unused)} ({share}) is kept for"
-            " later."
+            text=f"Device {snapshot.device} of {snapshot.devices}:"
+            f" {bytes_(snapshot.reserved)} reserved, {bytes_(snapshot.active)} in use at the end;"
+            f" {bytes_(unused)} ({share}) is cached by the allocator."
         )
     ]
-    if not held.events:
-        found.append(
-            Finding(text="It has no history, so the peak before its end is not known.", tone="warn")
+    if not snapshot.events:
+        findings.append(
+            Finding(
+                text="The snapshot has no history, so the peak before its end is unknown.",
+                tone="warn",
+            )
         )
-        return found
-    least = " at least" if held.full else ""
-    text = f"The peak within its {count(held.events)} events is{least} {bytes_(held.peak)}"
-    if held.largest is not None:
-        text += f"; the largest block there has {bytes_(held.largest.bytes)} ({held.largest.code})"
-    if held.full:
+        return findings
+    least = " at least" if snapshot.full else ""
+    text = (
+        f"The peak within the {count(snapshot.events)} recorded events is{least}"
+        f" {bytes_(snapshot.peak)}"
+    )
+    if snapshot.largest is not None:
         text += (
-            ". The buffer of the history is full, so earlier events were overwritten and the peak"
-            " of the run may have been higher: record with a larger max_entries"
+            f"; the largest block at the peak has {bytes_(snapshot.largest.bytes)}"
+            f" ({snapshot.largest.code})"
         )
-    found.append(
+    if snapshot.full:
+        text += (
+            ". The history buffer is full, so earlier events were overwritten and the peak of the"
+            " run may have been higher: record with a larger max_entries"
+        )
+    findings.append(
         Finding(
-            text=text + ". What came before the first event is not covered.",
-            tone="warn" if held.full else "info",
+            text=text + ". Allocations freed before the first event are not covered.",
+            tone="warn" if snapshot.full else "info",
         )
     )
-    return found
+    return findings
 
 
-def _table(held: Snapshot, top: int) -> Table:
+def _table(snapshot: Snapshot, top: int) -> Table:
     rows: list[tuple[Cell, ...]] = [
-        (place.code, place.bytes, place.blocks, place.bytes / held.peak if held.peak else None)
-        for place in held.places[:top]
+        (line.code, line.bytes, line.blocks, line.bytes / snapshot.peak if snapshot.peak else None)
+        for line in snapshot.places[:top]
     ]
-    rest = held.places[top:]
+    rest = snapshot.places[top:]
     if rest:
-        size = sum(place.bytes for place in rest)
-        rows.append((f"{len(rest)} more", size, sum(p.blocks for p in rest), size / held.peak))
+        size = sum(line.bytes for line in rest)
+        rows.append((f"{len(rest)} more", size, sum(p.blocks for p in rest), size / snapshot.peak))
     return Table(
         name="snapshot",
-        title="What held the memory at the peak",
+        title="What occupied memory at the peak",
         columns=(
             Column(title="line of code"),
             Column(title="bytes", kind="bytes"),

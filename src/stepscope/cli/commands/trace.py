@@ -1,4 +1,4 @@
-"""`stepscope trace`: where the time of anyone's training step goes."""
+"""`stepscope trace`: where the time of a training step goes, from a profiler trace."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.cli.common import StoreOptions, json_line, parse, write_text
 from stepscope.report.blocks import Block, Page, Section
 
-_QUESTION = "Where does the time of a step go, and does the account add up?"
+_QUESTION = "Where does the time of a step go, and does the ledger add up?"
 
 
 class TraceOptions(StoreOptions, frozen=True, kw_only=True):
-    file: Annotated[Path, tyro.conf.Positional]
-    """A Chrome trace of torch.profiler (.json, .json.gz), or an export of Nsight Systems."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A torch.profiler Chrome trace (.json, .json.gz), or an Nsight Systems export (.sqlite)."""
     against: Path | None = None
-    """A second trace: which classes shrank or grew from this one to the first."""
+    """A baseline trace: show which kernel classes shrank or grew relative to it."""
     json: bool = False
-    """Print one line of JSON: the whole summary."""
+    """Print one line of JSON: the full summary."""
 
 
 def main(words: list[str]) -> int:
@@ -29,9 +29,9 @@ def main(words: list[str]) -> int:
         TraceOptions,
         words,
         "trace",
-        "Read a trace: kernels by class, unit and part of the model, and a ledger of the step's\n"
-        "time that adds up. Steps are those that the profiler marks, else they end where the\n"
-        "optimizer has stepped. Writes trace.html beside the reports.",
+        "Analyze a trace: kernels by class, hardware unit and part of the model, and a ledger of\n"
+        "the step's time that adds up. Steps are the profiler's step marks, or else end at each\n"
+        "optimizer step. Writes trace.html into the report directory.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
@@ -64,7 +64,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
         blocks = (comparison_table(other, summary, names), *blocks)
     steps = f"{len(summary.steps)} {'step' if len(summary.steps) == 1 else 'steps'}"
     if summary.cut == "nothing":
-        steps = "The whole trace (no step is marked)"
+        steps = "The entire trace (no step is marked)"
     device = f" on {summary.device}" if summary.device else ""
     return Page(
         title=f"Trace of {options.file.name}",

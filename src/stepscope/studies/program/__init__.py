@@ -1,1 +1,1 @@
-"""What the record of a recorded training program holds and how it is shown."""
+"""Record of an observed training program, and its page."""

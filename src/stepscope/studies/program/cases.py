@@ -1,4 +1,4 @@
-"""What a record of `inspect` says of the program that was watched."""
+"""Config of a record of `inspect`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ STUDY_NAME = "inspect"
 
 
 def file_safe(name: str) -> str:
-    """A program's name as part of a case's key."""
+    """Return a program's name with only characters that are valid in a case key."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
 
 
 class InspectedCase(Case, frozen=True, kw_only=True):
-    """One process of a program: a rank, or all there is."""
+    """One process of a program: a rank, or the only process."""
 
     script: str
     arguments: tuple[str, ...]
     rank: int
     ranks: int
     dtype: str
-    """Of most of its FLOPs."""
+    """Dtype of most of its FLOPs."""
     warmup: int
     timed: int
     traced: int
@@ -34,8 +34,8 @@ class InspectedCase(Case, frozen=True, kw_only=True):
 
 
 class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the config of a record says of its step, whichever study recorded it. What a watched
-    program sets up itself is in the attachment `setting`."""
+    """Config fields of a recorded step, common to all studies that record one. The setup of an
+    observed program is in the attachment `setting`."""
 
     script: str = ""
     model: str = ""
@@ -48,5 +48,5 @@ class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def program(self) -> str:
-        """The script, or the function that builds the model."""
+        """Name of the script, or of the function that builds the model."""
         return self.script or self.model

@@ -1,4 +1,4 @@
-"""What was seen of a program, in sentences with numbers."""
+"""Findings about an observed program."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from stepscope.studies.views.energy import energy_finding
 
 _MISSING = {
     "trace_missing": "The steps were not traced",
-    "traced_fewer": "Fewer steps were traced than asked for",
-    "memory_missing": "The memory was not accounted for",
-    "snapshot_missing": "No snapshot of the allocator was taken",
-    "recording_failed": "The recording broke off",
-    "cut_short": "The recording is not whole",
+    "traced_fewer": "Fewer steps were traced than requested",
+    "memory_missing": "There is no memory ledger",
+    "snapshot_missing": "No memory snapshot was taken",
+    "recording_failed": "The recording failed",
+    "cut_short": "The recording is incomplete",
 }
 _SEVERAL = 4
 _COUNTED_IN = "counted operator by operator"
 
 
 def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
-    """Those that name no record rest on that of the first rank."""
+    """Findings of all ranks; those that name no record rest on that of the first rank."""
     lead = ranks[0]
     return resting_on(lead, _findings(lead, ranks))
 
@@ -65,7 +65,7 @@ def _time(lead: Watched) -> Iterator[Finding]:
     whose = "by the device's clock" if series.clock == "device" else "by the host's clock"
     text = (
         f"A step of {lead.name} takes {duration(spread.median)} {whose}: the median of"
-        f" {len(series.values)}, of which half lie between {duration(spread.q1)} and"
+        f" {len(series.values)} steps, half of which are between {duration(spread.q1)} and"
         f" {duration(spread.q3)}."
     )
     more = lead.summary.wall_ms / spread.median - 1 if lead.summary is not None else 0.0
@@ -73,13 +73,21 @@ def _time(lead: Watched) -> Iterator[Finding]:
         text += f" Under the profiler it takes {percent(more)} more."
     yield Finding(
         code="inspect.step",
-        values={"program": lead.name, "step_ms": spread.median, "steps": len(series.values),
-                "q1_ms": spread.q1, "q3_ms": spread.q3, "clock": series.clock,
-                "traced_more": more},
+        values={
+            "program": lead.name,
+            "step_ms": spread.median,
+            "steps": len(series.values),
+            "q1_ms": spread.q1,
+            "q3_ms": spread.q3,
+            "clock": series.clock,
+            "traced_more": more,
+        },
         text=text,
-        conclusion=f"Under the profiler it takes {percent(-more)} less: what the script does, or"
-        " the machine, was not the same meanwhile." if more < -TRACED_APART else "",
-    )  # fmt: skip
+        conclusion=f"Under the profiler it takes {percent(-more)} less: the script's work or the"
+        " machine's load was different in the traced steps."
+        if more < -TRACED_APART
+        else "",
+    )
 
 
 def _verdict(lead: Watched) -> Iterator[Finding]:
@@ -92,7 +100,7 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
             code="inspect.not-launch-bound",
             values={"kernels": launches, "host_idle": idle},
             text=f"This step is not launch-bound: its {count(launches)} kernels are launched in"
-            f" time for {percent(1 - idle)} of it.",
+            f" time during {percent(1 - idle)} of it.",
             tone="good",
         )
 
@@ -109,13 +117,13 @@ def _trace(lead: Watched) -> Iterator[Finding]:
         yield Finding(
             code="inspect.traced-longer",
             values={"steps": len(longer), "longest_ms": max(longer), "usual_ms": usual},
-            text=f"Of the traced steps {len(longer)} took {', '.join(map(duration, longer))} where"
-            f" the others take {duration(usual)}: left out of the account of the time.",
+            text=f"{len(longer)} of the traced steps took {', '.join(map(duration, longer))}, while"
+            f" the others take {duration(usual)}: excluded from the time ledger.",
         )
 
 
 def _evaluations(lead: Watched) -> Iterator[Finding]:
-    """Of steps that also ran the model without gradients, where others did not."""
+    """Report steps that, unlike the others, also ran the model without gradients."""
     left_out = int(lead.record.notes.get("left_out", 0))
     traced = len(lead.traced_validations)
     if left_out:
@@ -123,39 +131,39 @@ def _evaluations(lead: Watched) -> Iterator[Finding]:
             code="inspect.timed-evaluations",
             values={"steps": left_out},
             timed=False,
-            text=f"Of the timed steps {left_out} also ran the model without gradients, as for a"
-            " validation: they are left out of the time of a step.",
+            text=f"{left_out} of the timed steps also ran the model without gradients, as in a"
+            " validation: they are excluded from the step time.",
         )
     if traced and lead.summary is not None:
         yield Finding(
             code="inspect.traced-evaluations",
             values={"steps": traced},
             timed=False,
-            text=f"Of the traced steps {traced} also ran the model without gradients: they are left"
-            " out of the account of the time.",
+            text=f"{traced} of the traced steps also ran the model without gradients: they are"
+            " excluded from the time ledger.",
         )
     if "validates_throughout" in lead.record.notes and lead.summary is not None:
         yield Finding(
             code="inspect.evaluates-in-every-step",
             timed=False,
-            text="All traced steps also ran the model without gradients: that work is in the"
-            " account of the time.",
+            text="All traced steps also ran the model without gradients: the time ledger includes"
+            " that work.",
             tone="warn",
         )
 
 
 def _issue(lead: Watched) -> Iterator[Finding]:
-    """What the host alone needs, which shows in no other time as long as the device is slower."""
+    """Report the host's issue time, which is hidden as long as the device is slower."""
     took = lead.issue_ms
     if not took or lead.step_ms is None:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
-    so = f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
+    so = f"the step takes no longer ({duration(lead.step_ms)}), so the host is the bottleneck"
     if lead.step_ms >= total:
         so = (
-            f"the step takes {lead.step_ms / total:.3g} times that, and no change of what the"
-            " device does makes it faster than the host"
+            f"the step takes {lead.step_ms / total:.3g} times that; faster device work alone cannot"
+            " make the step shorter than the host's time"
         )
     yield Finding(
         code="inspect.issue",
@@ -173,7 +181,7 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
         yield Finding(
             code="inspect.ranks-missing",
             values={"ranks": planned, "missing": gone},
-            text=f"Of {planned} ranks there is nothing from {gone}.",
+            text=f"Of {planned} ranks, there are no records of: {gone}.",
             tone="warn",
             timed=False,
         )
@@ -181,17 +189,19 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
         return
     late, last = lateness(ranks), slowest(ranks)
     if not late:
-        code, text = "no-collectives", "The ranks made no collectives that could be compared."
+        code, text = "no-collectives", "The ranks ran no collectives that could be compared."
     elif not wait_worth(ranks):
-        code, text = "ranks-alike", f"The {len(ranks)} ranks are alike: none holds the others up."
+        code, text = (
+            "ranks-alike",
+            f"The {len(ranks)} ranks are equally fast: none delays the others.",
+        )
     elif last is None:
         code, text = "ranks-late", _several_late(late, last_to_come(ranks))
     else:
         code = "slowest-rank"
         text = (
-            f"Rank {last.rank} is the slowest: it comes to a collective"
-            f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
-            " for it."
+            f"Rank {last.rank} is the slowest: on average it arrives at a collective"
+            f" {duration(late[last.rank])} after the first rank, and the others wait for it."
         )
     yield Finding(
         code=f"inspect.{code}",
@@ -208,17 +218,17 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
 
 
 def _several_late(late: dict[int, float], times_last: dict[int, int]) -> str:
-    """Of ranks of which none is clearly later than all others."""
+    """Describe late ranks if none is clearly later than all others."""
     often = sorted((r for r in times_last if times_last[r]), key=lambda r: -times_last[r])
     if len(often) > 1:
-        told = ", ".join(f"rank {rank} for {times_last[rank]}" for rank in often[:_SEVERAL])
+        listed = ", ".join(f"rank {rank} for {times_last[rank]}" for rank in often[:_SEVERAL])
         return (
-            "The ranks take turns in being late, and the others wait for whoever it is: last to"
-            f" come to {sum(times_last.values())} collectives was {told}."
+            "Different ranks are late at different collectives, and the others wait for them. Of"
+            f" {sum(times_last.values())} collectives, the last to arrive was {listed}."
         )
     most = sorted(late, key=lambda rank: -late[rank])[:_SEVERAL]
-    told = ", ".join(f"rank {rank} {duration(late[rank])}" for rank in most if late[rank] > 0)
-    return f"Several ranks are late to the collectives, in the mean after the first one: {told}."
+    listed = ", ".join(f"rank {rank} {duration(late[rank])}" for rank in most if late[rank] > 0)
+    return f"Several ranks are late at collectives, on average after the first one: {listed}."
 
 
 def memory_finding(lead: Watched) -> Iterator[Finding]:
@@ -228,16 +238,18 @@ def memory_finding(lead: Watched) -> Iterator[Finding]:
     peak = account.highest
     ranked = sorted(account.groups(peak).items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {bytes_(size)}" for name, size in ranked if size > 0)
-    how = "" if account.on_cuda else " (tensors counted one by one: a CPU has no allocator to ask)"
-    text = (
-        f"The memory is highest in the {peak.phase}, with {bytes_(peak.allocated)}{how}: {parts}."
+    how = (
+        ""
+        if account.on_cuda
+        else " (tensors counted one by one: a CPU has no allocator statistics)"
     )
-    kept = {k: v for k, v in peak.lines.items() if k.startswith(SAVED)}
-    if kept:
-        line = max(kept, key=lambda one: kept[one])
+    text = f"Memory peaks in the {peak.phase}, at {bytes_(peak.allocated)}{how}: {parts}."
+    saved = {k: v for k, v in peak.lines.items() if k.startswith(SAVED)}
+    if saved:
+        line = max(saved, key=lambda one: saved[one])
         text += (
-            f" Of what is kept for backward, the line “{line.removeprefix(SAVED)}” has the most:"
-            f" {bytes_(kept[line])}."
+            f" The largest line of tensors saved for backward is “{line.removeprefix(SAVED)}”:"
+            f" {bytes_(saved[line])}."
         )
     yield Finding(
         code="inspect.memory",
@@ -256,7 +268,7 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
         f" {lead.case.dtype}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
-    text += f", {percent(share)} of what was measured as the limit here" if share else ""
+    text += f", {percent(share)} of the ceiling measured here" if share else ""
     if share and share > 1:
         text += ", which was therefore measured too low, perhaps on a busy machine"
     yield Finding(
@@ -272,7 +284,7 @@ def _no_ceilings(lead: Watched) -> Iterator[Finding]:
             code="inspect.no-ceilings",
             timed=False,
             text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
-            " the least time of this step is not known: `stepscope advise` of these records, or of"
+            " the minimum time of this step is unknown. `stepscope advise` on these records, or on"
             " the script, measures them once.",
         )
 
@@ -280,7 +292,7 @@ def _no_ceilings(lead: Watched) -> Iterator[Finding]:
 def _loop(lead: Watched) -> Iterator[Finding]:
     setting, parts = lead.setting, []
     if lead.micro_batches > 1:
-        parts.append(f"{lead.micro_batches} forwards in each step")
+        parts.append(f"{lead.micro_batches} forward passes per step")
     if setting is not None and len(setting.optimizers) > 1:
         names = ", ".join(one.name for one in setting.optimizers)
         parts.append(f"{len(setting.optimizers)} optimizers ({names})")
@@ -289,7 +301,7 @@ def _loop(lead: Watched) -> Iterator[Finding]:
         yield Finding(
             code="inspect.loop",
             values={"micro_batches": lead.micro_batches, "optimizers": optimizers},
-            text=f"What counts as a step here is one turn of the loop: {'; '.join(parts)}.",
+            text=f"A step here is one full iteration of the loop: {'; '.join(parts)}.",
             timed=False,
         )
 

@@ -1,4 +1,4 @@
-"""Records of watched programs with their parts decoded."""
+"""Records of observed programs with their attachments decoded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stepscope.studies.program.setting import Setting, setting_of
 from stepscope.studies.trace.findings import host_idle
 
 _WORTH = 0.03
-"""Ranks that come to their collectives within this share of the step are alike."""
+"""Lateness, as a share of the step, below which ranks count as equally fast."""
 _CLEARLY = 2.0
-"""A rank is the slowest if it is this many times as late as the next one."""
+"""A rank is the slowest if it is at least this many times as late as the next one."""
 
 
 class Watched:
-    """One process of a program that was watched, or the step of a user's model."""
+    """Record of one process of an observed program, or of the step of a user's model."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -60,26 +60,27 @@ class Watched:
 
     @property
     def missing(self) -> str:
-        """Why there is no time or no trace of a step; empty where there are both."""
+        """Reason why the time or the trace of a step is missing; empty if both exist."""
         if self.summary is not None and self.step_ms is not None:
             return ""
         notes = self.record.notes
         whys = (
-            notes.get("recording_failed"), notes.get("trace_missing"), notes.get("cut_short"),
+            notes.get("recording_failed"),
+            notes.get("trace_missing"),
+            notes.get("cut_short"),
             self.record.reason,
-        )  # fmt: skip
+        )
         return next(filter(None, whys), "it has no trace")
 
     @property
-    def not_whole(self) -> str:
-        """Why not all steps were recorded; empty where they were."""
+    def incomplete(self) -> str:
+        """Reason why not all steps were recorded; empty if they were."""
         whys = (self.record.notes.get(note) for note in ("recording_failed", "cut_short"))
         return next(filter(None, whys), self.missing)
 
     @property
     def issue_ms(self) -> dict[str, float]:
-        """By phase, what the host takes to issue it to an idle device; empty where that was not
-        timed."""
+        """Time in which the host issues each phase to an idle device; empty if not measured."""
         return {
             series.phase: summarize(series.values).median
             for series in self.record.series
@@ -88,56 +89,55 @@ class Watched:
 
     @property
     def loading_ms(self) -> float | None:
-        """What a step without the profiler spends in a DataLoader."""
+        """Time in a DataLoader per step, without the profiler."""
         return median_ms(self.record, "loading")
 
     @property
     def micro_batches(self) -> int:
-        """Forwards of the model in a step: more than one where gradients are accumulated."""
+        """Forward passes per step: more than one with gradient accumulation."""
         return round(self.record.quantity("forwards") or 0)
 
     @property
     def host_idle(self) -> float | None:
-        """None on a CPU, where the host is the device."""
+        """Share of the step in which the device waits for the host; None on a CPU."""
         if self.summary is None or not self.summary.on_device:
             return None
         return host_idle(self.summary, self.step_ms)
 
     @property
     def communication_ms(self) -> float | None:
-        """Time of all collectives in a step, also where other work hides them."""
+        """Time of all collectives in a step, including overlapped ones."""
         if self.summary is None:
             return None
         return sum(row.ms for row in self.summary.kernels if row.kind == "communication")
 
     @cached_property
     def collectives(self) -> tuple[tuple[int, ...], ...] | None:
-        """When each collective of each traced step began."""
+        """Start time of each collective of each traced step."""
         return self.record.attachment("collectives", tuple[tuple[int, ...], ...])
 
     @property
     def traced_validations(self) -> list[int]:
-        """Places of traced steps that also ran the model without gradients, where others did
-        not."""
+        """Indices of traced steps that, unlike the others, also ran the model without gradients."""
         return self.record.attachment("traced_validations", list[int]) or []
 
     @property
     def traced_longer(self) -> list[float]:
-        """Milliseconds of traced steps that took far longer than the others."""
+        """Times in ms of traced steps that took far longer than the others."""
         return self.record.attachment("traced_longer", list[float]) or []
 
 
 def resting_on(one: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings with the record that they are drawn from, where they name none."""
+    """Add the record to findings that name none."""
     ids = (one.record.id,)
     return tuple(
-        found if found.records else msgspec.structs.replace(found, records=ids)
-        for found in findings
+        finding if finding.records else msgspec.structs.replace(finding, records=ids)
+        for finding in findings
     )
 
 
 class _Account(Account):
-    """Shown under the name of its program."""
+    """Memory ledger shown under the name of its program."""
 
     def __init__(self, record: Record, name: str) -> None:
         super().__init__(record)
@@ -149,32 +149,32 @@ class _Account(Account):
 
 
 def programs(records: Sequence[Record]) -> list[list[Watched]]:
-    """The ranks of each program that ran, the first rank first."""
-    found: dict[tuple[str, str], list[Watched]] = {}
+    """Group records by program; ranks in order."""
+    groups: dict[tuple[str, str], list[Watched]] = {}
     for record in records:
         watched = Watched(record)
-        found.setdefault((record.run, watched.name), []).append(watched)
-    return [sorted(ranks, key=lambda one: one.rank) for ranks in found.values()]
+        groups.setdefault((record.run, watched.name), []).append(watched)
+    return [sorted(ranks, key=lambda one: one.rank) for ranks in groups.values()]
 
 
 def lateness(ranks: Sequence[Watched]) -> dict[int, float]:
-    """Milliseconds by rank after the first that came to a collective, in the mean."""
+    """Mean lateness of each rank at collectives in ms, relative to the first rank to arrive."""
     return lateness_ms(_starts(ranks))
 
 
 def last_to_come(ranks: Sequence[Watched]) -> dict[int, int]:
-    """By rank, how many collectives it was the last to come to."""
+    """Number of collectives at which each rank was the last to arrive."""
     return times_last(_starts(ranks))
 
 
 def wait_worth(ranks: Sequence[Watched]) -> bool:
-    """Whether ranks wait for one another for long enough to speak of."""
+    """Return True if ranks wait for each other for a significant share of the step."""
     late, step = lateness(ranks), ranks[0].summary
     return bool(late) and step is not None and max(late.values()) >= _WORTH * step.wall_ms
 
 
 def slowest(ranks: Sequence[Watched]) -> Watched | None:
-    """The rank that the others wait for; None where nobody waits much, or not for one alone."""
+    """Return the rank that the others wait for; None if waits are short or for several ranks."""
     if not wait_worth(ranks):
         return None
     late = lateness(ranks)
@@ -184,4 +184,4 @@ def slowest(ranks: Sequence[Watched]) -> Watched | None:
 
 
 def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    return {one.rank: held for one in ranks if (held := one.collectives) is not None}
+    return {one.rank: starts for one in ranks if (starts := one.collectives) is not None}

@@ -1,4 +1,4 @@
-"""How a program that was watched had set up its step: what advice must know."""
+"""Setup of the training step of an observed program, used by the advice rules."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from stepscope.records.schema import Part, Record
 
 
 class OptimizerSetting(Part, frozen=True):
+    """Setup of one optimizer."""
+
     name: str
     of_torch: bool
-    """One of torch.optim's own."""
+    """True for a class of torch.optim."""
     tensors: Int64
     fused: bool
     foreach: bool | None
     knows_fused: bool
-    """It has that option."""
+    """True if it supports `fused=True`."""
 
 
 class Setting(Part, frozen=True):
+    """Setup of a training step: models, optimizers, dtypes, batch size."""
+
     models: tuple[str, ...]
     optimizers: tuple[OptimizerSetting, ...]
     compiled: bool
     parameter_formats: dict[str, Int64]
-    """Parameters by number format."""
+    """Number of parameters by dtype."""
     matmul_precision: str
-    """`highest`, or what lets float32 products run in a shorter format."""
+    """`highest`, or a setting that lets float32 matmuls use TF32."""
     distributed: bool
     blocks: Int64 = 0
-    """Entries of the models' ModuleLists."""
+    """Number of entries of the models' ModuleLists."""
     batch: Int64 | None = None
-    """Of its DataLoaders, where all have the same."""
+    """Batch size of its DataLoaders, if all have the same."""
 
 
 def setting_of(record: Record) -> Setting | None:

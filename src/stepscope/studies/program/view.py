@@ -1,4 +1,4 @@
-"""The page of a program that was watched."""
+"""Page of an observed program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
 
 
 def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:
-    """Everything that its trace says but the sentences; `name` begins the names of the parts."""
+    """Tables and figures of its trace; `name` is the prefix of their names."""
     summary = lead.summary
     if summary is None:
         return ()
@@ -71,33 +71,49 @@ def account_blocks(lead: Watched) -> tuple[Block, ...]:
 
 
 def headline_table(records: Sequence[Record]) -> Table:
-    found = [one for ranks in programs(records) for one in ranks]
-    several = any(one.case.ranks > 1 for one in found)
+    watched = [one for ranks in programs(records) for one in ranks]
+    several = any(one.case.ranks > 1 for one in watched)
 
-    on_device = {one.summary.on_device for one in found if one.summary}
+    on_device = {one.summary.on_device for one in watched if one.summary}
     launched = "operators" if on_device == {False} else "kernels"
-    hint = "or operators on a CPU, in one step" if len(on_device) > 1 else "in one step"
+    hint = "or operators on a CPU, per step" if len(on_device) > 1 else "per step"
 
     return table(
         "headline",
-        "Your step",
-        found,
+        "Your training step",
+        watched,
         [
             col("program", lambda r: r.name, key=True),
             *((col("rank", lambda r: r.rank, "count", key=True),) if several else ()),
             col("step", _timed, unit="ms", hint="median with its 95 % interval"),
-            col("working", lambda r: r.summary and r.summary.busy_ms / r.summary.wall_ms, "percent",
-                hint="of the traced step"),
-            col("waits for the host", lambda r: r.host_idle, "percent",
-                hint="the device, of the step"),
+            col(
+                "busy",
+                lambda r: r.summary and r.summary.busy_ms / r.summary.wall_ms,
+                "percent",
+                hint="device, share of the traced step",
+            ),
+            col(
+                "waits for the host",
+                lambda r: r.host_idle,
+                "percent",
+                hint="the device, share of the step",
+            ),
             col(launched, lambda r: r.summary and round(r.summary.launches), "count", hint=hint),
-            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes",
-                hint="on a CPU: of all tensors"),
+            col(
+                "peak memory",
+                lambda r: r.record.quantity("peak_bytes"),
+                "bytes",
+                hint="on a CPU: sum of all tensors",
+            ),
             col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s"),
-            col("MFU", lambda r: mfu(r.record), "percent",
-                hint="of the ceiling measured here, where known"),
+            col(
+                "MFU",
+                lambda r: mfu(r.record),
+                "percent",
+                hint="of the ceiling measured here, if known",
+            ),
         ],
-    )  # fmt: skip
+    )
 
 
 def _timed(one: Watched) -> Cell:
@@ -118,15 +134,27 @@ def _rank_table(ranks: Sequence[Watched]) -> Table:
             col("rank", lambda r: r.rank, "count", key=True),
             col("step", lambda r: r.step_ms, unit="ms", hint="without the profiler"),
             col("traced step", lambda r: r.summary and r.summary.wall_ms, unit="ms"),
-            col("late", lambda r: late.get(r.rank), unit="ms",
-                hint="to a collective, after the first rank"),
-            col("collectives", lambda r: r.communication_ms, unit="ms",
-                hint="all of them, hidden ones too"),
-            col("exposed", lambda r: r.summary and r.summary.class_ms("communication"), unit="ms",
-                hint="collectives while nothing else runs"),
+            col(
+                "late",
+                lambda r: late.get(r.rank),
+                unit="ms",
+                hint="mean at collectives, after the first rank",
+            ),
+            col(
+                "collectives",
+                lambda r: r.communication_ms,
+                unit="ms",
+                hint="all, including overlapped ones",
+            ),
+            col(
+                "exposed",
+                lambda r: r.summary and r.summary.class_ms("communication"),
+                unit="ms",
+                hint="not overlapped with other work",
+            ),
             col("idle", lambda r: r.summary and r.summary.idle_ms, unit="ms"),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
         ],
-        caption="The rank that comes last to the collectives is the one that the others wait for,"
-        " inside of their collectives or, on a CPU, idle.",
-    )  # fmt: skip
+        caption="The others wait for the rank that arrives last at the collectives, inside their"
+        " collectives or, on a CPU, idle.",
+    )

@@ -1,7 +1,7 @@
-"""From the least time of a watched step up to the measured one, by cause. Parts add up exactly.
+"""Waterfall from the minimum time of an observed step to the measured time, by cause.
 
-Of somebody else's operations the FLOPs are counted, and the bytes are not known: the least time is
-that of the matmuls, and of moving the optimizer's bytes once.
+The parts add up exactly. The FLOPs of a user's operations are counted, but their bytes are unknown:
+the minimum time is that of the matmuls plus moving the optimizer's bytes once.
 """
 
 from __future__ import annotations
@@ -19,44 +19,46 @@ from stepscope.studies.program.rows import Watched, resting_on
 from stepscope.studies.views.energy import capped_finding
 
 _UPDATE_BYTES = 28
-"""Of AdamW for each parameter in float32: read weight, gradient and moments, write three."""
+"""Bytes that AdamW moves per float32 parameter: read weight, gradient and moments, write three."""
 _SHOWN_FROM = 0.001
+"""Share of the step from which on a part is shown."""
 _FASTER_FROM = 0.01
-"""Share of the step from which on a part that is faster than its least time is reported."""
+"""Share of the step from which on a part that is faster than its minimum time is reported."""
 _IDLE = "idle: "
-_MATMULS, _UPDATE = "matmuls beyond that", "the optimizer beyond that"
+_MATMULS, _UPDATE = "matmuls beyond the minimum", "optimizer beyond the minimum"
 
 
 def least_ms(lead: Watched) -> dict[str, float]:
-    """Empty where the FLOPs or the machine's rate are not known."""
+    """Minimum time of each part; empty if the FLOPs or the machine's rate are unknown."""
     record = lead.record
     flops, rate = record.quantity("flops"), matrix_ceiling(record)
     if not flops or rate is None or rate.value <= 0:
         return {}
-    found = {"matmuls at the limit": 1e3 * flops / rate.value}
+    least = {"matmuls at the limit": 1e3 * flops / rate.value}
     parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
     if parameters and bandwidth is not None and bandwidth.value > 0:
-        found["the update's bytes, once"] = 1e3 * parameters * _UPDATE_BYTES / bandwidth.value
-    return found
+        least["optimizer bytes, moved once"] = 1e3 * parameters * _UPDATE_BYTES / bandwidth.value
+    return least
 
 
 class Parts(NamedTuple):
-    """A step by part: all are zero or more, and add up to the measured time."""
+    """Parts of a step; all are non-negative and add up to the measured time."""
 
     least: dict[str, float]
-    """At most what the step took for it."""
+    """Minimum times, capped by the time that the step took for each part."""
     beyond: dict[str, float]
+    """Time beyond the minimum, by cause."""
     faster: dict[str, float]
-    """Of what took less than its least time: that least time."""
+    """Minimum times of the parts that took less than these."""
 
 
 def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts:
-    """What a step takes, and what beyond its least time, by cause.
+    """Split the time of a step into minimum time and time beyond it, by cause.
 
-    The lines are those of traced steps. What they take longer than the timed step is taken off
-    their idle time, as the profiler works between operators and launches; where operators alone
-    take longer, the machine was slower meanwhile, and all are scaled. A part that took less than
-    its least time was measured against a rate that is too low: it is its own least time.
+    The lines are those of traced steps. If these are longer than the timed step, the difference is
+    subtracted from their idle time, since the profiler works between operators and launches; if
+    the operators alone take longer, the machine was slower, and all lines are scaled. A part that
+    took less than its minimum time was compared to a rate that is too low: its own time is used.
     """
     spent: dict[str, float] = defaultdict(float)
     for line in summary.lines:
@@ -66,7 +68,7 @@ def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts
     possible, faster = {}, {}
     for (label, ms), cause in zip(least.items(), (_MATMULS, _UPDATE), strict=False):
         took = spent.get(cause, 0.0)
-        # What traced steps are shorter by than the timed ones may be of any cause.
+        # Time by which the traced steps are shorter than the timed ones may be of any cause.
         possible[label] = min(ms, took + rest)
         spent[cause] = max(0.0, took - possible[label])
         rest -= max(0.0, possible[label] - took)
@@ -76,7 +78,7 @@ def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts
 
 
 def _fitted(spent: dict[str, float], step_ms: float) -> dict[str, float]:
-    """No more in all than the step."""
+    """Scale the times so that their sum does not exceed the step."""
     idle = sum(ms for cause, ms in spent.items() if cause.startswith(_IDLE))
     busy = sum(spent.values()) - idle
     for_idle = min(1.0, max(0.0, step_ms - busy) / idle) if idle else 1.0
@@ -91,7 +93,7 @@ def _cause(phase: str, kind: str) -> str:
     if phase == "idle":
         return f"{_IDLE}{kind}"
     if kind == "residual":
-        return "not explained"
+        return "unexplained"
     if kind == "communication":
         return "exposed communication"
     if phase == "optimizer":
@@ -100,7 +102,7 @@ def _cause(phase: str, kind: str) -> str:
         return _MATMULS
     if kind == "copy/cast":
         return "copies and casts"
-    return "outside of the model" if phase == "outside" else "operations that move memory"
+    return "outside of the model" if phase == "outside" else "memory-bound operations"
 
 
 def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
@@ -128,11 +130,11 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
         ),
         Timeline(
             name=f"{name}-waterfall",
-            title="From the least time to the measured step",
+            title="From the minimum time to the measured step",
             lanes=tuple(lanes),
             x_label="ms",
-            caption="What the step takes beyond its least time, by cause; the parts add up to the"
-            " measured time. What traced steps were slower by is taken off their idle time.",
+            caption="Time of the step beyond its minimum, by cause; the parts add up to the"
+            " measured time. The slowdown of traced steps is subtracted from their idle time.",
         ),
     )
 
@@ -143,9 +145,9 @@ def _largest(parts: Parts, step_ms: float) -> Finding:
     return Finding(
         code="inspect.waterfall",
         values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text=f"The least that its matmuls and its update can take here is {duration(total)},"
+        text=f"The minimum time of its matmuls and its optimizer update here is {duration(total)},"
         f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.",
-        conclusion=f"The largest part beyond is {cause}: {duration(lost)},"
+        conclusion=f"The largest part beyond the minimum is {cause}: {duration(lost)},"
         f" {percent(lost / step_ms)}.",
     )
 
@@ -155,10 +157,10 @@ def _too_low(parts: Parts) -> Iterator[Finding]:
         yield Finding(
             code="inspect.rate-too-low",
             values={"part": label, "least_ms": ms, "took_ms": parts.least[label]},
-            text=f"{label[0].upper()}{label[1:]} would take {duration(ms)} by the rates measured"
-            f" here, and took {duration(parts.least[label])}: these rates were measured too low,"
+            text=f"{label[0].upper()}{label[1:]} would take {duration(ms)} at the rates measured"
+            f" here, but took {duration(parts.least[label])}: these rates were measured too low,"
             " perhaps on a busy machine (`stepscope run` with --new-ceilings measures them again),"
-            " or the FLOPs are counted too high. What it took stands for its least time.",
+            " or the FLOPs are overestimated. The measured time is used as the minimum.",
             tone="warn",
         )
 
