@@ -9,16 +9,20 @@ from walkthrough_page import first_advice_right
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.advisor.verdict import program_verdict
 from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration, percent
 from stepscope.report.text import markdown
+from stepscope.report.verdict import verdict_lines
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import StepRace, races
 from stepscope.studies.step.view import interval_cell, lead_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
+VERDICT_BEGIN = "<!-- verdict: made by scripts/make_docs.py -->"
+VERDICT_END = "<!-- until here: verdict -->"
 _PEERS = {"sdpa_flash": "torch's FlashAttention-2", "sdpa_cudnn": "cuDNN"}
 
 Row = tuple[Cell, ...]
@@ -26,9 +30,23 @@ Row = tuple[Cell, ...]
 
 def with_figures(readme: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_figures(results)}\n{END}{after}"
+    return _between(
+        _between(readme, BEGIN, END, _figures(results)),
+        VERDICT_BEGIN, VERDICT_END, _verdict(results),
+    )  # fmt: skip
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def _verdict(results: Path) -> str:
+    """The end of the output of `stepscope advise --verify examples/slow.py` on an H200."""
+    verdict = program_verdict(read_records(results / "advise-slow_h200.jsonl"))
+    assert verdict is not None
+    return "\n".join(("```text", *verdict_lines(verdict), "```"))
 
 
 def _figures(results: Path) -> str:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,17 @@ PAGES = [
 ]
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+GUIDES = ("README.md", "docs/own-step.md", "docs/library.md", "docs/commands.md")
+
+
+def code_blocks(language: str, pages: Sequence[str] = GUIDES) -> list[str]:
+    text = "\n".join((ROOT / page).read_text() for page in pages)
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_readme_is_short() -> None:
+    words = (ROOT / "README.md").read_text().split()
+    assert len(words) <= 900
 
 
 def test_generated_pages_match_the_records() -> None:
@@ -267,8 +277,8 @@ def test_links_resolve(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_readme_names_real_commands_and_studies() -> None:
-    for block in code_blocks("sh"):
+def test_guides_name_real_commands_and_studies() -> None:
+    for block in code_blocks("sh", (*GUIDES, "docs/cs336.md")):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["stepscope"]:
@@ -280,7 +290,8 @@ def test_the_readme_names_real_commands_and_studies() -> None:
 
 
 def test_the_library_examples_run(tmp_path: Path) -> None:
-    script = "\n".join(code_blocks("python")[:5])
+    # The last one is a file of its own, for `launch`.
+    script = "\n".join(code_blocks("python")[:-1])
     # As on a reader's machine, where kernels do not run in Triton's interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.facts import facts_of
@@ -19,6 +21,7 @@ from stepscope.analysis.advice.changes import (
     without_ranks,
 )
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.limits import mfu
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
@@ -73,7 +76,7 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
         facts.flops, facts.parameters, facts.dtype, facts.rates, facts.bandwidth, facts.lacks
     )
     given = advice_given(record)
-    advice = advise(facts) if given is None else given
+    advice = advise(facts) if given is None else [_with_range(one, facts) for one in given]
     if facts.doubt:
         advice = without_ranks(advice)
     best = best_of(trials)
@@ -95,6 +98,14 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
         changes=ranked(list(_changes(facts, advice, trials))),
         next_command=_next(lead, advice, trials, best),
     )
+
+
+def _with_range(advice: Advice, facts: Facts) -> Advice:
+    """Advice that was stored before predictions had ranges gets the range of its rule."""
+    if advice.low_ms is not None and advice.high_ms is not None:
+        return advice
+    low, high = gain_range(advice.code, advice.gain_ms, facts)
+    return replace(advice, low_ms=low, high_ms=high, ranked=low > 0)
 
 
 def _step(record: Record) -> Estimate | None:
