@@ -115,7 +115,7 @@ def test_a_workload_survives_the_way_to_the_worker() -> None:
         ({"dtype": ("bf17",)}, r"'bf17' does not exist.*one of"),
         ({"attention": ("flush",)}, r"attention 'flush' does not exist"),
         ({"compile": ("yes",)}, r"compile 'yes' does not exist.*no, block, model"),
-        ({"checkpoint": ("half",)}, r"checkpointing strategy 'half' does not exist.*a number of blocks"),
+        ({"checkpoint": ("half",)}, r"strategy 'half' does not exist.*a number of blocks"),
         ({"checkpoint": ("1-4",)}, r"smaller than the one around it"),
         ({"optimizer": ("sgd",)}, r"optimizer 'sgd' does not exist"),
         ({"compile_mode": ("fast",)}, r"compile mode 'fast' does not exist.*reduce-overhead"),

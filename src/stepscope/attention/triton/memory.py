@@ -140,7 +140,7 @@ def apart(product, rest):
 
 @triton.jit
 def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a bᵀ over all columns; of the nine matmuls of planes the six above the last place.
+    """Return a bᵀ over all columns; of the nine matmuls of planes, the six that affect float32.
 
     Tensor cores truncate where other units round. The highest planes are chosen so that a sum of
     their products from zero loses nothing, and the truncation error of the small products is small:
