@@ -1,4 +1,4 @@
-"""The parts of a step as graphs, and their energy by the device's own counter."""
+"""The parts of a step as CUDA graphs, and their energy by the device's counter."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SMALL = ModelConfig(d_model=256, d_ff=512, n_layers=2, n_heads=4, vocab=1000, co
 
 @pytest.fixture
 def device() -> CudaDevice:
-    held = pick_device("cuda")
-    assert isinstance(held, CudaDevice)
-    held.release()
-    return held
+    picked = pick_device("cuda")
+    assert isinstance(picked, CudaDevice)
+    picked.release()
+    return picked
 
 
 @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
@@ -46,20 +46,20 @@ def test_every_part_is_captured_and_replayed(
     device.synchronize()
 
 
-def test_an_account_of_a_small_step(device: CudaDevice) -> None:
+def test_an_energy_ledger_of_a_small_step(device: CudaDevice) -> None:
     if device.energy_j() is None:
         pytest.skip(device.energy_missing)
     racer = energy_by_part.our_racer("small-512", layers=2)
-    before = _held_bytes(device)
+    before = _allocated_bytes(device)
     lines = list(energy_by_part.lines_of("small-512", racer, device))
-    (account,) = accounts(lines)
-    assert account.lost == {}
-    assert all(row.joules > 0 and row.ms > 0 for row in account.taken.values())
-    assert account.all_parts is not None
-    assert _held_bytes(device) - before < 1 << 24
+    (ledger,) = accounts(lines)
+    assert ledger.lost == {}
+    assert all(row.joules > 0 and row.ms > 0 for row in ledger.taken.values())
+    assert ledger.all_parts is not None
+    assert _allocated_bytes(device) - before < 1 << 24
 
 
-def _held_bytes(device: CudaDevice) -> int:
-    """Without the work spaces that cuBLAS has of every stream."""
+def _allocated_bytes(device: CudaDevice) -> int:
+    """Return the allocated bytes without the cuBLAS workspaces of every stream."""
     torch._C._cuda_clearCublasWorkspaces()
     return device.held_bytes() or 0

@@ -1,4 +1,4 @@
-"""The flash study on a GPU: which kernels ran, what the compiler made of ours, tiles and races."""
+"""The flash study on a GPU: kernels that ran, registers, tiles, and interleaved timings."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ def test_the_profiler_names_and_times_a_kernel():
 @pytest.mark.parametrize(
     "name", ["triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "tiled"]
 )
-def test_each_runs_its_own_kernels(name: str):
-    made = cell(name)
-    kernels = made.attachments["kernels"]
-    seen = record(config={"attention": name}, attachments={"kernels": kernels})
+def test_each_implementation_runs_its_own_kernels(name: str):
+    measurement = cell(name)
+    kernels = measurement.attachments["kernels"]
+    case_record = record(config={"attention": name}, attachments={"kernels": kernels})
     assert kernels["forward"]
     assert kernels["backward"]
-    assert foreign_kernels(seen) is None, kernels
-    assert [(s.name, s.clock) for s in made.series] == [
+    assert foreign_kernels(case_record) is None, kernels
+    assert [(s.name, s.clock) for s in measurement.series] == [
         (mode, clock) for mode in ("both", "forward", "backward") for clock in ("device", "host")
     ]
-    # Three inputs, the output's gradient and three gradients of 1024 × 64 are a floor.
-    assert value_of(made.quantities, "peak_bytes") >= 7 * 1024 * 64 * 2
-    assert value_of(made.quantities, "error", variant="output") < 0.1
+    # Three inputs, the gradient of the output and three gradients of 1024 × 64 are a lower bound.
+    assert value_of(measurement.quantities, "peak_bytes") >= 7 * 1024 * 64 * 2
+    assert value_of(measurement.quantities, "error", variant="output") < 0.1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_our_kernels_tell_registers_and_tiles(dtype: str):
-    held = cell("triton", dtype).quantities
+def test_registers_and_tiles_of_our_kernels_are_recorded(dtype: str):
+    quantities = cell("triton", dtype).quantities
     for kernel in ("forward", "query", "key_value"):
-        assert 0 < value_of(held, "registers", variant=kernel) <= 255
-        assert value_of(held, "spills", variant=kernel) >= 0
-        assert value_of(held, "tile_m", variant=kernel) >= 16
+        assert 0 < value_of(quantities, "registers", variant=kernel) <= 255
+        assert value_of(quantities, "spills", variant=kernel) >= 0
+        assert value_of(quantities, "tile_m", variant=kernel) >= 16
 
 
-def test_what_takes_no_float32_says_so():
+def test_an_implementation_without_float32_is_skipped():
     shapes = {"part": ("race",), "race": ("1x2x512x64:float32",)}
     with pytest.raises(CaseSkipped, match="sdpa_flash: refused"):
         measured(racers=("sdpa_flash",), **shapes)
 
 
-def test_a_race_has_every_clock_and_names_the_kernels():
+def test_a_comparison_has_every_clock_and_names_the_kernels():
     racers = ("triton", "sdpa_flash", "sdpa_cudnn", "auto")
     many = measured(part=("race",), race=("1x4x512x64",), racers=racers)
     assert {s.variant for s in many.series if s.clock == "device"} == set(racers)
@@ -93,10 +93,12 @@ def test_a_race_has_every_clock_and_names_the_kernels():
 @pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
 def test_tiles_are_timed_or_do_not_fit(kernel: str):
     changes = {"kernel": kernel, "tile_sizes": (32, 64)}
-    made = measured(changes, part=("tiles",), tile_head=(64,))
-    tried = {series.variant for series in made.series} | set(made.attachments["refused"])
+    measurement = measured(changes, part=("tiles",), tile_head=(64,))
+    tried = {series.variant for series in measurement.series} | set(
+        measurement.attachments["refused"]
+    )
     assert tried == {"chosen", "32x32", "32x64", "64x32", "64x64"}
-    (chosen,) = [series for series in made.series if series.variant == "chosen"]
+    (chosen,) = [series for series in measurement.series if series.variant == "chosen"]
     assert len(chosen.values) == 7
-    assert value_of(made.quantities, "registers", variant="sm") == 65536
-    assert value_of(made.quantities, "registers", variant="chosen") > 0
+    assert value_of(measurement.quantities, "registers", variant="sm") == 65536
+    assert value_of(measurement.quantities, "registers", variant="chosen") > 0

@@ -1,4 +1,4 @@
-"""cuDNN runs a stack of recurrent layers as one operator: its FLOPs come from its arguments."""
+"""FLOPs of cuDNN's recurrent layers, which run as one operator, are counted from its arguments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_every_token_meets_every_weight(kind: type[nn.RNNBase], both_ways: bool) -> None:
-    model = kind(32, 64, 2, batch_first=True, bidirectional=both_ways).cuda()
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_flops_are_tokens_times_weights(kind: type[nn.RNNBase], bidirectional: bool) -> None:
+    model = kind(32, 64, 2, batch_first=True, bidirectional=bidirectional).cuda()
     tokens = torch.randn(4, 8, 32, device="cuda", requires_grad=True)
     with CountingFlops() as forward:
         loss = model(tokens)[0].sum()

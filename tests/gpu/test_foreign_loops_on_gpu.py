@@ -1,4 +1,4 @@
-"""Updates within the backward and closures on a GPU, where autograd has a thread of its own."""
+"""Optimizer-in-backward and closures on a GPU, where autograd has a separate thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from watched_programs import only, watching
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
@@ -21,7 +21,7 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(x), y)
 
 
-def test_optimizers_that_step_in_the_engines_thread_are_recorded(tmp_path: Path) -> None:
+def test_optimizers_that_step_in_the_autograd_thread_are_recorded(tmp_path: Path) -> None:
     model = Network().cuda()
     optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
 
@@ -34,18 +34,18 @@ def test_optimizers_that_step_in_the_engines_thread_are_recorded(tmp_path: Path)
     with watching(tmp_path):
         for _ in range(20):
             loss_of(model).backward()
-    found = only(tmp_path)
-    assert "recording_failed" not in found.record.notes
-    assert found.record.quantity("flops") == network_flops(8)
-    assert found.micro_batches == 1
-    assert found.summary is not None
-    assert len(found.summary.steps) == 2
-    assert {"forward", "backward", "optimizer"} <= {use.phase for use in found.summary.uses}
-    assert {"forward", "backward", "optimizer"} <= found.issue_ms.keys()
-    assert found.account is not None
+    watched = only(tmp_path)
+    assert "recording_failed" not in watched.record.notes
+    assert watched.record.quantity("flops") == network_flops(8)
+    assert watched.micro_batches == 1
+    assert watched.summary is not None
+    assert len(watched.summary.steps) == 2
+    assert {"forward", "backward", "optimizer"} <= {use.phase for use in watched.summary.uses}
+    assert {"forward", "backward", "optimizer"} <= watched.issue_ms.keys()
+    assert watched.account is not None
 
 
-def test_a_closures_work_is_not_the_optimizers_on_the_device(tmp_path: Path) -> None:
+def test_work_of_a_closure_is_not_attributed_to_the_optimizer(tmp_path: Path) -> None:
     model = Network().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -58,11 +58,11 @@ def test_a_closures_work_is_not_the_optimizers_on_the_device(tmp_path: Path) -> 
     with watching(tmp_path):
         for _ in range(20):
             optimizer.step(closure)  # type: ignore[arg-type]
-    found = only(tmp_path)
-    assert found.summary is not None
+    watched = only(tmp_path)
+    assert watched.summary is not None
     assert not [
-        use for use in found.summary.uses if use.phase == "optimizer" and use.kind == "matmul"
+        use for use in watched.summary.uses if use.phase == "optimizer" and use.kind == "matmul"
     ]
-    assert [use for use in found.summary.uses if use.phase == "forward" and use.kind == "matmul"]
-    assert found.issue_ms["forward"] > 0
-    assert found.issue_ms["backward"] > 0
+    assert [use for use in watched.summary.uses if use.phase == "forward" and use.kind == "matmul"]
+    assert watched.issue_ms["forward"] > 0
+    assert watched.issue_ms["backward"] > 0

@@ -1,4 +1,4 @@
-"""The levers study on a GPU: every pair right, the fast form faster, the card complete."""
+"""The levers study on a GPU: every variant correct, the fast one faster, the card complete."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ def measured(lever: str) -> Measurement:
     return STUDY.measure(case, bench)
 
 
-def median(done: Measurement, form: str) -> float:
-    (values,) = (s.values for s in done.series if (s.variant, s.clock) == (form, "device"))
+def median(done: Measurement, variant: str) -> float:
+    (values,) = (s.values for s in done.series if (s.variant, s.clock) == (variant, "device"))
     return sorted(values)[len(values) // 2]
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_both_forms_are_right_and_the_fast_one_is_faster(lever: str) -> None:
+def test_both_variants_are_correct_and_the_fast_one_is_faster(lever: str) -> None:
     done = measured(lever)
-    for form in ("slow", "fast"):
-        assert value_of(done.quantities, "error", variant=form) < 1e-2
-    # Each is worth at least half as much again on any GPU; what it is worth here is the record's.
+    for variant in ("slow", "fast"):
+        assert value_of(done.quantities, "error", variant=variant) < 1e-2
+    # The gain is at least 1.5 on any GPU; the gain on this one is in the record.
     assert median(done, "slow") > 1.5 * median(done, "fast")
 
 
 def test_lanes_of_a_warp_wait_for_the_longest_loop() -> None:
     done = measured("divergence")
-    slow, fast = (value_of(done.quantities, "flops", variant=form) for form in ("slow", "fast"))
+    slow, fast = (
+        value_of(done.quantities, "flops", variant=variant) for variant in ("slow", "fast")
+    )
     idle = slow / fast
     gained = median(done, "slow") / median(done, "fast")
     assert gained == pytest.approx(idle, rel=0.35)
@@ -56,21 +58,23 @@ def test_lanes_of_a_warp_wait_for_the_longest_loop() -> None:
 
 def test_sectors_explain_the_time_of_scattered_reads() -> None:
     done = measured("coalescing")
-    slow, fast = (value_of(done.quantities, "moved", variant=form) for form in ("slow", "fast"))
+    slow, fast = (
+        value_of(done.quantities, "moved", variant=variant) for variant in ("slow", "fast")
+    )
     traffic = slow / fast
     assert median(done, "slow") / median(done, "fast") == pytest.approx(traffic, rel=0.35)
 
 
-def test_the_card_tells_what_torch_tells_and_more() -> None:
+def test_the_card_matches_the_device_properties_of_torch() -> None:
     done = measured("card")
-    held = {quantity.name: quantity.value for quantity in done.quantities}
+    values = {quantity.name: quantity.value for quantity in done.quantities}
     properties = torch.cuda.get_device_properties(0)
-    assert held["sms"] == properties.multi_processor_count
-    assert held["l2_bytes"] == properties.L2_cache_size
-    assert held["threads_per_sm"] == properties.max_threads_per_multi_processor
-    assert held["memory_bytes"] == properties.total_memory
-    assert held["lanes_per_warp"] == 32
-    assert held["registers_per_sm"] >= 32768
-    assert held["shared_bytes_per_sm"] >= held["shared_bytes_per_block"] >= 48 << 10
-    assert held["clock_hz"] > 5e8
+    assert values["sms"] == properties.multi_processor_count
+    assert values["l2_bytes"] == properties.L2_cache_size
+    assert values["threads_per_sm"] == properties.max_threads_per_multi_processor
+    assert values["memory_bytes"] == properties.total_memory
+    assert values["lanes_per_warp"] == 32
+    assert values["registers_per_sm"] >= 32768
+    assert values["shared_bytes_per_sm"] >= values["shared_bytes_per_block"] >= 48 << 10
+    assert values["clock_hz"] > 5e8
     assert done.attachments["card"]["name"] == properties.name

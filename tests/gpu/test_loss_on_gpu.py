@@ -1,4 +1,4 @@
-"""What only a GPU can show of the head and its loss: graphs, many programs at once, memory."""
+"""Fused linear cross-entropy on a GPU: CUDA graphs, concurrent programs, memory."""
 
 from __future__ import annotations
 
@@ -25,56 +25,56 @@ def inputs(rows: int, vocab: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight.requires_grad_(), targets
 
 
-def both_passes(x: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> tuple[Tensor, ...]:
+def both_passes(x: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
     with torch.autocast("cuda", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, targets)
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight), above)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight), upstream)
 
 
-def test_a_graph_sees_what_comes_from_above_at_each_replay() -> None:
-    given = inputs(256, 1000, 64)
-    above = torch.ones((), device="cuda")
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        both_passes(*given, above)
+def test_a_replay_uses_the_current_upstream_gradient() -> None:
+    tensors = inputs(256, 1000, 64)
+    upstream = torch.ones((), device="cuda")
+    side_stream = torch.cuda.Stream()
+    with torch.cuda.stream(side_stream):
+        both_passes(*tensors, upstream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = both_passes(*given, above)
+        captured = both_passes(*tensors, upstream)
     for factor in (1.0, 4.0, 1.0):
-        above.fill_(factor)
+        upstream.fill_(factor)
         graph.replay()
-        for found, expected in zip(made, both_passes(*given, above), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(captured, both_passes(*tensors, upstream), strict=True):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(4096, 10_000), (2048, 50_257), (512, 151_936)])
-def test_many_rows_have_the_plain_form_s_loss_each_time(rows: int, vocab: int) -> None:
-    """A program that read a target's logit after it was written over would show here."""
+def test_many_rows_give_the_naive_loss_reproducibly(rows: int, vocab: int) -> None:
+    """Detects a program that reads the target's logit after it was overwritten."""
     x, weight, targets = inputs(rows, vocab, 128)
     logits = (x.detach() @ weight.detach().bfloat16().T).float()
     expected = functional.cross_entropy(logits, targets)
-    above = torch.ones((), device="cuda")
-    first = both_passes(x, weight, targets, above)
+    upstream = torch.ones((), device="cuda")
+    first = both_passes(x, weight, targets, upstream)
     torch.testing.assert_close(first[0], expected, rtol=1e-5, atol=0)
     for _ in range(20):
-        for again, once in zip(both_passes(x, weight, targets, above), first, strict=True):
+        for again, once in zip(both_passes(x, weight, targets, upstream), first, strict=True):
             assert torch.equal(again, once)
 
 
 @pytest.mark.parametrize(("rows", "vocab", "d"), [(8192, 10_000, 2560), (16_384, 32_000, 2048)])
 def test_memory_is_one_chunk_and_the_gradients(rows: int, vocab: int, d: int) -> None:
-    given = inputs(rows, vocab, d)
-    above = torch.ones((), device="cuda")
-    both_passes(*given, above)
+    tensors = inputs(rows, vocab, d)
+    upstream = torch.ones((), device="cuda")
+    both_passes(*tensors, upstream)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    both_passes(*given, above)
+    both_passes(*tensors, upstream)
     peak = torch.cuda.max_memory_allocated() - before
     chunk = min(rows, rows_per_chunk(rows, vocab, d))
     gradients = 2 * rows * d + 4 * vocab * d
     cast = 2 * vocab * d if chunk < rows else 0
     expected = 2 * chunk * vocab + gradients + cast
-    # More by no more than a work space of cuBLAS.
+    # At most a cuBLAS workspace more.
     assert expected <= peak <= 1.01 * expected + 2**25

@@ -1,4 +1,4 @@
-"""What only a GPU can show: events, launches, real out-of-memory, clocks."""
+"""Behavior that needs a GPU: events, launches, out-of-memory errors, clocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_benchmark_has_device_and_host_times_and_a_limit(tmp_path):
             assert step.find(name, clock) is not None, (name, clock)
     assert step.find("issue", "host") is not None
     assert step.quantity("gradients_missing") == 0
-    # Weights, gradients and both moments of AdamW in float32 are a floor for the peak.
+    # Weights, gradients and both moments of AdamW in float32 are a lower bound of the peak.
     assert step.quantity("peak_bytes") > 16 * step.quantity("parameters")
     assert 0.0 < mfu(step) < 1.05
     assert host_bound(step) is not None
@@ -61,7 +61,7 @@ def test_a_benchmark_has_device_and_host_times_and_a_limit(tmp_path):
     assert step.environment.driver is not None
 
 
-def test_out_of_memory_is_a_row_and_the_sweep_goes_on(tmp_path):
+def test_out_of_memory_is_a_record_and_the_sweep_continues(tmp_path):
     records = run_benchmark(
         tmp_path, size=("large",), context=(65_536, 128), batch=(8,), mode=("forward",), steps=5
     )
@@ -69,25 +69,29 @@ def test_out_of_memory_is_a_row_and_the_sweep_goes_on(tmp_path):
     assert "memory" in records[0].reason.lower()
 
 
-def test_events_see_the_device_and_the_host_clock_sees_the_issue():
+def test_events_time_the_device_and_the_host_clock_times_the_issue():
     device = pick_device("cuda")
     assert isinstance(device, CudaDevice)
     cycles = 20_000_000
     timing = time_step(
-        [Phase("first", lambda: torch.cuda._sleep(cycles)),
-         Phase("second", lambda: torch.cuda._sleep(3 * cycles))],
-        device, warmup=1, steps=5,
-    )  # fmt: skip
-    held = {(s.name, s.clock): sorted(s.values)[2] for s in timing.series}
-    assert held["second", "device"] / held["first", "device"] == pytest.approx(3, rel=0.1)
+        [
+            Phase("first", lambda: torch.cuda._sleep(cycles)),
+            Phase("second", lambda: torch.cuda._sleep(3 * cycles)),
+        ],
+        device,
+        warmup=1,
+        steps=5,
+    )
+    medians = {(s.name, s.clock): sorted(s.values)[2] for s in timing.series}
+    assert medians["second", "device"] / medians["first", "device"] == pytest.approx(3, rel=0.1)
     # A sleeping kernel is issued in microseconds and runs for milliseconds.
-    assert held["issue", "host"] < 0.5 * held["step", "host"]
-    assert held["first", "host"] < 0.5 * held["first", "device"]
-    whole = held["first", "device"] + held["second", "device"]
-    assert whole == pytest.approx(held["step", "device"], rel=0.05)
+    assert medians["issue", "host"] < 0.5 * medians["step", "host"]
+    assert medians["first", "host"] < 0.5 * medians["first", "device"]
+    total = medians["first", "device"] + medians["second", "device"]
+    assert total == pytest.approx(medians["step", "device"], rel=0.05)
 
 
-def test_what_a_graph_keeps_for_its_replays_is_counted():
+def test_memory_of_a_graph_for_its_replays_is_counted():
     device = pick_device("cuda")
     device.release()
     before = device.replayed_bytes()
@@ -102,7 +106,7 @@ def test_what_a_graph_keeps_for_its_replays_is_counted():
     assert device.replayed_bytes() == before
 
 
-def test_the_device_frees_what_a_case_held():
+def test_the_device_frees_the_memory_of_a_case():
     device = pick_device("cuda")
     device.release()
     before = torch.cuda.memory_allocated()

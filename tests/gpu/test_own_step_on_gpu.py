@@ -1,4 +1,4 @@
-"""Your own step on a GPU: watched, advised, tried."""
+"""A user's step on a GPU: inspected, advised, verified."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def inspected(tmp_path: Path, script: str, *words: str) -> Watched:
 SMALL = ("--layers", "4", "--width", "512", "--heads", "8")
 
 
-def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
-    found = inspected(tmp_path, "slow.py", *SMALL, "--context", "256", "--batch", "8")
-    summary, account = found.summary, found.account
+def test_the_slow_example_is_analyzed(tmp_path: Path) -> None:
+    watched = inspected(tmp_path, "slow.py", *SMALL, "--context", "256", "--batch", "8")
+    summary, ledger = watched.summary, watched.account
     assert summary is not None
     assert summary.on_device
     assert summary.doubt == ""
-    assert found.record.find("step", "device") is not None
+    assert watched.record.find("step", "device") is not None
     assert {"forward", "backward", "optimizer"} <= {line.phase for line in summary.lines}
     assert any(use.module == "blocks.*/attention" for use in summary.uses)
     assert summary.idle_of("synchronisation") > 0
-    assert account is not None
-    # Work space of cuBLAS is on no line: to measure it would disturb the program.
-    assert abs(account.highest.residual) < 128 << 20
-    assert account.line(PARAMETERS) == 4 * found.record.quantity("parameters")  # type: ignore[operator]
-    assert "snapshot" in found.record.notes
-    facts = facts_of(found.record)
-    products = sum(work.classes["matmul"] for work in facts.attention)
-    assert sum(work.device_ms for work in facts.attention) > products > 0
+    assert ledger is not None
+    # The cuBLAS workspace is not in the ledger: measuring it would disturb the program.
+    assert abs(ledger.highest.residual) < 128 << 20
+    assert ledger.line(PARAMETERS) == 4 * watched.record.quantity("parameters")  # type: ignore[operator]
+    assert "snapshot" in watched.record.notes
+    facts = facts_of(watched.record)
+    matmul_ms = sum(work.classes["matmul"] for work in facts.attention)
+    assert sum(work.device_ms for work in facts.attention) > matmul_ms > 0
     assert (facts.waits, facts.reads_back) == ("end", True)
-    took = found.issue_ms
-    assert set(took) == {"outside", "forward", "backward", "optimizer"}
-    assert all(ms > 0 for ms in took.values())
-    assert facts.host_ms == pytest.approx(sum(took.values()))
+    issue_ms = watched.issue_ms
+    assert set(issue_ms) == {"outside", "forward", "backward", "optimizer"}
+    assert all(ms > 0 for ms in issue_ms.values())
+    assert facts.host_ms == pytest.approx(sum(issue_ms.values()))
     assert 1e-3 < facts.launch_ms < 0.5
     assert facts.pageable_ms > 0
     assert facts.cleared_ms > 0
@@ -69,7 +69,7 @@ def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
     assert all(one is not None and 0 < one.longest < 1 and one.runs < one.kernels for one in runs)
 
 
-def test_a_scope_costs_a_loop_on_a_gpu_nothing_it_would_notice(tmp_path: Path) -> None:
+def test_a_scope_does_not_slow_down_a_loop_on_a_gpu(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scope = stepscope.Scope(model, optimizer)
@@ -80,32 +80,32 @@ def test_a_scope_costs_a_loop_on_a_gpu_nothing_it_would_notice(tmp_path: Path) -
             optimizer.step()
             optimizer.zero_grad()
     scope.report(tmp_path / "page.html")
-    found = Watched(scope.record())
-    assert not [note for note in found.record.notes if note.endswith(("missing", "failed"))]
-    assert found.summary is not None
-    assert found.step_ms == pytest.approx(found.summary.wall_ms, rel=0.5)
+    watched = Watched(scope.record())
+    assert not [note for note in watched.record.notes if note.endswith(("missing", "failed"))]
+    assert watched.summary is not None
+    assert watched.step_ms == pytest.approx(watched.summary.wall_ms, rel=0.5)
 
 
 def test_accumulation_and_autocast_of_the_gpt_example(tmp_path: Path) -> None:
-    found = inspected(tmp_path, "nano_gpt.py", *SMALL, "--accumulate", "3")
-    assert found.micro_batches == 3
-    assert found.record.config["dtype"] == "bfloat16"
-    assert found.setting is not None
-    assert found.setting.optimizers[0].fused
+    watched = inspected(tmp_path, "nano_gpt.py", *SMALL, "--accumulate", "3")
+    assert watched.micro_batches == 3
+    assert watched.record.config["dtype"] == "bfloat16"
+    assert watched.setting is not None
+    assert watched.setting.optimizers[0].fused
 
 
 def test_a_compiled_example_is_not_compiled_again(tmp_path: Path) -> None:
-    found = inspected(tmp_path, "nano_gpt.py", *SMALL, "--compile")
-    assert found.setting is not None
-    assert found.setting.compiled
-    assert "compiled" in found.record.notes["memory_missing"]
-    assert found.summary is not None
-    # Its weights are in float32, and no operator is seen: the kernels say in what it computes.
-    assert facts_of(found.record).dtype == "bfloat16"
+    watched = inspected(tmp_path, "nano_gpt.py", *SMALL, "--compile")
+    assert watched.setting is not None
+    assert watched.setting.compiled
+    assert "compiled" in watched.record.notes["memory_missing"]
+    assert watched.summary is not None
+    # Its weights are float32 and no operator is recorded: the kernels show the compute dtype.
+    assert facts_of(watched.record).dtype == "bfloat16"
 
 
-def test_advice_for_a_slow_step_is_tried(tmp_path: Path) -> None:
-    """Models of one process: a compiled one beside a copy that is not."""
+def test_advice_for_a_slow_step_is_verified(tmp_path: Path) -> None:
+    """Two models in one process: a compiled one and an eager copy."""
     command = [
         sys.executable, "-m", "stepscope", "advise", "--model", "examples.slow:build",
         "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--rounds", "7",
@@ -113,36 +113,36 @@ def test_advice_for_a_slow_step_is_tried(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
-    told = msgspec.json.decode(done.stdout)
-    assert {one["code"] for one in told["advice"]} >= {"fused-optimizer", "compile"}
-    assert any(one["verdict"] == "kept" for one in told["tried"])
-    assert not [one for one in told["tried"] if one["verdict"].startswith("not tried")]
+    result = msgspec.json.decode(done.stdout)
+    assert {one["code"] for one in result["advice"]} >= {"fused-optimizer", "compile"}
+    assert any(one["verdict"] == "kept" for one in result["tried"])
+    assert not [one for one in result["tried"] if one["verdict"].startswith("not tried")]
 
 
-def test_rates_are_needed_for_a_change_of_format(tmp_path: Path) -> None:
-    found = inspected(tmp_path, "slow.py", *SMALL)
-    bare = msgspec.structs.replace(facts_of(found.record), rates={})
+def test_a_change_of_dtype_needs_measured_rates(tmp_path: Path) -> None:
+    watched = inspected(tmp_path, "slow.py", *SMALL)
+    bare = msgspec.structs.replace(facts_of(watched.record), rates={})
     assert not {"tf32", "bfloat16"} & {one.code for one in advise(bare)}
 
 
-def test_energy_is_near_power_times_time() -> None:
+def test_energy_is_about_power_times_time() -> None:
     from stepscope.measure.device import CudaDevice
     from stepscope.measure.energy import Energy, measure_energy
 
     device = CudaDevice()
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    found = measure_energy(lambda: x @ x, device)
-    assert isinstance(found, Energy), found
+    energy = measure_energy(lambda: x @ x, device)
+    assert isinstance(energy, Energy), energy
     limit = device.telemetry.power_limit_w()
     assert limit is not None
-    assert 50 < found.watts < 1.1 * limit
-    assert found.joules == pytest.approx(found.watts * found.step_ms * 1e-3)
-    assert found.sm_clock_mhz is not None
-    assert found.sm_clock_mhz <= (device.telemetry.max_sm_clock_mhz() or 0)
-    assert found.resolution < 0.2 * found.joules
+    assert 50 < energy.watts < 1.1 * limit
+    assert energy.joules == pytest.approx(energy.watts * energy.step_ms * 1e-3)
+    assert energy.sm_clock_mhz is not None
+    assert energy.sm_clock_mhz <= (device.telemetry.max_sm_clock_mhz() or 0)
+    assert energy.resolution < 0.2 * energy.joules
 
 
-def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
+def test_a_slow_script_is_made_faster_from_outside_the_script(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--rounds", "7",
         "--timeout", "90", "--within", "80", "--out", str(tmp_path),
@@ -151,16 +151,16 @@ def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
-    told = msgspec.json.decode(done.stdout)
-    assert {one["code"] for one in told["advice"]} >= {"bfloat16", "tf32", "compile"}
-    verdicts = {one["change"]: one["verdict"] for one in told["tried"]}
+    result = msgspec.json.decode(done.stdout)
+    assert {one["code"] for one in result["advice"]} >= {"bfloat16", "tf32", "compile"}
+    verdicts = {one["change"]: one["verdict"] for one in result["tried"]}
     assert any(verdict.startswith("kept") for verdict in verdicts.values()), verdicts
     assert not [one for one in verdicts.values() if "no effect on the script" in one], verdicts
     assert not [one for one in verdicts.values() if one.startswith("not tried")], verdicts
 
 
 @pytest.mark.parametrize("change", ["read_back", "copies"])
-def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
+def test_a_change_of_the_loop_applies(change: str) -> None:
     from stepscope.advisor.advise.interleaved import TrialProcess
     from stepscope.advisor.inspect.order import Order
 
@@ -175,7 +175,7 @@ def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
         assert plain.losses == pytest.approx(changed.losses, rel=1e-4)
 
 
-def test_the_peak_of_a_users_model_is_that_of_one_model() -> None:
+def test_the_peak_of_a_user_s_model_is_that_of_one_model() -> None:
     """Its FLOPs are counted on the same model, after the peak is read."""
     from stepscope.measure.device import pick_device
     from stepscope.studies.registry import find_study

@@ -1,4 +1,4 @@
-"""Several ranks on a GPU: NCCL with itself, and gloo between two ranks that share one."""
+"""Several ranks on a GPU: NCCL with one rank, and gloo between two ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 LIMITS = Limits(start=120.0, step=60.0, beat=30.0, total=300.0)
-WAYS = [(1, "nccl"), (2, "gloo")]
+BACKENDS = [(1, "nccl"), (2, "gloo")]
 
 
 class CudaBench:
@@ -54,14 +54,14 @@ def batch() -> torch.Tensor:
 
 
 def train(world: World) -> dict[str, list[torch.Tensor]]:
-    """Three steps by every wrapper, from rank 0's weights."""
+    """Train three steps with every wrapper, from the weights of rank 0."""
     share = 8 // world.size
     x = batch()[world.rank * share : (world.rank + 1) * share].to(world.device)
-    held = {}
+    results = {}
     for name in (*STRATEGIES, "sharded", "FSDP"):
         module = model_of(world.rank).to(world.device)
-        model = FSDP(module) if name == "FSDP" else DDP(module, name if name in STRATEGIES else
-                                                         "bucketed", 0.01)  # fmt: skip
+        strategy = name if name in STRATEGIES else "bucketed"
+        model = FSDP(module) if name == "FSDP" else DDP(module, strategy, 0.01)
         optimizer = (
             ShardedOptimizer(module.parameters(), torch.optim.AdamW)
             if name == "sharded"
@@ -73,36 +73,36 @@ def train(world: World) -> dict[str, list[torch.Tensor]]:
             model.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
-        whole = model.gather_full_params().values() if name == "FSDP" else module.parameters()
-        held[name] = [parameter.detach().cpu() for parameter in whole]
-    return held
+        full_params = model.gather_full_params().values() if name == "FSDP" else module.parameters()
+        results[name] = [parameter.detach().cpu() for parameter in full_params]
+    return results
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WAYS)
-def test_training_equals_one_process_on_the_joined_batch(ranks: int, backend: str) -> None:
+@pytest.mark.parametrize(("ranks", "backend"), BACKENDS)
+def test_training_equals_one_process_on_the_full_batch(ranks: int, backend: str) -> None:
     module = model_of(0).cuda()
     optimizer = torch.optim.AdamW(module.parameters())
     for _ in range(3):
         module(batch().cuda()).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    truth = [parameter.detach().cpu() for parameter in module.parameters()]
+    expected = [parameter.detach().cpu() for parameter in module.parameters()]
     results = launch(train, ranks=ranks, backend=backend, device="cuda", limits=LIMITS)
-    for held in results:
-        for name, parameters in held.items():
-            for mine, first, right in zip(parameters, results[0][name], truth, strict=True):
+    for by_name in results:
+        for name, parameters in by_name.items():
+            for mine, first, reference in zip(parameters, results[0][name], expected, strict=True):
                 assert torch.equal(mine, first), name
-                torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5, msg=name)
+                torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def measured(study: str, **flags: Any) -> Measurement:
-    held = find_study(study)
-    (case,) = held.cases(held.flags(**flags))
-    return held.measure(case, CudaBench())
+    instance = find_study(study)
+    (case,) = instance.cases(instance.flags(**flags))
+    return instance.measure(case, CudaBench())
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WAYS)
-def test_collectives_are_right(ranks: int, backend: str) -> None:
+@pytest.mark.parametrize(("ranks", "backend"), BACKENDS)
+def test_collectives_are_correct(ranks: int, backend: str) -> None:
     for collective in ("all-reduce", "all-gather", "reduce-scatter", "broadcast"):
         done = measured(
             "allreduce", collective=(collective,), ranks=(ranks,), backend=(backend,),
@@ -123,29 +123,29 @@ def test_data_parallel_steps_are_timed(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("study", ["sharding", "fsdp"])
-def test_sharding_shows_in_the_memory_of_a_gpu(study: str) -> None:
+def test_sharding_reduces_the_memory_of_a_gpu(study: str) -> None:
     done = measured(study, size=("mini",), context=64, ranks=(2,), backend="gloo", rounds=2)
-    way = "broadcast" if study == "sharding" else "FSDP"
+    variant_name = "broadcast" if study == "sharding" else "FSDP"
 
-    def held(kind: str, variant: str, rank: int, phase: str = "") -> float:
+    def value(kind: str, variant: str, rank: int, phase: str = "") -> float:
         return value_of(done.quantities, kind, variant=variant, rank=rank, phase=phase)
 
     for rank in (0, 1):
-        after = held("allocated", way, rank, "after step")
-        assert after < held("allocated", "unsharded", rank, "after step")
-        assert held("driver", way, rank, "after step") > 0
-        share = held("state", way, rank) / held("state", "unsharded", rank)
+        after = value("allocated", variant_name, rank, "after step")
+        assert after < value("allocated", "unsharded", rank, "after step")
+        assert value("driver", variant_name, rank, "after step") > 0
+        share = value("state", variant_name, rank) / value("state", "unsharded", rank)
         assert share == pytest.approx(0.5, abs=0.02)
-        peak = held("allocated", "unsharded", rank, "peak")
-        assert after < held("allocated", way, rank, "peak") < peak
-    # Collectives of the backward are called by another thread than those of the forward.
-    size = held("parameters", "unsharded", 0)
-    assert held("sent", way, 0) == pytest.approx(1.5 * size, rel=0.02)
+        peak = value("allocated", "unsharded", rank, "peak")
+        assert after < value("allocated", variant_name, rank, "peak") < peak
+    # Collectives of the backward run in another thread than those of the forward.
+    size = value("parameters", "unsharded", 0)
+    assert value("sent", variant_name, 0) == pytest.approx(1.5 * size, rel=0.02)
 
 
-def hand_on(world: World, path: str) -> list[dict[str, torch.Tensor]]:
-    """Weights after the second step, straight on and from what was saved after the first."""
-    x, held = batch().to(world.device), []
+def train_and_resume(world: World, path: str) -> list[dict[str, torch.Tensor]]:
+    """Return weights after the second step: without a break, and from a checkpoint of the first."""
+    x, results = batch().to(world.device), []
     for seed in (0, 1):
         model = FSDP(model_of(seed).to(world.device))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -159,15 +159,15 @@ def hand_on(world: World, path: str) -> list[dict[str, torch.Tensor]]:
             optimizer.zero_grad()
             if not step:
                 save_training(model, optimizer, path)
-        held.append({name: p.cpu() for name, p in model.gather_full_params().items()})
-    return held
+        results.append({name: p.cpu() for name, p in model.gather_full_params().items()})
+    return results
 
 
-@pytest.mark.parametrize(("ranks", "backend"), WAYS)
-def test_a_checkpoint_comes_back_on_a_gpu(ranks: int, backend: str, tmp_path: Path) -> None:
-    """One step, saved, a second; loaded into another model, the second again."""
+@pytest.mark.parametrize(("ranks", "backend"), BACKENDS)
+def test_a_checkpoint_loads_on_a_gpu(ranks: int, backend: str, tmp_path: Path) -> None:
+    """Train a step, save, train a second; load into another model and train the second again."""
     results = launch(
-        hand_on, (str(tmp_path / "saved"),), ranks=ranks, backend=backend, device="cuda",
+        train_and_resume, (str(tmp_path / "saved"),), ranks=ranks, backend=backend, device="cuda",
         limits=LIMITS,
     )  # fmt: skip
     for before, after in results:
@@ -177,7 +177,7 @@ def test_a_checkpoint_comes_back_on_a_gpu(ranks: int, backend: str, tmp_path: Pa
 
 
 HALF_SEEDS = tuple(range(8))
-"""Of the data: rounded norm weights flip a ReLU on about every second one."""
+"""Seeds of the data: rounded norm weights flip a ReLU on about every second one."""
 
 
 def half_precision(world: World) -> list[half_batches.Trained]:
@@ -185,7 +185,7 @@ def half_precision(world: World) -> list[half_batches.Trained]:
 
 
 def test_float16_differs_from_one_process_by_less_than_the_tolerance() -> None:
-    """Two ranks on half batches; with the bound that two half batches in one process set."""
+    """Two ranks on half batches, within the error of two half batches in one process."""
     results = launch(half_precision, ranks=2, backend="gloo", device="cuda", limits=LIMITS)
     for number, seed in enumerate(HALF_SEEDS):
         expected = half_batches.alone(seed, torch.float16, "cuda")
@@ -216,7 +216,7 @@ def stepped(
 
 
 def different_elements(world: World) -> dict[str, int]:
-    found = {}
+    counts = {}
     makers: dict[str, tuple[Any, dict[str, Any]]] = {
         "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
         "Adam": (torch.optim.Adam, {"lr": 0.1}),
@@ -230,21 +230,21 @@ def different_elements(world: World) -> dict[str, int]:
         expected = stepped(kind(plain, **options), plain)
         sharded = ShardedOptimizer(own, kind, bucket_mb=1e-3, **options)
         pairs = zip(stepped(sharded, own), expected, strict=True)
-        found[name] = sum(int((a != b).sum()) for a, b in pairs)
-    return found
+        counts[name] = sum(int((a != b).sum()) for a, b in pairs)
+    return counts
 
 
-def test_sharded_updates_equal_the_named_optimizer_bit_for_bit() -> None:
-    for ranks, backend in WAYS:
-        for found in launch(
+def test_sharded_updates_are_bit_identical_to_the_wrapped_optimizer() -> None:
+    for ranks, backend in BACKENDS:
+        for counts in launch(
             different_elements, ranks=ranks, backend=backend, device="cuda", limits=LIMITS
         ):
-            assert not any(found.values()), found
+            assert not any(counts.values()), counts
 
 
 def normed(world: World) -> dict[str, Any]:
-    """Norms of torch in low compute dtypes, unfrozen and converted between steps."""
-    found = {}
+    """Train torch's norms in low-precision compute dtypes, with layers unfrozen between steps."""
+    results = {}
     for dtype in (torch.float16, torch.bfloat16):
         for norm in (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.BatchNorm1d):
             module = torch.nn.Sequential(torch.nn.Linear(8, 8), norm(8), torch.nn.Linear(8, 4))
@@ -257,18 +257,18 @@ def normed(world: World) -> dict[str, Any]:
                 out = model(torch.randn(6, 8).to(world.device))
                 out.float().pow(2).mean().backward()
                 model.finish_gradient_synchronization()
-                found[f"{norm.__name__} {dtype} {step}"] = (
+                results[f"{norm.__name__} {dtype} {step}"] = (
                     out.dtype == dtype,
                     module[1].weight.grad.dtype,
                     module[0].weight.grad is not None,
                     bool(torch.isfinite(module[2].weight.grad).all()),
                 )
                 model.zero_grad()
-            found[f"{norm.__name__} {dtype} buffers"] = [b.cpu() for b in module.buffers()]
-    return found
+            results[f"{norm.__name__} {dtype} buffers"] = [b.cpu() for b in module.buffers()]
+    return results
 
 
-def test_norms_keep_their_dtype_and_changes_are_followed() -> None:
+def test_norms_keep_their_dtype_and_unfrozen_layers_train() -> None:
     first, second = launch(normed, ranks=2, backend="gloo", device="cuda", limits=LIMITS)
     for name, values in first.items():
         if name.endswith("buffers"):

@@ -1,4 +1,4 @@
-"""A step recorded on a GPU: marks in its queue, in the order of the backward, that add up."""
+"""A step recorded on a GPU: events in the order of the backward, which add up to the step."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def recorded(**how: object) -> Record:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_ready_one_after_the_other(dtype: str) -> None:
-    held = recorded(dtype=(dtype,), attention=("sdpa",))
-    assert {series.clock for series in held.series} == {"device"}
-    recording = recording_of(held)
+    of_step = recorded(dtype=(dtype,), attention=("sdpa",))
+    assert {series.clock for series in of_step.series} == {"device"}
+    recording = recording_of(of_step)
     assert recording is not None
-    names = [recording.gradients[place].item.name for place in recording.order]
-    # The head's gradient is the first, the embedding's the last.
+    names = [recording.gradients[index].item.name for index in recording.order]
+    # The gradient of the head is the first, that of the embedding the last.
     assert "embed" in names[-1]
     assert recording.gradients[recording.order[0]].ready < 0.5 * recording.backward_ms
     assert 0.2 < recording.half_ready() < 1.0
-    step = held.find("step")
+    step = of_step.find("step")
     assert step is not None
     assert sorted(step.values)[len(step.values) // 2] == pytest.approx(
         recording.compute_ms, rel=0.2
     )
-    shown = [b for b in find_study("rehearsal").view([held]) if isinstance(b, Finding)]
-    assert "rehearsal.communication-bound" in {found.code for found in shown}
+    shown = [b for b in find_study("rehearsal").view([of_step]) if isinstance(b, Finding)]
+    assert "rehearsal.communication-bound" in {finding.code for finding in shown}
 
 
 def test_ranks_on_the_host_replay_what_the_gpu_recorded() -> None:
-    held = recorded(check_ranks=(2,), rounds=2, steps=3, compute="auto")
-    assert held.notes["compute"] == "waits"
-    said = find_study("rehearsal").view([held])
-    assert any(isinstance(b, Finding) and "2 waiting ranks over gloo" in b.text for b in said)
+    of_step = recorded(check_ranks=(2,), rounds=2, steps=3, compute="auto")
+    assert of_step.notes["compute"] == "waits"
+    blocks = find_study("rehearsal").view([of_step])
+    assert any(isinstance(b, Finding) and "2 waiting ranks over gloo" in b.text for b in blocks)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the fast step: graphs, our kernels inside of one, shared weights."""
+"""The fast step on a GPU: CUDA graphs with our kernels, autotuned GEMMs, shared weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from step_records import tiny_race_case
-from stepscope.kernels import autotune as search
+from stepscope.kernels import autotune
 from stepscope.kernels.autotune import autotuned_matmul_into, autotuned_matmuls
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.optim import FusedAdamW, InBackwardAdamW
@@ -39,10 +39,10 @@ class Silent:
 
 @pytest.fixture
 def device() -> CudaDevice:
-    held = pick_device("cuda")
-    assert isinstance(held, CudaDevice)
-    held.release()
-    return held
+    picked = pick_device("cuda")
+    assert isinstance(picked, CudaDevice)
+    picked.release()
+    return picked
 
 
 def workload(**fields: Any) -> Workload:
@@ -54,14 +54,14 @@ def workload(**fields: Any) -> Workload:
 
 
 def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and weights after a few steps on batches that differ."""
+    """Return losses and weights after a few steps on different batches."""
     step = TransformerStep(work, device)
     if work.graph:
         before = [p.detach().clone() for p in step.model.parameters()]
         phases = step.phases()
         with torch.no_grad():
-            for parameter, held in zip(step.model.parameters(), before, strict=True):
-                parameter.copy_(held)
+            for parameter, initial in zip(step.model.parameters(), before, strict=True):
+                parameter.copy_(initial)
             for state in step.optimizer.state.values():
                 for tensor in state.values():
                     tensor.zero_()
@@ -72,8 +72,8 @@ def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch
     vocab = work.model().vocab
     for number in range(STEPS):
         generator = torch.Generator("cuda").manual_seed(number)
-        for held in (step.tokens, step.targets):
-            held.copy_(torch.randint(vocab, held.shape, device="cuda", generator=generator))
+        for buffer in (step.tokens, step.targets):
+            buffer.copy_(torch.randint(vocab, buffer.shape, device="cuda", generator=generator))
         step.reset()
         for phase in phases:
             phase.run()
@@ -99,15 +99,15 @@ def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch
             "keep": "gates",
         },
     ],
-    ids=["torch", "ours", "our kernels", "checkpointed", "joined", "in backward"],
+    ids=["torch", "ours", "our kernels", "checkpointed", "fused projections", "in backward"],
 )
-def test_a_replayed_step_trains_as_the_same_step_kernel_by_kernel(
+def test_a_replayed_step_trains_like_the_eager_step(
     device: CudaDevice, attention: str, more: dict[str, Any]
 ) -> None:
     fields = {"attention": (attention,), "size": ("mini",)} | more
     eager = trained(workload(**fields), device)
     replayed = trained(workload(**fields, graph=True), device)
-    # The same kernels on the same numbers; the count of steps is worked out on the device.
+    # The same kernels on the same numbers, except that the step count is on the device.
     assert replayed[0] == pytest.approx(eager[0], rel=2e-3)
     for one, other in zip(eager[1], replayed[1], strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=2e-3)
@@ -127,24 +127,24 @@ def test_a_compiled_step_is_replayed(device: CudaDevice) -> None:
 def test_what_cannot_be_captured_is_skipped_and_leaves_the_device_usable(
     device: CudaDevice,
 ) -> None:
-    for fields, said in (
+    for fields, reason in (
         ({"dtype": ("float16",)}, "overflowed"),
         ({"compile": ("block",), "compile_mode": ("reduce-overhead",)}, "creates CUDA graphs"),
     ):
         step = TransformerStep(workload(**fields, graph=True), device)
-        with pytest.raises(CaseSkipped, match=said):
+        with pytest.raises(CaseSkipped, match=reason):
             step.phases()
     torch.randn(4, device="cuda")
 
 
-def test_gradients_are_counted_before_a_graph_lets_go_of_them(device: CudaDevice) -> None:
+def test_gradients_are_counted_before_a_graph_frees_them(device: CudaDevice) -> None:
     step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), device)
     step.phases()
     assert step.gradients_missing() == 0
     assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> None:
+def test_fused_adamw_in_a_graph_counts_steps_and_uses_the_learning_rate() -> None:
     def parameters() -> list[torch.nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
         return [
@@ -154,8 +154,8 @@ def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> 
 
     ours, plain = parameters(), parameters()
     grads = [torch.randn_like(p) for p in ours]
-    for held in (ours, plain):
-        for parameter, grad in zip(held, grads, strict=True):
+    for params in (ours, plain):
+        for parameter, grad in zip(params, grads, strict=True):
             parameter.grad = grad.clone()
     optimizer = FusedAdamW(ours, lr=1e-2, capturable=True)
     reference = torch.optim.AdamW(plain, lr=1e-2)
@@ -174,25 +174,25 @@ def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> 
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_products_write_gradients_in_the_format_of_the_weights() -> None:
-    from stepscope.kernels.matmul import _writes_wide, add_matmul, matmul_to_dtype
+def test_matmuls_write_gradients_in_the_dtype_of_the_weights() -> None:
+    from stepscope.kernels.matmul import _has_out_dtype, add_matmul, matmul_to_dtype
 
-    assert _writes_wide(), "torch >= 2.8 passes it on to cuBLAS"
+    assert _has_out_dtype(), "torch >= 2.8 has out_dtype"
     a = torch.randn(300, 2048, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(2048, 200, device="cuda", dtype=torch.bfloat16)
     exact = a.double() @ b.double()
-    made = matmul_to_dtype(a, b, torch.float32)
-    total = torch.ones_like(made)
+    product = matmul_to_dtype(a, b, torch.float32)
+    total = torch.ones_like(product)
     add_matmul(total, a, b)
-    for found, expected in ((made, exact), (total, exact + 1)):
-        # bfloat16 would be off by up to 0.5 here.
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=5e-3)
+    for actual, expected in ((product, exact), (total, exact + 1)):
+        # In bfloat16 the error would be up to 0.5.
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=5e-3)
 
 
-def test_updates_beside_the_backward_keep_few_gradients(
+def test_optimizer_in_backward_keeps_few_gradients(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers' gradients at most where all would be sixteen."""
+    """Gradients of at most two layers of sixteen are in memory at once."""
     import stepscope.torch_tools.side_stream
 
     monkeypatch.setattr(stepscope.torch_tools.side_stream, "MOST_WAITING", 1 << 22)
@@ -213,46 +213,46 @@ def test_updates_beside_the_backward_keep_few_gradients(
     assert (device.peak_bytes() or 0) - before < 8 * 4 * 2**20
 
 
-@pytest.mark.parametrize("turned", list(itertools.product((False, True), repeat=2)))
-@pytest.mark.parametrize("wide", [False, True], ids=["same format", "float32"])
-def test_a_searched_product_is_torch_s(
-    turned: tuple[bool, bool], wide: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("wide", [False, True], ids=["same dtype", "float32"])
+def test_an_autotuned_matmul_matches_torch(
+    transposed: tuple[bool, bool], wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whatever is fastest takes the place of torch's choice.
-    monkeypatch.setattr(search, "GAIN", 2.0)
+    # The fastest kernel always replaces torch's choice.
+    monkeypatch.setattr(autotune, "GAIN", 2.0)
 
-    def drawn(rows: int, columns: int, turn: bool) -> torch.Tensor:
-        shape = (columns, rows) if turn else (rows, columns)
-        made = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        return made.T if turn else made
+    def random_matrix(rows: int, columns: int, transpose: bool) -> torch.Tensor:
+        shape = (columns, rows) if transpose else (rows, columns)
+        values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return values.T if transpose else values
 
-    a, b = drawn(384, 640, turned[0]), drawn(640, 256, turned[1])
+    a, b = random_matrix(384, 640, transposed[0]), random_matrix(640, 256, transposed[1])
     exact = a.double() @ b.double()
     dtype = torch.float32 if wide else torch.bfloat16
-    # Part of a wider matrix, as a joined product's is.
-    room = torch.ones(384, 512, device="cuda", dtype=dtype)
-    out = room[:, 256:]
+    # Part of a wider matrix, as in a fused projection.
+    buffer = torch.ones(384, 512, device="cuda", dtype=dtype)
+    out = buffer[:, 256:]
     assert not autotuned_matmul_into(out, a, b)
     with autotuned_matmuls():
         assert autotuned_matmul_into(out, a, b)
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if wide else 3e-3)
-        assert room[:, :256].eq(1).all()
+        assert buffer[:, :256].eq(1).all()
         assert autotuned_matmul_into(out, a, b, adds=True)
         assert ((out.double() - 2 * exact).norm() / exact.norm()) < (3e-5 if wide else 8e-3)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             assert autotuned_matmul_into(out, a, b)
-            # Never met before, and a capture is no place to try.
-            assert not autotuned_matmul_into(room[:64, 256:], a[:64], b)
+            # A new shape: nothing is timed during a capture.
+            assert not autotuned_matmul_into(buffer[:64, 256:], a[:64], b)
         out.zero_()
         graph.replay()
         assert ((out.double() - exact).norm() / exact.norm()) == error
-        assert not autotuned_matmul_into(room[:, 250:506], a, b), "the address is not aligned"
-        assert not autotuned_matmul_into(room[:192, 256:], a[::2, ::2], b[::2])
+        assert not autotuned_matmul_into(buffer[:, 250:506], a, b), "the address is not aligned"
+        assert not autotuned_matmul_into(buffer[:192, 256:], a[::2, ::2], b[::2])
 
 
-def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
+def test_a_capture_with_unprepared_gradients_raises() -> None:
     parameter = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = FusedAdamW([parameter], capturable=True)
     parameter.grad = torch.randn_like(parameter)
@@ -273,22 +273,22 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
         {"joined": True, "optimizer": ("stepscope-in-backward",), "searched": True, "graph": True},
         {"joined": True, "optimizer": ("stepscope-as-made",), "searched": True, "graph": True},
     ],
-    ids=["fused", "joined", "inputs kept", "in backward", "a graph", "searched", "as made"],
+    ids=["fused", "fused projections", "inputs", "in backward", "graph", "autotuned", "as made"],
 )
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure", "bfloat16-master"]
 )
-def test_the_fused_pieces_learn_as_the_plain_ones(
+def test_fused_variants_train_like_the_naive_model(
     device: CudaDevice, dtype: str, more: dict[str, Any]
 ) -> None:
     plain = trained(workload(dtype=(dtype,), attention=("sdpa",)), device)[0]
-    form = {"fused": True, "loss": ("fused",), "optimizer": ("stepscope-fused",)} | more
-    fused = trained(workload(dtype=(dtype,), attention=("sdpa",), **form), device)[0]
+    options = {"fused": True, "loss": ("fused",), "optimizer": ("stepscope-fused",)} | more
+    fused = trained(workload(dtype=(dtype,), attention=("sdpa",), **options), device)[0]
     assert fused == pytest.approx(plain, rel=1e-4 if dtype == "float32" else 1e-2)
 
 
-def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDevice) -> None:
-    forms = [
+def test_a_comparison_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDevice) -> None:
+    variants = [
         racer._replace(
             workload=msgspec.structs.replace(
                 racer.workload, size="mini", context=128, batch=2, compile="no",
@@ -298,7 +298,7 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
         for racer in racers("small-512")
         if racer.workload.compile_mode == "default"
     ]  # fmt: skip
-    alone = list({racer.name: racer for racer in forms}.values())
+    alone = list({racer.name: racer for racer in variants}.values())
     field = Field(alone[0], Silent(device))
     case = tiny_race_case(form_seconds=60.0)
     for racer in alone:
@@ -312,11 +312,11 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
         assert all(one is same for one, same in pairs)
     heats = [heat for of_side in field.heats.values() for heat in of_side.values()]
     state = 12 * sum(p.numel() for p in peer.parameters())
-    # Weights and moments in float32 are a floor for every form.
+    # Weights and moments in float32 are a lower bound for every variant.
     assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
 
 
-def test_a_mark_is_reached_when_all_before_it_is_done(device: CudaDevice) -> None:
+def test_a_mark_is_reached_when_all_earlier_work_is_done(device: CudaDevice) -> None:
     device.occupy(200.0)
     mark = device.mark()
     assert not device.reached(mark)
@@ -324,22 +324,22 @@ def test_a_mark_is_reached_when_all_before_it_is_done(device: CudaDevice) -> Non
     assert device.reached(mark)
 
 
-def test_a_race_ends_with_the_energy_of_each_side(device: CudaDevice) -> None:
+def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> None:
     from stepscope.studies.step.race import measure_race
 
-    made = measure_race(tiny_race_case(), Silent(device))
+    measurement = measure_race(tiny_race_case(), Silent(device))
     limit = device.telemetry.power_limit_w()
     assert limit is not None
-    assert "no_energy" not in made.notes, made.notes["no_energy"]
+    assert "no_energy" not in measurement.notes, measurement.notes["no_energy"]
     for side in ("peer", "ours"):
-        found = {one.name: one.value for one in made.quantities if one.variant == side}
-        assert 0 < found["power_w"] < 1.1 * limit
-        taken = found["power_w"] * found["unbroken_step_ms"] * 1e-3
-        assert found["joules"] == pytest.approx(taken)
-        assert found["sm_clock_mhz"] > 0
+        values = {one.name: one.value for one in measurement.quantities if one.variant == side}
+        assert 0 < values["power_w"] < 1.1 * limit
+        expected = values["power_w"] * values["unbroken_step_ms"] * 1e-3
+        assert values["joules"] == pytest.approx(expected)
+        assert values["sm_clock_mhz"] > 0
 
 
-def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
+def test_the_text_is_learned_in_every_precision(device: CudaDevice) -> None:
     flags = StepFlags(
         part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
         loss_rungs=(

@@ -3,8 +3,8 @@
 torch uses the first algorithm of cuBLAS's heuristic. Like `torch.backends.cudnn.benchmark` for
 convolutions, this times all of them when a shape is first used, for up to four seconds, and uses
 the fastest from then on; it is meant for training steps with static shapes. Large GEMMs are timed
-for as long as the power cap needs to take effect: the fastest in a burst is not always the fastest
-in steady state. A capture cannot be timed: run a step before it.
+for as long as the power cap needs to take effect: the fastest kernel in a burst is not always the
+one that takes the least energy. Nothing can be timed during a capture: run a step before it.
 """
 
 from __future__ import annotations

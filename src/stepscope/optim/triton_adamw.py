@@ -73,6 +73,7 @@ class TensorDtypes(NamedTuple):
 
 @triton.jit
 def _address(table, row, COLUMN: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load an address of a row of the table as a pointer to elements of dtype FORMAT."""
     ptr = tl.load(table + row * _COLUMNS + COLUMN).to(tl.pointer_type(FORMAT))
     if ALIGNED:
         # Without the hint the compiler loads one element at a time.

@@ -19,7 +19,7 @@ from stepscope.parallel.reshard import Saved, Span, concatenated
 class Share(NamedTuple):
     """The part of a parameter that one rank owns."""
 
-    index: int
+    parameter_index: int
     """Index of the parameter in the optimizer."""
     parameter: Tensor
     rows: Span | None

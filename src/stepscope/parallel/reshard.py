@@ -25,7 +25,7 @@ class Span(NamedTuple):
 class Saved(NamedTuple):
     """One saved part: parameter index, rows (None for all) and kind of state."""
 
-    index: int
+    parameter_index: int
     rows: Span | None
     kind: str
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stepscope.attention.inputs import matmul_dtype
 
 MASKED_BELOW = -1e4
-"""A score filled with less than this has probability zero beside unmasked scores."""
+"""A score filled with less than this has probability zero if any score of its row is unmasked."""
 _MAX_INSPECTED = 64
 """Masks of each shape that are inspected; later ones are assumed to be alike, since an inspection
 synchronizes with the device."""

@@ -422,10 +422,10 @@ _NOT_FORWARDED = {
 
 
 def _forwarded(method: Function) -> Function:
-    def ask(self: DeferredMatmul, *arguments: Any, **keywords: Any) -> Any:
+    def call(self: DeferredMatmul, *arguments: Any, **keywords: Any) -> Any:
         return self._apply(method, arguments, keywords)
 
-    return ask
+    return call
 
 
 # Python looks special methods up in the class, never through __getattr__.

@@ -42,7 +42,11 @@ def _gather_keys(
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate dQ and the row sums of a query tile over the keys from start to stop."""
+    """Accumulate dQ and the row sums of a query tile over the keys from start to stop.
+
+    Per row (BLOCK_M,): `level` is the log-sum-exp, `drop` delta, `mass` the sum of P and `lean` the
+    sum of dS. `mean_k` is P K, (BLOCK_M, BLOCK_D). `g` is the tile of dO.
+    """
     for start_n in tl.range(start, stop, BLOCK_N):
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
         b_k = load_tile(

@@ -288,5 +288,9 @@ def forward_kernel(
         BLOCK_E,
     )
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    b_lse = b_max * scale + tl.math.log(b_sum)  # (BLOCK_M,)
-    tl.store(lse + pid_bh.to(tl.int64) * M + offs_m, b_lse, mask=offs_m < M)
+    # (BLOCK_M,)
+    tl.store(
+        lse + pid_bh.to(tl.int64) * M + offs_m,
+        b_max * scale + tl.math.log(b_sum),
+        mask=offs_m < M,
+    )

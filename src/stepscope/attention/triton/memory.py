@@ -140,7 +140,7 @@ def apart(product, rest):
 
 @triton.jit
 def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a bᵀ over all columns; of the nine matmuls of planes the six above the last place.
+    """Return a bᵀ over all columns; of the nine matmuls of planes, the six that affect float32.
 
     Tensor cores truncate where other units round. The highest planes are chosen so that a sum of
     their products from zero loses nothing, and the truncation error of the small products is small:
@@ -236,8 +236,10 @@ def split_kernel(
     offs_bh = offs_row // M
     offs_x = (offs_bh // H) * stride_b + (offs_bh % H) * stride_h + (offs_row % M) * stride_r
     mask_row = (offs_row < count)[:, None]
-    mask_x = mask_row & (offs_d < D)[None, :]
-    b_x = tl.load(x + offs_x[:, None] + offs_d[None, :], mask=mask_x, other=0.0)  # (BLOCK, BLOCK_D)
+    # (BLOCK, BLOCK_D)
+    b_x = tl.load(
+        x + offs_x[:, None] + offs_d[None, :], mask=mask_row & (offs_d < D)[None, :], other=0.0
+    )
     b_max = tl.max(tl.abs(b_x), 1)[:, None]
     b_pow2 = (b_max.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     b_step = b_pow2 * STEP

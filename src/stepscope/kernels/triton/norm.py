@@ -194,7 +194,7 @@ def forward(
 def backward(
     grad_normed: Tensor,
     grad_stream: Tensor | None,
-    kept: Tensor,
+    saved: Tensor,
     weight: Tensor,
     inverse: Tensor,
     stream_dtype: torch.dtype,
@@ -203,22 +203,22 @@ def backward(
     units: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
-    and of the weight. `kept` is the stream, or with `units` the unit rows."""
-    rows, d = inverse.numel(), kept.shape[-1]
-    grad_sum = torch.empty_like(kept, dtype=stream_dtype)
+    and of the weight. `saved` is the stream, or with `units` the unit rows."""
+    rows, d = inverse.numel(), saved.shape[-1]
+    grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
-    grad_branch = torch.empty_like(kept, dtype=branch_dtype) if split else grad_sum
+    grad_branch = torch.empty_like(saved, dtype=branch_dtype) if split else grad_sum
     block = triton.next_power_of_2(d)
     # Eight elements per thread: the latency from loads to stores of a row is short, and all
     # programs are resident at once.
     warps = min(16, max(4, block // 256))
-    rows_each = triton.cdiv(rows, _programs(kept.device, warps))
+    rows_each = triton.cdiv(rows, _programs(saved.device, warps))
     programs = triton.cdiv(rows, rows_each)
-    partial = torch.empty(programs, d, device=kept.device, dtype=torch.float32)
+    partial = torch.empty(programs, d, device=saved.device, dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
         grad_normed,
         grad_stream,
-        kept,
+        saved,
         weight,
         inverse,
         grad_sum,
@@ -236,7 +236,7 @@ def backward(
     grad_weight = torch.empty_like(weight)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
-    run_overlapped(kept.device, lambda: add_up(partial, grad_weight), partial)
+    run_overlapped(saved.device, lambda: add_up(partial, grad_weight), partial)
     return grad_sum, grad_branch, grad_weight
 
 

@@ -105,10 +105,10 @@ def backward(
     up: Tensor,
     grad_gate: Tensor,
     grad_up: Tensor,
-    made: Tensor | None = None,
+    recomputed: Tensor | None = None,
 ) -> None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
-    themselves; `made` gets the output of the forward."""
+    themselves, and the output of the forward into `recomputed` unless it is None."""
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         grad,
@@ -116,10 +116,10 @@ def backward(
         up,
         grad_gate,
         grad_up,
-        made,
+        recomputed,
         width,
         gate.stride(0),
-        AGAIN=made is not None,
+        AGAIN=recomputed is not None,
         BLOCK=_BLOCK,
         EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS,
