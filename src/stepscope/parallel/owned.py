@@ -124,7 +124,7 @@ class OwnedParameters:
 
     def local_state(self) -> dict[str, Any]:
         return {
-            Saved(share.index, share.rows, kind).name: value
+            Saved(share.parameter_index, share.rows, kind).name: value
             for share, optimizer in self._owned()
             for kind, value in optimizer.state[share.own].items()
         }
@@ -133,7 +133,7 @@ class OwnedParameters:
         saved = [Saved.parse(name) for name in sorted(names)]
         for share, optimizer in self._owned():
             state: dict[str, Any] = {}
-            own = [one for one in saved if one.index == share.index]
+            own = [one for one in saved if one.parameter_index == share.parameter_index]
             for kind in dict.fromkeys(one.kind for one in own):
                 parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
                 value = concatenated(share.rows, [(one, find(one.name)) for one in parts])
@@ -144,7 +144,7 @@ class OwnedParameters:
 
     def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         one = Saved.parse(name)
-        meets = any(one.index == h.index and one.meets(h.rows) for h, _ in self._owned())
+        meets = any(one.parameter_index == h.parameter_index and one.meets(h.rows) for h, _ in self._owned())
         return torch.empty(size, dtype=dtype) if meets else None
 
     def _owned(self) -> Iterator[tuple[Share, Optimizer]]:

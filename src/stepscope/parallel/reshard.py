@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     @property
     def name(self) -> str:
         rows = "" if self.rows is None else f"[{self.rows.begin}:{self.rows.end}]"
-        return f"{self.index}{rows}.{self.kind}"
+        return f"{self.parameter_index}{rows}.{self.kind}"
 
     def meets(self, rows: Span | None) -> bool:
         if self.rows is None or rows is None:
@@ -66,6 +66,6 @@ def concatenated(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
             begin = end
     if begin != wanted.end:
         raise ParallelError(
-            f"the state {saved.kind} of parameter {saved.index} lacks rows {begin} to {wanted.end}"
+            f"the state {saved.kind} of parameter {saved.parameter_index} lacks rows {begin} to {wanted.end}"
         )
     return torch.cat(pieces)
