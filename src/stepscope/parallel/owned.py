@@ -144,7 +144,8 @@ class OwnedParameters:
 
     def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         one = Saved.parse(name)
-        meets = any(one.parameter_index == h.parameter_index and one.meets(h.rows) for h, _ in self._owned())
+        same = [h for h, _ in self._owned() if h.parameter_index == one.parameter_index]
+        meets = any(one.meets(h.rows) for h in same)
         return torch.empty(size, dtype=dtype) if meets else None
 
     def _owned(self) -> Iterator[tuple[Share, Optimizer]]:

@@ -66,6 +66,7 @@ def concatenated(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
             begin = end
     if begin != wanted.end:
         raise ParallelError(
-            f"the state {saved.kind} of parameter {saved.parameter_index} lacks rows {begin} to {wanted.end}"
+            f"the state {saved.kind} of parameter {saved.parameter_index} lacks rows {begin} to"
+            f" {wanted.end}"
         )
     return torch.cat(pieces)
