@@ -12,7 +12,7 @@ from page_parts import bullets, figure_files, origin, shown
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Finding
+from stepscope.report.blocks import Block, Finding, Flame
 from stepscope.studies.profile import STUDY
 
 RECORDS = "profile_h200.jsonl"
@@ -51,7 +51,8 @@ def _parts(records: Sequence[Record], blocks: Sequence[Block]) -> Iterator[str]:
     )
     yield f"*{STUDY.question}*"
     yield bullets(blocks)
-    remaining = [block for block in blocks if not isinstance(block, Finding)]
+    # A flame graph needs a browser.
+    remaining = [block for block in blocks if not isinstance(block, Finding | Flame)]
     placed = tuple(name for names in SECTIONS.values() for name in names)
     missing = [block.name for block in remaining if not block.name.startswith(placed)]
     assert not missing, f"no section contains {missing}"

@@ -117,13 +117,13 @@ def test_directory_of_another_user_is_refused(
 
 
 def test_each_of_several_machines_has_its_own_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.cli.commands.inspect import _of_this_machine
+    from stepscope.cli.commands.inspect import _page_of_this_machine
 
     page = Path("out/train.html")
-    assert _of_this_machine(page) == page
+    assert _page_of_this_machine(page) == page
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setenv("GROUP_RANK", "1")
-    assert _of_this_machine(page) == Path("out/train.node-1.html")
+    assert _page_of_this_machine(page) == Path("out/train.node-1.html")
 
 
 def test_background_work_has_low_priority_until_it_is_waited_for() -> None:
