@@ -147,14 +147,17 @@ def test_checkpointed_steps_are_predicted_and_in_the_ledger(checkpoint: str, dty
     assert backward.lines[RECOMPUTED] > 0
 
 
-JOINED = {"fused": True, "joined": True}
+JOINED = {"fused": True, "fused_projections": True}
 
 
 @pytest.mark.parametrize("optimizer", ["stepscope-fused", "stepscope-in-backward"])
 @pytest.mark.parametrize(
     "options",
-    [{"fused": True}, *(JOINED | {"keep": keep} for keep in ("all", "norms", "gates", "inputs-6"))],
-    ids=lambda options: options.get("keep", "fused"),
+    [
+        {"fused": True},
+        *(JOINED | {"activation_policy": keep} for keep in ("all", "norms", "gates", "inputs-6")),
+    ],
+    ids=lambda options: options.get("activation_policy", "fused"),
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])
 def test_variants_of_the_fast_step_are_predicted(

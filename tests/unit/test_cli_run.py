@@ -113,7 +113,7 @@ def test_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine
         "cpu",
     )
     assert done.returncode == 0, done.stderr
-    assert "One training step" in done.stdout
+    assert "A step takes" in done.stdout
     assert str(cli.out / "report.html") in done.stdout
     assert {r.config["mode"] for r in cli.records()} == {
         "forward",

@@ -49,7 +49,7 @@ FAST = (
     "--loss",
     "fused",
     "--fused",
-    "--joined",
+    "--fused-projections",
     "--optimizer",
     "stepscope-in-backward",
 )
@@ -60,13 +60,28 @@ def test_peak_of_the_fastest_step(
     keep: str, gib: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Peaks measured on an H200."""
-    assert main(["predict", *FAST, "--keep", keep, "--json"]) == 0
+    assert main(["predict", *FAST, "--activation-policy", keep, "--json"]) == 0
     (text,) = json.loads(capsys.readouterr().out)["predictions"]
     assert text["peak_bytes"] / 2**30 == pytest.approx(gib, rel=0.01)
 
 
+def test_former_names_of_flags_work_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    former = ["--joined" if word == "--fused-projections" else word for word in FAST]
+    assert main(["predict", *former, "--keep=gates", "--json"]) == 0
+    output = capsys.readouterr()
+    assert "--joined is now --fused-projections" in output.err
+    assert "--keep is now --activation-policy" in output.err
+    assert main(["predict", *FAST, "--activation-policy", "gates", "--json"]) == 0
+    now = capsys.readouterr()
+    assert "is now" not in now.err
+    assert json.loads(now.out) == json.loads(output.out)
+
+
 def test_variants_of_a_step_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", *FAST, "--keep", "inputs-8", "--graph", "--size", "small"]) == 0
+    assert (
+        main(["predict", *FAST, "--activation-policy", "inputs-8", "--graph", "--size", "small"])
+        == 0
+    )
     output = " ".join(capsys.readouterr().out.split())
     assert "fused projections, saves inputs-8, optimizer-in-backward, as a graph" in output
     assert "saved: feed-forward, feed-forward" in output
@@ -111,7 +126,7 @@ def test_budget_that_no_change_meets_is_reported() -> None:
         ["--sharding", "full"],
         ["--checkpoint", "-2"],
         ["--context", "0"],
-        ["--keep", "gates"],
+        ["--activation-policy", "gates"],
         ["--fused"],
         ["--fused", "--attention", "sdpa", "--device", "cpu"],
         ["--graph"],

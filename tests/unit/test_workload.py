@@ -276,7 +276,9 @@ def test_names_are_distinct() -> None:
 @pytest.mark.parametrize("keep", ["all", "inputs-1"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])
 def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, keep: str) -> None:
-    joined = {"fused": True, "joined": True, "keep": keep, "loss": ("fused",)}
+    joined = {
+        "fused": True, "fused_projections": True, "activation_policy": keep, "loss": ("fused",),
+    }  # fmt: skip
     losses = []
     for more in ({}, joined):
         step = TransformerStep(workload(dtype=(dtype,), **SMALLEST, **more), CpuDevice())
@@ -291,14 +293,17 @@ def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, keep: str
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"joined": True}, "add --fused"),
-        ({"fused": True, "keep": "gates"}, "needs fused projections"),
-        ({"fused": True, "searched": True}, "autotuned GEMMs need fused projections"),
+        ({"fused_projections": True}, "add --fused"),
+        ({"fused": True, "activation_policy": "gates"}, "needs fused projections"),
+        ({"fused": True, "autotune_gemms": True}, "autotuned GEMMs need fused projections"),
         (
-            {"fused": True, "joined": True, "compile": ("block",)},
+            {"fused": True, "fused_projections": True, "compile": ("block",)},
             "a compiled model has no fused projections",
         ),
-        ({"fused": True, "joined": True, "keep": "some"}, "keep 'some' does not exist"),
+        (
+            {"fused": True, "fused_projections": True, "activation_policy": "some"},
+            "activation policy 'some' does not exist",
+        ),
     ],
 )
 def test_fused_projections_need_fused_kernels(fields: dict[str, object], message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, UsageError, printable
 from stepscope.records.jsonl import read_records, replace_file
 from stepscope.records.schema import Record
@@ -54,6 +55,28 @@ def parse(
             description=text,
             config=(tyro.conf.OmitArgPrefixes,),
         )
+
+
+RENAMED_FLAGS = {
+    "--joined": "--fused-projections",
+    "--no-joined": "--no-fused-projections",
+    "--keep": "--activation-policy",
+    "--searched": "--autotune-gemms",
+    "--no-searched": "--no-autotune-gemms",
+}
+"""Former spellings of the flags of a training step, accepted with a warning for one version."""
+
+
+def with_new_names(words: Sequence[str]) -> list[str]:
+    """Replace former spellings of flags, with a warning for each."""
+    renamed = []
+    for word in words:
+        flag, sign, value = word.partition("=")
+        if (new := RENAMED_FLAGS.get(flag)) is not None:
+            log(f"{flag} is now {new}; the former name is removed in the next version")
+            word = f"{new}{sign}{value}"
+        renamed.append(word)
+    return renamed
 
 
 def load_records(source: str, location: StoreOptions) -> tuple[Record, ...]:

@@ -18,14 +18,14 @@ def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
     counted = number.isascii() and number.isdigit() and name == INPUTS
     if name not in KEEPS or (dash and not counted):
         raise UsageError(
-            f"activation policy (keep) {strategy!r} does not exist",
+            f"activation policy {strategy!r} does not exist",
             f"one of {', '.join(KEEPS)}, or {INPUTS} in the first blocks only, such as {INPUTS}-12",
         )
     if not dash:
         return (name,) * layers
     if int(number) > layers:
         raise UsageError(
-            f"activation policy (keep) {strategy!r} for a model of {layers} blocks",
+            f"activation policy {strategy!r} for a model of {layers} blocks",
             f"give at most {INPUTS}-{layers}",
         )
     return (INPUTS,) * int(number) + (GATES,) * (layers - int(number))
@@ -34,9 +34,9 @@ def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
 def check_layer_options(fused: bool, joined: bool, keep: str) -> None:
     """Check that `keep` comes with fused projections, and these with fused layers."""
     if joined and not fused:
-        raise UsageError("fused projections (--joined) need fused layers", "add --fused")
+        raise UsageError("--fused-projections needs fused layers", "add --fused")
     if keep != ALL and not joined:
         raise UsageError(
-            f"activation policy (keep) {keep!r} needs fused projections",
-            "add --fused --joined, or use --checkpoint",
+            f"activation policy {keep!r} needs fused projections",
+            "add --fused --fused-projections, or use --checkpoint",
         )

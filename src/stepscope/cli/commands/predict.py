@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
-from stepscope.cli.common import json_line, parse
+from stepscope.cli.common import json_line, parse, with_new_names
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
@@ -44,12 +44,12 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     """plain (loss from all logits), fused (LM head and loss in chunks of rows)."""
     fused: bool = False
     """Use Stepscope's fused kernels between the GEMMs."""
-    joined: bool = False
+    fused_projections: bool = False
     """With --fused: fused projections (QKV, gate/up), one GEMM with packed weights."""
-    keep: str = ALL
-    """With --joined, activations saved for backward: all; norms (recompute the gated activations);
-    gates (recompute norms too); inputs (recompute gates too); inputs-12 (inputs in the first
-    twelve blocks)."""
+    activation_policy: str = ALL
+    """With --fused-projections, activations saved for backward: all; norms (recompute the gated
+    activations); gates (recompute norms too); inputs (recompute gates too); inputs-12 (inputs in
+    the first twelve blocks)."""
     graph: bool = False
     """Capture the full step as CUDA graphs."""
     checkpoint: str = NONE
@@ -77,6 +77,7 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(words: list[str]) -> int:
+    words = with_new_names(words)
     options = parse(
         PredictOptions,
         words,
@@ -89,7 +90,8 @@ def main(words: list[str]) -> int:
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
             "stepscope predict --size 10b --table 2026 --ranks 8 --sharding full --checkpoint 1",
             "stepscope predict --size 2.7b --context 2048 --dtype bf16 --attention auto"
-            " --loss fused --fused --joined --keep gates --optimizer stepscope-in-backward",
+            " --loss fused --fused --fused-projections --activation-policy gates"
+            " --optimizer stepscope-in-backward",
         ),
     )
     predictions = [
@@ -119,8 +121,8 @@ def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepP
         checkpoint=options.checkpoint,
         loss=options.loss,
         fused=options.fused,
-        joined=options.joined,
-        keep=options.keep,
+        joined=options.fused_projections,
+        keep=options.activation_policy,
         graph=options.graph,
         ranks=options.ranks,
         sharding=options.sharding,

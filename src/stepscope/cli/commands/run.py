@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.commands.report import print_results, write_report
-from stepscope.cli.common import StoreOptions, json_line, parse
+from stepscope.cli.common import StoreOptions, json_line, parse, with_new_names
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
@@ -93,6 +93,7 @@ class StudyCases(NamedTuple):
 
 
 def main(words: list[str]) -> int:
+    words = with_new_names(words)
     if words and not words[0].startswith("-"):
         study = _study(words[0])
         _refuse_model(study, words[1:])

@@ -57,15 +57,15 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Loss: plain (from all logits), fused (LM head and cross-entropy in chunks of rows)."""
     fused: bool = False
     """Fused kernels for norms, SwiGLU and rotary embeddings; a compiled model fuses them itself."""
-    joined: bool = False
+    fused_projections: bool = False
     """With --fused: fused QKV and fused gate/up projections, from stored copies of the weights."""
-    keep: str = ALL
-    """With --joined, what is saved for backward: all, norms (recompute the gated product), gates
-    (recompute the norms too), inputs (recompute the gates too), or inputs of the first blocks only,
-    such as inputs-12."""
-    searched: bool = False
-    """With --joined, on a GPU: autotune the GEMMs, i.e. choose the fastest cuBLAS kernel for each
-    shape in the first step, which takes up to half a minute."""
+    activation_policy: str = ALL
+    """With --fused-projections, what is saved for backward: all, norms (recompute the gated
+    product), gates (recompute the norms too), inputs (recompute the gates too), or inputs of the
+    first blocks only, such as inputs-12."""
+    autotune_gemms: bool = False
+    """With --fused-projections, on a GPU: choose the fastest cuBLAS kernel for each shape in the
+    first step, which takes up to half a minute."""
     graph: bool = False
     """Replay the step as a CUDA graph (GPU only)."""
     checkpoint: tuple[str, ...] = (NONE,)
@@ -92,10 +92,10 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
             "attention",
             "loss",
             "fused",
-            "joined",
-            "keep",
+            "fused_projections",
+            "activation_policy",
             "graph",
-            "searched",
+            "autotune_gemms",
             "d_model",
             "d_ff",
             "layers",

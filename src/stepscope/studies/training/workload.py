@@ -101,7 +101,9 @@ class Workload(Case, frozen=True, kw_only=True):
         self.kept()
         check_layer_options(self.fused, self.joined, self.keep)
         if self.searched and not self.joined:
-            raise UsageError("autotuned GEMMs need fused projections", "add --fused --joined")
+            raise UsageError(
+                "autotuned GEMMs need fused projections", "add --fused --fused-projections"
+            )
         if self.joined and self.compile != "no":
             raise UsageError(
                 "a compiled model has no fused projections", "leave out one of the two"
@@ -257,9 +259,9 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             table=flags.table,
             overrides=overrides,
             fused=flags.fused,
-            joined=flags.joined,
-            searched=flags.searched,
-            keep=flags.keep,
+            joined=flags.fused_projections,
+            searched=flags.autotune_gemms,
+            keep=flags.activation_policy,
             graph=flags.graph,
             own=flags.model,
         )
