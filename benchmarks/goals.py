@@ -41,8 +41,7 @@ from stepscope.studies.flash.races import (
     lowest,
     short_races,
 )
-from stepscope.studies.flash.rows import OURS
-from stepscope.studies.flash.rows import StepRace as AttentionRace
+from stepscope.studies.flash.rows import OURS, AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
 from stepscope.studies.rehearsal import STUDY as REHEARSAL
 from stepscope.studies.rehearsal.cases import CheckCase
