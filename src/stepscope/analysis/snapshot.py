@@ -24,7 +24,7 @@ _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _ROUND = (1000, 1024)
 """Buffer sizes are round numbers; a complete history is unlikely to end at a multiple of one."""
 _UNKNOWN = "allocated before the recording began"
-_NOT_OF_THE_PROGRAM = ("/torch/", "/stepscope/measure/", "/stepscope/scope/")
+_NOT_OF_THE_PROGRAM = ("/torch/", "/stepscope/measure/", "/stepscope/advisor/")
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
 _MAX_SIZE = 1 << 50
 _MAX_ADDRESS = 1 << 64

@@ -49,7 +49,7 @@ _NOT_OF_THE_PROGRAM = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(torch.__file__).parent,
-        *(Path(__file__).parents[1] / package for package in ("measure", "scope")),
+        *(Path(__file__).parents[1] / package for package in ("measure", "advisor")),
     )
 )
 """Full paths of torch and of the instruments: the user's program may have folders of these names.
