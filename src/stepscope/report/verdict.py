@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_LINES = 20
+_MOST_CODE_LINES = 2
 _BARS = {"ideal": "█", "lost": "▓▚", "communication": "▒", "idle": "░", "unattributed": "·"}
 """By meaning; parts of one meaning alternate."""
 _STYLES = {
@@ -138,14 +139,17 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
         lines.append("")
         for rank, change in enumerate(verdict.changes, start=1):
             lines.append(_cut(f"{rank}. {change.title}: {gain_text(change)}", width))
-            code = "; ".join(line.strip() for line in change.lines)
-            lines.append(_cut(f"   {code}", width))
+            lines += [_cut(f"   {line}", width) for line in change.lines[:_MOST_CODE_LINES]]
             if change.warning:
                 lines.append(_cut(f"   warning: {change.warning}", width))
     if verdict.next_command:
         lines.append(_cut(f"Next: {verdict.next_command}", width))
     if len(lines) > MOST_LINES:
         lines = [line for line in lines if line]
+    if len(lines) > MOST_LINES:
+        # The page has the code of every change.
+        second = {f"   {line}" for change in verdict.changes for line in change.lines[1:]}
+        lines = [line for line in lines if line not in second]
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines[:MOST_LINES]]
 
 

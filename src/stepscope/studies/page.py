@@ -91,10 +91,14 @@ def study_answers(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
 
 
 def _what(records: Sequence[Record]) -> str:
-    """The program, if all records are of the same one."""
-    programs = {record.config.get("script") for record in records}
-    only = programs.pop() if len(programs) == 1 else None
-    return str(only) if only else "Training steps"
+    """The program, if all records are of the same one; otherwise the study, if there is one."""
+    programs = {str(record.config["script"]) for record in records if record.config.get("script")}
+    studies = {record.study for record in records}
+    if len(programs) == 1:
+        return programs.pop()
+    if len(studies) == 1 and (study := viewables().get(studies.pop())) is not None:
+        return study.title
+    return "Training steps"
 
 
 def study_sections(records: Sequence[Record]) -> Iterator[Section]:

@@ -145,7 +145,8 @@ def _largest(parts: Parts, step_ms: float) -> Finding:
     return Finding(
         code="inspect.waterfall",
         values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text=f"The minimum time of its matmuls and its optimizer update here is {duration(total)},"
+        text="At the rates of its own dtype the minimum time of its matmuls and its optimizer"
+        f" update is {duration(total)},"
         f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.",
         conclusion=f"The largest part beyond the minimum is {cause}: {duration(lost)},"
         f" {percent(lost / step_ms)}.",

@@ -61,7 +61,7 @@ def step_verdict(record: Record, workload: Workload, summary: Summary | None) ->
         judged=False,
         trust=trust.level,
         trust_reason=trust.reason,
-        next_command="stepscope inspect train.py",
+        next_command="stepscope inspect SCRIPT",
     )
 
 
