@@ -226,7 +226,7 @@ def fake_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
 
-@pytest.mark.usefixtures("fake")
+@pytest.mark.usefixtures("fake_implementation")
 def test_auto_chooses_the_first_that_supports_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("fake", "sdpa"))
     short, long = draw(5, 4), draw(6, 4)

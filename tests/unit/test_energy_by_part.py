@@ -188,7 +188,7 @@ class TestParts:
             (triton_norm, "forward"),
             (triton_norm, "backward"),
             (triton_norm, "scaled"),
-            (triton_rotary, "turn"),
+            (triton_rotary, "rotate"),
             (triton_rotary, "gather_back"),
             (triton_swiglu, "forward"),
             (triton_swiglu, "backward"),

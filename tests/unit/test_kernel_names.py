@@ -163,7 +163,7 @@ def test_every_stepscope_kernel_has_a_class() -> None:
     source = Path(stepscope.__file__).parent
     launched = {
         name
-        for package in ("attention", "model", "optim")
+        for package in ("attention", "kernels", "optim")
         for path in (source / package).rglob("*.py")
         for name in re.findall(r"(\w+_kernel)\[", path.read_text())
     }

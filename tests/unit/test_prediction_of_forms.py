@@ -50,10 +50,10 @@ def kernels_that_only_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         InterpretedFunction, "__getitem__", lambda *_: lambda *_, **__: None, raising=False
     )
-    for module, name in ((launching, "format_taken"), (norm, "format_taken")):
+    for module, name in ((launching, "supports_dtype"), (norm, "supports_dtype")):
         monkeypatch.setattr(module, name, lambda _: True)
     for optimizer in (fused, in_backward):
-        monkeypatch.setattr(optimizer, "format_taken", lambda _: True)
+        monkeypatch.setattr(optimizer, "supports_dtype", lambda _: True)
 
 
 def counted(work: Workload) -> dict[str, int]:

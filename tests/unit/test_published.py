@@ -123,7 +123,7 @@ def test_figures_known_to_be_wrong_have_a_note() -> None:
             assert "36" in figure.doubt
     compiled = [f for f in figures("attention") if f.conditions["attention"] == "compiled"]
     first = [f for f in compiled if f.value == 3.290159]
-    assert [("compiled within" in figure.doubt) for figure in first] == [True]
+    assert [("compilation" in figure.doubt) for figure in first] == [True]
     nsight = figure_of("profile", "forward under Nsight", "", size="2.7b")
     assert "below the time without it" in nsight.doubt
     assert not figure_of("profile", "forward under Nsight", "", size="xl").doubt

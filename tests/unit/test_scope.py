@@ -178,7 +178,7 @@ def test_compiled_model_is_not_changed() -> None:
 def test_invalid_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="of type str"):
+    with pytest.raises(UsageError, match="has type str"):
         stepscope.Scope(wrong[0] or model, wrong[1] or optimizer)  # type: ignore[arg-type]
 
 

@@ -212,7 +212,7 @@ def test_cause_of_a_failed_recording_is_reported(tmp_path: Path) -> None:
         model(torch.randn(4, 4)).pow(2).mean().backward()
         optimizer.step()
 
-    with pytest.raises(StepscopeError, match=r"broke off: .*hook"):
+    with pytest.raises(StepscopeError, match=r"recording failed: .*hook"):
         scoped(step, model, optimizer).record()
     with watching(tmp_path):
         for _ in range(16):

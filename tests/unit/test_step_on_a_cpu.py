@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
-from stepscope.cli.commands.run import Asked, Share
+from stepscope.cli.commands.run import PresetCases, StudyCases
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import StepFlags
@@ -40,10 +40,10 @@ def test_requested_rungs_are_cases_even_if_a_change_does_not_apply(
 
 
 def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
-    assert Asked(STUDY, StepFlags(), chosen=False).on_cpu() == Share("quick", "step")
-    assert Asked(STUDY, StepFlags(), chosen=True).on_cpu() is None
+    assert StudyCases(STUDY, StepFlags(), chosen=False).on_cpu() == PresetCases("quick", "step")
+    assert StudyCases(STUDY, StepFlags(), chosen=True).on_cpu() is None
     other = find_study("benchmark")
-    assert Asked(other, other.flags(), chosen=False).on_cpu() is None
+    assert StudyCases(other, other.flags(), chosen=False).on_cpu() is None
 
 
 def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(tmp_path: Path) -> None:

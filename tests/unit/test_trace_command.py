@@ -123,7 +123,7 @@ def test_kernel_name_is_escaped_in_its_cell(
     assert run(tmp_path, trace.write(tmp_path / "t.json")) == 0
     page = (tmp_path / "out" / "trace.html").read_text()
     assert "<img" not in page
-    assert page.count("</script>") == 2
+    assert page.count("</script>") == 3
     assert "\x1b[31m" not in capsys.readouterr().out
 
 

@@ -79,7 +79,7 @@ def summarized_or_refused(data: bytes) -> None:
         headline=ledger_table(summary, "x"),
         sections=(Section(name="s", title="", question="", blocks=trace_blocks(summary)),),
     )
-    assert html_page(page).count("</script>") == 2
+    assert html_page(page).count("</script>") == 3
 
 
 @settings(max_examples=80)

@@ -7,7 +7,9 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.commands.report import print_results, write_report
@@ -24,6 +26,8 @@ from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranks.cases import follow, is_follower
 from stepscope.studies.registry import all_studies, find_study, viewables
 from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run, plan_digest
+
+_TRACES = "STEPSCOPE_TRACES"
 
 
 def seconds_to_wait() -> float:
@@ -170,9 +174,11 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
         raise UsageError("--retry repeats cases of an earlier run", "combine it with --resume")
     if is_follower():
         follow()
-    # Studies with traces save them next to the store; worker processes inherit this.
-    os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
-    with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
+    with (
+        _traces_in(options.out / "traces"),
+        Store(options.store) as store,
+        Runner(options.device, options.timeout) as runner,
+    ):
         cases = _cases(wanted, runner)
         run, done = _open_run(options, cases, store, words)
         observer = make_observer(run, len(cases), done)
@@ -195,6 +201,20 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
             )
             raise
     return _conclude(options, run)
+
+
+@contextmanager
+def _traces_in(folder: Path) -> Iterator[None]:
+    """Have studies with traces save them next to the store; worker processes inherit this."""
+    before = os.environ.get(_TRACES)
+    os.environ[_TRACES] = str(folder.resolve())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TRACES]
+        else:
+            os.environ[_TRACES] = before
 
 
 def _cases(wanted: StudyCases | PresetCases, runner: Runner) -> tuple[PlannedCase, ...]:
