@@ -65,14 +65,11 @@ def _figures(results: Path) -> str:
     right, counted = first_advice_right(results, "h200")
     return (
         f"{markdown(table).strip()}\n\n"
-        "Training steps run back to back, as in training; the peer of a step is the fastest"
-        " variant of torch.compile that was tried, with torch's fused AdamW and the same dtypes, in"
-        " the same process ([all of them](docs/step.md)). Interleaved: single samples in"
-        " alternation, each from an idle device, so that a power-limited clock recovers between"
-        " them and the host time shows. In brackets: the 95 % interval of the ratio, 99 % in the"
-        " last row. Of the first pieces of advice for the"
-        f" examples {right} of {counted} gained within a third of the prediction"
-        " ([the walk-through](docs/walkthrough.md))."
+        "Training steps run back to back, as in training, against the fastest variant of"
+        " torch.compile that was tried ([all of them](docs/step.md)); interleaved: single samples"
+        " in alternation, each from an idle device. Brackets: 95 % interval (99 % in the last row)."
+        f" {right} of {counted} first pieces of advice for the examples gained within a third of"
+        " the prediction ([walkthrough](docs/walkthrough.md))."
     )
 
 

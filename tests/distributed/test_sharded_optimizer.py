@@ -208,7 +208,7 @@ def gathered(optimizer: ShardedOptimizer) -> State:
     parts: dict[str, list[tuple[Saved, Tensor]]] = {}
     for name, value in every.items():
         saved = Saved.parse(name)
-        parts.setdefault(f"{saved.index}.{saved.kind}", []).append((saved, value))
+        parts.setdefault(f"{saved.parameter_index}.{saved.kind}", []).append((saved, value))
     return {name: concatenated(None, own) for name, own in parts.items()}
 
 

@@ -193,7 +193,7 @@ class TestParts:
             (triton_swiglu, "forward"),
             (triton_swiglu, "backward"),
         ):
-            label = f"{module.__name__.rpartition('_')[2]} {name}"
+            label = f"{module.__name__.rpartition('.')[2]} {name}"
             monkeypatch.setattr(module, name, _counted(getattr(module, name), label, calls))
         parts_of_a_step.passes(Setting(TINY, 3, HERE, keep=keep, narrow=torch.float16))()
         layers = TINY.n_layers
@@ -201,8 +201,8 @@ class TestParts:
         assert calls == again | {
             "norm forward": 2 * layers + 1,
             "norm backward": 2 * layers + 1,
-            "rotary turn": layers,
-            "rotary gather_back": layers,
+            "rope rotate": layers,
+            "rope gather_back": layers,
             "swiglu forward": layers,
             "swiglu backward": layers,
         }

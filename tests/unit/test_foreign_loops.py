@@ -287,7 +287,7 @@ def test_fewer_steps_with_many_operators_are_traced(
     summary = Watched(record).summary
     assert summary is not None
     assert 1 <= len(summary.steps) < 9
-    assert record.notes["traced_fewer"].startswith(f"{len(summary.steps)} and not 9")
+    assert record.notes["traced_fewer"].startswith(f"{len(summary.steps)} instead of 9")
 
 
 def test_operator_limit_grows_with_the_programs_own_time() -> None:

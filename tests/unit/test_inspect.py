@@ -62,8 +62,11 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     output = done.stderr.splitlines()
     # Other tests may or may not use the cores.
     assert (f"stepscope: {warning}" in output) == bool(warning)
-    *rest, short, last = (line for line in output if line != f"stepscope: {warning}")
-    assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
+    first, *verdict, short, last = (line for line in output if line != f"stepscope: {warning}")
+    assert (first, last) == ("threads 1", f"stepscope: page: {page.resolve()}")
+    assert verdict[0].startswith("train.py on ")
+    assert verdict[1].startswith("A step takes ")
+    assert len(verdict) <= 20
     # On a busy machine traced and timed steps may differ.
     text = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"
     assert re.fullmatch(text, short)
@@ -75,7 +78,7 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     saved = page.with_name("train.rank-0.trace.json.gz")
     text = command("trace", str(saved), "--json")
     assert len(json.loads(text.stdout)["summary"]["steps"]) == 2
-    shown = command("show", str(page.with_suffix(".jsonl")))
+    shown = command("show", "--full", str(page.with_suffix(".jsonl")))
     assert "Parts of the model by time" in shown.stdout
 
 

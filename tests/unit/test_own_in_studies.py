@@ -207,7 +207,7 @@ def test_invalid_flags_are_rejected(flags: dict[str, Any], message: str) -> None
 
 def test_the_shape_of_a_user_s_model_is_unknown() -> None:
     (workload,) = workloads(WorkloadFlags(model="own_models:conv_net"), ("train-step",))
-    with pytest.raises(UsageError, match="is not known"):
+    with pytest.raises(UsageError, match="is unknown"):
         workload.model()
     assert workload.name == "own_models.conv_net in float32"
     assert isinstance(msgspec.convert(msgspec.to_builtins(workload), Workload), Workload)

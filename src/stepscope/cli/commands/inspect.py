@@ -221,7 +221,7 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         if verdict := verdict_of(records):
             for line in verdict_lines(verdict):
                 write_line(line)
-        elif text := _in_short(outcome, len(records)):
+        if text := _in_short(outcome, len(records)):
             log(text)
         if warning := banner(records):
             log(warning)
