@@ -150,7 +150,7 @@ def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     blocks = waterfall_blocks(Watched(watched()), "inspect")
     assert codes(blocks) == ["inspect.waterfall"]
     finding = coded(blocks, "inspect.waterfall")
-    assert "optimizer update here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
+    assert "optimizer update is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
     assert finding.conclusion.startswith(
         f"The largest part beyond the minimum is {finding.values['cause']}: "
     )
