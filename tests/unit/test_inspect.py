@@ -66,6 +66,8 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     assert (first, last) == ("threads 1", f"stepscope: page: {page.resolve()}")
     assert verdict[0].startswith("train.py on ")
     assert verdict[1].startswith("A step takes ")
+    (record,) = read_records(page.with_suffix(".jsonl"))
+    assert record.notes["command"] == f"{script} 14"
     assert len(verdict) <= 20
     # On a busy machine traced and timed steps may differ.
     text = r"stepscope: a step takes [\d.]+ \ws( \(traced steps: .*\))?, peak memory [\d.]+ \w*B"

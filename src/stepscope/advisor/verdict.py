@@ -174,6 +174,8 @@ def _program(lead: Watched) -> str:
     case = lead.record.config
     if case.get("model"):
         return f"--model {shlex.quote(str(case['model']))}"
+    if command := lead.record.notes.get("command"):
+        return command
     arguments = [str(word) for word in case.get("arguments", ())]
     return shlex.join([str(case.get("script", "train.py")), *arguments])
 

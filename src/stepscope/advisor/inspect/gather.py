@@ -71,14 +71,18 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob(PART), key=lambda path: int(path.stem.partition("-")[2]))
 
 
-def gather(folder: Path, ending: str = "") -> list[Record]:
+def gather(folder: Path, ending: str = "", command: str = "") -> list[Record]:
     """Load the records of all ranks, ordered by rank, as one run. `ending` describes how the
-    program ended, if it has."""
+    program ended, if it has; `command` is how the user named the program and its arguments."""
     records = [
         _with_ending(record, ending) for path in parts(folder) for record in read_records(path)
     ]
     profiled = [with_profile(record, folder) for record in records]
-    return [msgspec.structs.replace(record, run=profiled[0].run) for record in profiled]
+    notes = {"command": command} if command else {}
+    return [
+        msgspec.structs.replace(record, run=profiled[0].run, notes=record.notes | notes)
+        for record in profiled
+    ]
 
 
 def _with_ending(record: Record, ending: str) -> Record:

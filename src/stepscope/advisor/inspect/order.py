@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 
 
@@ -23,6 +25,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """File descriptor of the control socket, if interleaved with another run of the script."""
     settings: dict[str, str] = {}
     """Settings to change at run time."""
+
+    @property
+    def command(self) -> str:
+        """The program and its arguments, as the command line of `stepscope` takes them."""
+        return shlex.join([*(["-m"] if self.module else []), self.target, *self.words])
 
     @property
     def name(self) -> str:

@@ -52,7 +52,7 @@ def record_script(order: Order) -> Record:
             raise
         ending = describe_end(status)
         if parts(folder):
-            record = gather(folder, ending)[0]
+            record = gather(folder, ending, order.command)[0]
             missing = Watched(record).missing
             if not missing:
                 return record

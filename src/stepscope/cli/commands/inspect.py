@@ -149,7 +149,7 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
             return
         # An incomplete recording also reports how the script ended, so wait for its end.
         if read_progress(folder).complete:
-            writing = Background(partial(_write, folder, page, options))
+            writing = Background(partial(_write, folder, page, options, order.command))
 
     text = msgspec.json.encode(order).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
     if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
         if parts(folder):
-            outcome = _write(folder, page, options, describe_end(status))
+            outcome = _write(folder, page, options, order.command, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
             ending = describe_end(status)
@@ -183,7 +183,9 @@ def _wait_for_parts(folder: Path, ranks: int) -> None:
         time.sleep(0.1)
 
 
-def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") -> Outcome:
+def _write(
+    folder: Path, page: Path, options: InspectOptions, command: str, ending: str = ""
+) -> Outcome:
     """Write the page and the records. A failure is reported and does not affect the script.
     `ending` describes how the script ended, if it has."""
     from stepscope.advisor.inspect.gather import gather
@@ -195,7 +197,7 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
 
     saved: Path | None = None
     try:
-        records = gather(folder, ending)
+        records = gather(folder, ending, command)
         saved = _save(records, page.with_suffix(".jsonl"))
         write_text(page, html_page(make_page(records)))
         if options.keep:
