@@ -295,6 +295,11 @@ def test_file_instead_of_the_directory(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_read_only_directory_can_be_shown_but_not_extended(
     public: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +308,7 @@ def test_read_only_directory_can_be_shown_but_not_extended(
     records = public / "more.jsonl"
     write_records(run_of("more"), records)
     assert desk("report").code == 0
-    before = {path.name: path.read_bytes() for path in public.iterdir() if path.is_file()}
+    before = contents(public)
     make_read_only(public)
     with unprivileged():
         assert desk("show").code == 0
@@ -311,7 +316,7 @@ def test_read_only_directory_can_be_shown_but_not_extended(
         one_line(desk("import", str(records)), 1, str(public))
         one_line(desk("report"), 1, "cannot write", "report.html")
         one_line(desk("run", "benchmark", "--size", "tiny"), 1, "records.db")
-    assert {path.name: path.read_bytes() for path in public.iterdir() if path.is_file()} == before
+    assert contents(public) == before
 
 
 def test_directory_without_permission(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
