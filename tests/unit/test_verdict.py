@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from own_records import inspected_record
-from stepscope.advisor.verdict import program_verdict
+from stepscope.advisor.verdict import breakdown, program_verdict
+from stepscope.analysis.limits import fastest_dtype, hardware_limit
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.analysis.verdict import (
     IDEAL,
@@ -19,9 +20,6 @@ from stepscope.analysis.verdict import (
     Limit,
     RankedChange,
     Verdict,
-    breakdown,
-    fastest_dtype,
-    hardware_limit,
     parts_of,
     ranked,
 )

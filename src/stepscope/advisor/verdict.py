@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import advice_given
 from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.analysis import verdict as verdict_parts
 from stepscope.analysis.advice.changes import (
     Advice,
     advise,
@@ -22,24 +24,36 @@ from stepscope.analysis.advice.changes import (
 )
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.ranges import gain_range
-from stepscope.analysis.limits import mfu
+from stepscope.analysis.limits import hardware_limit, mfu
+from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
+    BreakdownPart,
     Estimate,
+    Limit,
     RankedChange,
     Verdict,
-    breakdown,
-    hardware_limit,
+    parts_of,
     ranked,
 )
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.own.cases import STUDY_NAME as OWN
+from stepscope.studies.program import waterfall
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import Watched, programs
 
 _LOSS_WORTH_A_WARNING = 0.01
+_LABELS = {
+    waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
+    waterfall.UPDATE: verdict_parts.OPTIMIZER,
+    waterfall.COPIES: verdict_parts.COPIES,
+    waterfall.OUTSIDE: verdict_parts.OUTSIDE,
+    waterfall.UNEXPLAINED: verdict_parts.UNATTRIBUTED,
+    waterfall.NOT_TRACED: verdict_parts.UNATTRIBUTED,
+}
+"""Causes of the waterfall by their names in the verdict."""
 
 
 def program_verdict(records: Sequence[Record]) -> Verdict | None:
@@ -82,14 +96,9 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
     best = best_of(trials)
     together = best.trial.advice if best is not None else _combination(advice, lead)
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
-    return Verdict(
-        subject=verdict.subject,
-        device=verdict.device,
-        step=verdict.step,
-        mfu=verdict.mfu,
+    return replace(
+        verdict,
         dtype=facts.dtype,
-        trust=verdict.trust,
-        trust_reason=verdict.trust_reason,
         parts=breakdown(lead.summary, facts.step_ms, limit),
         limit=limit,
         reachable_ms=reachable,
@@ -98,6 +107,19 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
         changes=ranked(list(_changes(facts, advice, trials))),
         next_command=_next(lead, advice, trials, best),
     )
+
+
+def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[BreakdownPart, ...]:
+    """The parts of the waterfall above the hardware limit, idle time as one part."""
+    least = {} if limit is None else {"matmuls": limit.matmul_ms, "update": limit.update_ms}
+    parts = waterfall.parts_of(summary, least, step_ms)
+    spent: defaultdict[str, float] = defaultdict(float)
+    spent[verdict_parts.IDEAL] = sum(parts.least.values())
+    labels = _LABELS if limit is not None else _LABELS | {waterfall.MATMULS: verdict_parts.MATMULS}
+    for cause, ms in parts.beyond.items():
+        idle = cause.startswith(waterfall.IDLE)
+        spent[verdict_parts.IDLE if idle else labels.get(cause, cause)] += ms
+    return parts_of(spent)
 
 
 def _with_range(advice: Advice, facts: Facts) -> Advice:

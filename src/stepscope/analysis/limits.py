@@ -5,15 +5,19 @@ Nothing is guessed: if a record lacks an input, the result is None.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from statistics import median
 
 import msgspec
 
+from stepscope.analysis.verdict import Limit
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Clock, Part, Record, Series
 from stepscope.records.stats import Summary, summarize
 
+ADAMW_BYTES = 28
+"""Bytes that AdamW moves per float32 parameter: read weight, gradient and moments, write three."""
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 EMPTY_QUEUE = 0.02
@@ -23,6 +27,8 @@ LAST_KERNEL, LAST_KERNEL_MS = 0.05, 2.0
 """Alternative limits, both required: a phase may end with one long kernel."""
 HOST_BOUND_FROM = 0.5
 
+_FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
+"""The dtypes that a known change could give the matmuls of a step."""
 _SPLIT_KERNEL = "split_kernel"
 _SPLIT_MATMULS = 6
 
@@ -97,6 +103,30 @@ def mfu(record: Record, measured: bool = True) -> float | None:
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None
     return rate / ceiling.value
+
+
+def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
+    """The dtype with the highest measured matmul rate among those that a change could apply."""
+    candidates = (dtype, *(one for one in _FASTER_DTYPES.get(dtype, ()) if one not in lacks))
+    return max(candidates, key=lambda one: rates.get(one, 0.0))
+
+
+def hardware_limit(
+    flops: float,
+    parameters: int,
+    dtype: str,
+    rates: Mapping[str, float],
+    bandwidth: float | None,
+    lacks: Collection[str] = (),
+) -> Limit | None:
+    """All matmuls at the measured rate of the fastest dtype, and the bytes of the update moved
+    once; None without FLOPs or a rate."""
+    best = fastest_dtype(dtype, rates, lacks)
+    rate = rates.get(best, 0.0)
+    if flops <= 0 or rate <= 0:
+        return None
+    update = 1e3 * parameters * ADAMW_BYTES / bandwidth if bandwidth else 0.0
+    return Limit(matmul_ms=1e3 * flops / rate, update_ms=update, dtype=best)
 
 
 def phase_sums(record: Record) -> tuple[float, ...]:

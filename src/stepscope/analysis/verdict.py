@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from stepscope.analysis.trace.summary import Line, Summary
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
 MOST_PARTS = 7
@@ -35,10 +31,6 @@ _MEANINGS: dict[str, Meaning] = {
 }
 _SHOWN_FROM = 1e-3
 """Parts below this share of the step are added to the largest loss."""
-_UPDATE_BYTES = 28
-"""AdamW in float32: read weight, gradient and two moments, write all but the gradient."""
-_FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
-"""The dtypes that a known change could give the matmuls of a step."""
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,55 +119,6 @@ class Verdict(Data, frozen=True):
         return max(lost, key=lambda part: part.ms, default=None)
 
 
-def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
-    """The dtype with the highest measured matmul rate among those that a change could apply."""
-    candidates = (dtype, *(one for one in _FASTER_DTYPES.get(dtype, ()) if one not in lacks))
-    return max(candidates, key=lambda one: rates.get(one, 0.0))
-
-
-def hardware_limit(
-    flops: float,
-    parameters: int,
-    dtype: str,
-    rates: Mapping[str, float],
-    bandwidth: float | None,
-    lacks: Collection[str] = (),
-) -> Limit | None:
-    """All matmuls at the measured rate of the fastest dtype, and the bytes of the update moved
-    once; None without FLOPs or a rate."""
-    best = fastest_dtype(dtype, rates, lacks)
-    rate = rates.get(best, 0.0)
-    if flops <= 0 or rate <= 0:
-        return None
-    update = 1e3 * parameters * _UPDATE_BYTES / bandwidth if bandwidth else 0.0
-    return Limit(matmul_ms=1e3 * flops / rate, update_ms=update, dtype=best)
-
-
-def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[BreakdownPart, ...]:
-    """The lines of a traced step, scaled to the step that was timed without the profiler.
-
-    The profiler works between operators and launches, so the excess of the traced step is taken
-    off its idle time first; where the operators alone exceed the step, all are scaled.
-    """
-    spent: defaultdict[str, float] = defaultdict(float)
-    for line in summary.lines:
-        spent[_label(line)] += max(0.0, line.ms)
-    busy = sum(ms for label, ms in spent.items() if label != IDLE)
-    scale = min(1.0, step_ms / busy) if busy else 1.0
-    spent = defaultdict(
-        float, {label: ms * scale for label, ms in spent.items() if label != IDLE}
-        | {IDLE: min(spent[IDLE], max(0.0, step_ms - busy))},
-    )  # fmt: skip
-    spent[UNATTRIBUTED] += max(0.0, step_ms - sum(spent.values()))
-    if limit is not None:
-        for label, least in ((MATMULS, limit.matmul_ms), (OPTIMIZER, limit.update_ms)):
-            ideal = min(least, spent[label])
-            spent[label] -= ideal
-            spent[IDEAL] += ideal
-        spent[SLOW_MATMULS] = spent.pop(MATMULS, 0.0)
-    return parts_of(spent)
-
-
 def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
     """At most seven parts with the same total: the ideal first, then the largest."""
     least = _SHOWN_FROM * sum(spent.values())
@@ -203,19 +146,3 @@ def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
     for one in order:
         best.setdefault(one.setting or one.code, one)
     return tuple(best.values())[:MOST_CHANGES]
-
-
-def _label(line: Line) -> str:
-    if line.phase == "idle":
-        return IDLE
-    if line.kind == "residual":
-        return UNATTRIBUTED
-    if line.kind == "communication":
-        return COMMUNICATION
-    if line.phase == "optimizer":
-        return OPTIMIZER
-    if line.kind in ("matmul", "attention"):
-        return MATMULS
-    if line.kind == "copy/cast":
-        return COPIES
-    return OUTSIDE if line.phase == "outside" else MEMORY

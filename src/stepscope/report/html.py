@@ -36,7 +36,7 @@ from stepscope.report.format import cell_text, counted, header_unit
 from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.text import is_numeric
-from stepscope.report.verdict_html import verdict_view
+from stepscope.report.verdict import verdict_view
 
 if TYPE_CHECKING:
     from jinja2 import Environment

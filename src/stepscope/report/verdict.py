@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_LINES = 20
+_BAR_UNITS = 1000.0
+"""The width of the bar in units of its own; the page scales it."""
 _MOST_CODE_LINES = 2
 _BARS = {"ideal": "█", "lost": "▓▚", "communication": "▒", "idle": "░", "unattributed": "·"}
 """By meaning; parts of one meaning alternate."""
@@ -200,3 +202,83 @@ def _legend(verdict: Verdict, width: int) -> list[str]:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+class StatView(NamedTuple):
+    label: str
+    value: str
+    note: str = ""
+
+
+class PartView(NamedTuple):
+    label: str
+    text: str
+    look: str
+    """Its meaning; parts of one meaning alternate between two shades."""
+    x: str
+    width: str
+
+
+class ChangeView(NamedTuple):
+    title: str
+    gain: str
+    code: str
+    warning: str
+
+
+class VerdictView(NamedTuple):
+    trust: str
+    trust_text: str
+    subject: str
+    stats: list[StatView]
+    answer: str
+    parts: list[PartView]
+    changes: list[ChangeView]
+    next_command: str
+
+
+def verdict_view(verdict: Verdict) -> VerdictView:
+    return VerdictView(
+        trust=verdict.trust,
+        trust_text=trust_text(verdict),
+        subject=verdict.subject,
+        stats=list(_stats(verdict)),
+        answer=" ".join(sentences(verdict)),
+        parts=_parts(verdict),
+        changes=[
+            ChangeView(one.title, gain_text(one), "\n".join(one.lines), one.warning)
+            for one in verdict.changes
+        ],
+        next_command=verdict.next_command,
+    )
+
+
+def _stats(verdict: Verdict) -> Iterator[StatView]:
+    step = verdict.step
+    if step is None:
+        return
+    yield StatView("step", duration(step.value), f"[{step.low:.4g}, {step.high:.4g}]")
+    if verdict.limit is not None:
+        share = verdict.limit_share
+        note = percent(share) if share is not None else ""
+        yield StatView(f"hardware limit, {verdict.limit.dtype}", duration(verdict.limit.ms), note)
+    if verdict.reachable_ms is not None:
+        basis = "measured" if verdict.reachable_verified else "predicted"
+        note = f"{step.value / verdict.reachable_ms:.2f}×"
+        yield StatView(f"reachable, {basis}", duration(verdict.reachable_ms), note)
+    if verdict.mfu is not None:
+        yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
+
+
+def _parts(verdict: Verdict) -> list[PartView]:
+    total = sum(part.ms for part in verdict.parts)
+    views, at = [], 0.0
+    seen: Counter[str] = Counter()
+    for part in verdict.parts:
+        width = _BAR_UNITS * part.ms / total
+        text = share_text(part, verdict)
+        look = f"{part.meaning} other" if seen[part.meaning] % 2 else part.meaning
+        seen[part.meaning] += 1
+        views.append(PartView(part.label, text, look, f"{at:.2f}", f"{width:.2f}"))
+        at += width
+    return views

@@ -13,6 +13,7 @@ from stepscope.analysis.advice.facts import BETWEEN, MODEL_PHASES, QUEUE, Facts,
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernels.names import MEMORY_BOUND
+from stepscope.analysis.limits import ADAMW_BYTES
 
 _FUSED_OVER_NAIVE_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
@@ -28,7 +29,7 @@ sums over another dimension, casts of weights. Single kernels gain next to nothi
 CPU follow the same rule: the longest, such as GELU's backward, are compute-bound, and compiling
 them does not change that."""
 _OTHER_ORDER = "numerics: another summation order"
-_UPDATE_BYTES = {"adam": 28, "sgd": 20}
+_UPDATE_BYTES = {"adam": ADAMW_BYTES, "sgd": 20}
 """Bytes per parameter: read weight, gradient and moments; write all but the gradient; float32."""
 _NEAR_BANDWIDTH = {True: {"adam": 1.2, "sgd": 1.2}, False: {"adam": 3.2, "sgd": 1.2}}
 """Time of a fused update over that of moving its bytes once, on a GPU (True) or a CPU. Adam's
@@ -285,7 +286,7 @@ def _fused_loss(facts: Facts) -> Judged | None:
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are saved for backward",
         risk=_OTHER_ORDER,
         lines=(
-            "from stepscope.kernels.cross_entropy import linear_cross_entropy",
+            "from stepscope.kernels import linear_cross_entropy",
             "loss = linear_cross_entropy(hidden, head.weight, targets)",
         ),
         by_author="the loss function has to take the head's input instead of its logits",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.limits import ADAMW_BYTES, matrix_ceiling
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.report.blocks import Block, Finding, Lane, LaneSpan, Timeline
@@ -18,14 +18,14 @@ from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import Watched, resting_on
 from stepscope.studies.views.energy import capped_finding
 
-_UPDATE_BYTES = 28
-"""Bytes that AdamW moves per float32 parameter: read weight, gradient and moments, write three."""
 _SHOWN_FROM = 0.001
 """Share of the step from which on a part is shown."""
 _FASTER_FROM = 0.01
 """Share of the step from which on a part that is faster than its minimum time is reported."""
-_IDLE = "idle: "
-_MATMULS, _UPDATE = "matmuls beyond the minimum", "optimizer beyond the minimum"
+IDLE = "idle: "
+MATMULS, UPDATE = "matmuls beyond the minimum", "optimizer beyond the minimum"
+COPIES, OUTSIDE = "copies and casts", "outside of the model"
+UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
 
 
 def least_ms(lead: Watched) -> dict[str, float]:
@@ -37,7 +37,7 @@ def least_ms(lead: Watched) -> dict[str, float]:
     least = {"matmuls at the limit": 1e3 * flops / rate.value}
     parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
     if parameters and bandwidth is not None and bandwidth.value > 0:
-        least["optimizer bytes, moved once"] = 1e3 * parameters * _UPDATE_BYTES / bandwidth.value
+        least["optimizer bytes, moved once"] = 1e3 * parameters * ADAMW_BYTES / bandwidth.value
     return least
 
 
@@ -66,7 +66,7 @@ def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts
     spent = _fitted({cause: max(0.0, ms) for cause, ms in spent.items()}, step_ms)
     rest = max(0.0, step_ms - sum(spent.values()))
     possible, faster = {}, {}
-    for (label, ms), cause in zip(least.items(), (_MATMULS, _UPDATE), strict=False):
+    for (label, ms), cause in zip(least.items(), (MATMULS, UPDATE), strict=False):
         took = spent.get(cause, 0.0)
         # Time by which the traced steps are shorter than the timed ones may be of any cause.
         possible[label] = min(ms, took + rest)
@@ -74,35 +74,35 @@ def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts
         rest -= max(0.0, possible[label] - took)
         if ms - possible[label] >= _FASTER_FROM * step_ms:
             faster[label] = ms
-    return Parts(possible, {**spent, "not in the traced steps": max(0.0, rest)}, faster)
+    return Parts(possible, {**spent, NOT_TRACED: max(0.0, rest)}, faster)
 
 
 def _fitted(spent: dict[str, float], step_ms: float) -> dict[str, float]:
     """Scale the times so that their sum does not exceed the step."""
-    idle = sum(ms for cause, ms in spent.items() if cause.startswith(_IDLE))
+    idle = sum(ms for cause, ms in spent.items() if cause.startswith(IDLE))
     busy = sum(spent.values()) - idle
     for_idle = min(1.0, max(0.0, step_ms - busy) / idle) if idle else 1.0
     for_busy = min(1.0, step_ms / busy) if busy else 1.0
     return {
-        cause: ms * (for_idle if cause.startswith(_IDLE) else for_busy)
+        cause: ms * (for_idle if cause.startswith(IDLE) else for_busy)
         for cause, ms in spent.items()
     }
 
 
 def _cause(phase: str, kind: str) -> str:
     if phase == "idle":
-        return f"{_IDLE}{kind}"
+        return f"{IDLE}{kind}"
     if kind == "residual":
-        return "unexplained"
+        return UNEXPLAINED
     if kind == "communication":
         return "exposed communication"
     if phase == "optimizer":
-        return _UPDATE
+        return UPDATE
     if kind in ("matmul", "attention"):
-        return _MATMULS
+        return MATMULS
     if kind == "copy/cast":
-        return "copies and casts"
-    return "outside of the model" if phase == "outside" else "memory-bound operations"
+        return COPIES
+    return OUTSIDE if phase == "outside" else "memory-bound operations"
 
 
 def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:

@@ -71,7 +71,7 @@ class Failed(Message, frozen=True):
 
 
 class Dismissed(Message, frozen=True):
-    """The other ranks have been told to end."""
+    """The other ranks have received the request to end."""
 
 
 class Checked(Message, frozen=True):

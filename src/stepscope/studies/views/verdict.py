@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from stepscope.analysis.ideal import ideal_ms, operations
-from stepscope.analysis.limits import median_ms, mfu
+from stepscope.analysis.limits import fastest_dtype, median_ms, mfu
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
@@ -21,7 +21,6 @@ from stepscope.analysis.verdict import (
     Estimate,
     Limit,
     Verdict,
-    fastest_dtype,
     parts_of,
 )
 from stepscope.analysis.waterfall import Cause, Step, waterfall
