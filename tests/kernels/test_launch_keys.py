@@ -397,8 +397,7 @@ class TestAddressTable:
             )
             alive.extend((x, g, m, s))
             copy = tensors["copy"] if change.get("copy") else None
-            state = {"exp_avg": m, "exp_avg_sq": s}
-            update = TensorUpdate(x, x, g, state, copy, {})
+            update = TensorUpdate(x, x, g, m, s, copy, {}, {})
             return update.key, update.row(change.get("settings", 0))
 
         alive: list[Tensor] = []  # so that no address is reused

@@ -147,10 +147,11 @@ class FusedAdamW(AdamW):
         """Return what the kernel reads and writes. With a master copy, that is updated, and the
         parameter is the copy."""
         state = self._state_for_kernel(parameter)
-        if self._has_master(parameter):
-            return TensorUpdate(parameter, state[MASTER], gradient, state, parameter, group)
-        copy = self._launches.copy_of(parameter)
-        return TensorUpdate(parameter, parameter, gradient, state, copy, group)
+        has_master = self._has_master(parameter)
+        updated = state[MASTER] if has_master else parameter
+        copy = parameter if has_master else self._launches.copy_of(parameter)
+        mean, square = (state[name] for name in MOMENTS)
+        return TensorUpdate(parameter, updated, gradient, mean, square, copy, state, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

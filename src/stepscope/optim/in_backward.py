@@ -249,9 +249,8 @@ class InBackwardAdamW(FusedAdamW):
         def run() -> None:
             from stepscope.optim.triton_adamw import update_one
 
-            mean, square = update.state["exp_avg"], update.state["exp_avg_sq"]
-            settings = on_device.settings.rows
-            update_one(update.parameter, dense, mean, square, update.copy, settings, row)
+            parameter, gradient, mean, square, copy = update[1:6]
+            update_one(parameter, gradient, mean, square, copy, on_device.settings.rows, row)
 
         if on_device.side_stream is None:
             run()

@@ -50,9 +50,12 @@ class TensorUpdate(NamedTuple):
     parameter: Tensor
     """The tensor that the rule updates: the weight, or its master copy."""
     gradient: Tensor
-    state: dict[str, Tensor]
+    mean: Tensor
+    square: Tensor
     copy: Tensor | None
     """A second tensor to which the updated values are written."""
+    state: dict[str, Tensor]
+    """State of the parameter, with its step count."""
     group: dict[str, Any]
     """Parameter group with the hyperparameters."""
     keeps_count: bool = False
@@ -60,17 +63,13 @@ class TensorUpdate(NamedTuple):
     by one of `FusedLaunches`."""
 
     @property
-    def has_master(self) -> bool:
-        return self.parameter is not self.weight
-
-    @property
     def key(self) -> Key:
         from stepscope.optim.triton_adamw import TensorDtypes
 
         copy_dtype = self.copy.dtype if self.copy is not None else None
-        moments = self.state["exp_avg"].dtype
-        dtypes = TensorDtypes(self.parameter.dtype, self.gradient.dtype, moments, copy_dtype)
-        return self.parameter.device, dtypes
+        return self.parameter.device, TensorDtypes(
+            self.parameter.dtype, self.gradient.dtype, self.mean.dtype, copy_dtype
+        )
 
     def row(self, settings: int) -> Row:
         """Return the row of a table for this tensor, with that row of the settings."""
@@ -79,8 +78,8 @@ class TensorUpdate(NamedTuple):
         return Row(
             self.parameter.data_ptr(),
             self.gradient.data_ptr(),
-            self.state["exp_avg"].data_ptr(),
-            self.state["exp_avg_sq"].data_ptr(),
+            self.mean.data_ptr(),
+            self.square.data_ptr(),
             self.copy.data_ptr() if self.copy is not None else 0,
             self.parameter.numel(),
             settings,
@@ -116,7 +115,9 @@ class FusedLaunches:
     def mark_written(self, update: TensorUpdate) -> None:
         """Record that a kernel writes the weight and its copy: torch does not see it."""
         torch.autograd.graph.increment_version(update.weight)
-        if self._copies is not None and update.copy is not None and not update.has_master:
+        # A weight with a master copy is itself the second tensor.
+        has_copy = update.copy is not None and update.copy is not update.weight
+        if self._copies is not None and has_copy:
             self._copies.written(update.weight)
 
     def update_with_host_counts(
@@ -147,9 +148,10 @@ class FusedLaunches:
         for update in updates:
             self.mark_written(update)
         for (device, dtypes), launch in launches.items():
-            launch.settings.advance(skip)
+            skip_here = None if skip is None else skip.to(device, non_blocking=True)
+            launch.settings.advance(skip_here)
             with _on(device):
-                launch.table.update(launch.settings.rows, dtypes, skip=skip)
+                launch.table.update(launch.settings.rows, dtypes, skip=skip_here)
 
     def prepare(self, updates: Sequence[TensorUpdate]) -> dict[Key, CapturableLaunch]:
         """Return tables and settings of these updates, reused where they match."""
