@@ -174,7 +174,7 @@ class DeferredLogits:
     def _apply(
         self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        result = None
+        result: Any = None
         if self._head.value is None and self._value is None:
             with torch._C.DisableTorchFunction():
                 if function is functional.cross_entropy:

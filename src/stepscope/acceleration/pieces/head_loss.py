@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def _reason(owner: nn.Module, head: nn.Module) -> str | None:
         return "its forward is already replaced"
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}, not an nn.Linear"
-    if head.bias is not None:
+    if getattr(head, "bias", None) is not None:
         return "the head has a bias"
     if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return f"the head is in a {type(owner).__name__}, which computes no loss"
@@ -189,7 +189,8 @@ def _with_logits(outputs: Any) -> Any:
     for name, value in list(outputs.items()):
         if isinstance(value, DeferredLogits):
             outputs[name] = _tensor_without_loss(value)
-    if isinstance(outputs.get(_LOGITS), DeferredLogits) and is_dataclass(outputs):
+    is_model_output = hasattr(outputs, "__dataclass_fields__")
+    if isinstance(outputs.get(_LOGITS), DeferredLogits) and is_model_output:
         return _lazy_class(type(outputs))(**dict(outputs.items()))
     return outputs
 
