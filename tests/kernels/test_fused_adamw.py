@@ -229,14 +229,14 @@ class TestCapturable:
         optimizer, plain = FusedAdamW(params, capturable=True), AdamW(others)
         train(params, optimizer, 1)
         train(others, plain, 1)
-        ((launch),) = optimizer._launches.values()
+        ((launch),) = optimizer._launches.launches.values()
         buffers = (launch.settings.rows.data_ptr(), launch.table)
         for rate in (1e-3, 4e-3):
             optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = rate
             optimizer.refresh()
             plain.step()
             launch.settings.advance()
-            ((_, dtypes),) = optimizer._launches
+            ((_, dtypes),) = optimizer._launches.launches
             launch.table.update(launch.settings.rows, dtypes, stochastic=False, seed=0)
         assert (launch.settings.rows.data_ptr(), launch.table) == buffers
         torch.testing.assert_close(params, others, rtol=1e-6, atol=1e-7)

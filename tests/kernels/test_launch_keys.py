@@ -24,7 +24,7 @@ from stepscope.attention.triton import launch as triton_launch
 from stepscope.kernels import autotune
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import FusedAdamW
-from stepscope.optim.fused import _table_row
+from stepscope.optim.launches import TensorUpdate
 from stepscope.torch_tools.triton_available import on_its_device, tf32_is_enabled
 
 B, H, S, D = 2, 4, 32, 64
@@ -397,8 +397,8 @@ class TestAddressTable:
             )
             alive.extend((x, g, m, s))
             copy = tensors["copy"] if change.get("copy") else None
-            state = {"exp_avg": m, "exp_avg_sq": s}
-            return _table_row(x, g, state, copy, change.get("settings", 0))
+            update = TensorUpdate(x, x, g, m, s, copy, {}, {})
+            return update.key, update.row(change.get("settings", 0))
 
         alive: list[Tensor] = []  # so that no address is reused
         tensors = {name: torch.zeros(8) for name in ("x", "g", "m", "s", "copy")}
@@ -417,13 +417,13 @@ class TestAddressTable:
         optimizer = FusedAdamW(params, capturable=True)
         self.set_gradients(params)
         optimizer.step()
-        (captured,) = optimizer._launches.values()
+        (captured,) = optimizer._launches.launches.values()
         # As `step` does in a capture.
-        optimizer._captured.append(captured)
+        optimizer._launches.captured.append(captured)
         counts = [optimizer.state[parameter]["step"] for parameter in params]
         self.set_gradients(params)
         optimizer.step()
-        (now,) = optimizer._launches.values()
+        (now,) = optimizer._launches.launches.values()
         assert now.table is not captured.table
         assert now.settings is captured.settings
         params[1].grad = None

@@ -59,14 +59,15 @@ class DeviceSettings:
             self._lr, self._betas = sent(lr, device), sent(betas, device)
         self.rules = rules
 
-    def advance(self) -> None:
+    def advance(self, skip: Tensor | None = None) -> None:
         """Count a step and update the bias corrections, in float64: 1 - 0.999 has four digits less
-        than 0.999."""
+        than 0.999. If the device tensor `skip` is not zero, no step is counted."""
+        one = 1 if skip is None else (skip == 0).to(self._steps.dtype).reshape(())
         if self._shared:
-            torch._foreach_add_(self.steps, 1)
+            torch._foreach_add_(self.steps, one)
             steps = torch.stack(self.steps)
         else:
-            steps = self._steps.add_(1)
+            steps = self._steps.add_(one)
         powers = self._betas ** steps.double()[:, None]
         self.rows[:, _COUNTED] = self._lr / (1 - powers[:, 0])
         self.rows[:, _COUNTED + 1] = (1 - powers[:, 1]).sqrt()

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
+from stepscope.optim.fused import FusedAdamW
+from stepscope.optim.launches import Copies, kernel_takes, rules
 from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
 from stepscope.torch_tools.side_stream import SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
@@ -79,7 +80,7 @@ class InBackwardAdamW(FusedAdamW):
     _COPIED_ATTRIBUTES = (*FusedAdamW._COPIED_ATTRIBUTES, "_overlap", "_as_made", "_attach")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        copied = "_tables" not in self.__dict__
+        copied = "_launches" not in self.__dict__
         super().__setstate__(state)
         if copied:
             self._install_hooks()
@@ -241,19 +242,20 @@ class InBackwardAdamW(FusedAdamW):
         self.updated += 1
         self._reached.add(parameter)
         on_device, row = self._rows[parameter]
-        state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
-        updated, dense = self._updated(parameter), gradient.contiguous()
+        dense = gradient.contiguous()
+        update = self._tensor_update(parameter, dense, on_device.groups[row])
+        self._launches.mark_written(update)
 
-        def update() -> None:
+        def run() -> None:
             from stepscope.optim.triton_adamw import update_one
 
-            mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(updated, dense, mean, square, copy, on_device.settings.rows, row)
+            parameter, gradient, mean, square, copy = update[1:6]
+            update_one(parameter, gradient, mean, square, copy, on_device.settings.rows, row)
 
         if on_device.side_stream is None:
-            update()
+            run()
         else:
-            on_device.side_stream.run(update, dense)
+            on_device.side_stream.run(run, dense)
 
     def _begin_step(self) -> None:
         """Count the step; the first time, create the settings of all parameters."""

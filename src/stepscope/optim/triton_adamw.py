@@ -165,6 +165,7 @@ def adamw_table_kernel(
     pieces,
     settings,
     seed,
+    skip,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENTS: tl.constexpr,
@@ -173,7 +174,7 @@ def adamw_table_kernel(
     CHANCE: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """Update one piece of one tensor of the table."""
+    """Update one piece of one tensor of the table; none if there is a `skip` and it is not zero."""
     pid = tl.program_id(0).to(tl.int64)
     row = tl.load(pieces + 2 * pid)
     start = tl.load(pieces + 2 * pid + 1).to(tl.int64) * _BLOCK
@@ -183,6 +184,9 @@ def adamw_table_kernel(
     square = _address(table, row, 3, MOMENTS, ALIGNED)
     copy = _address(table, row, 4, COPY, ALIGNED)
     elements = tl.load(table + row * _COLUMNS + 5)
+    if skip is not None:
+        # Without elements every load and store is masked.
+        elements = tl.where(tl.load(skip) != 0, 0, elements)
     own_settings = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
     _piece(
         parameter, gradient, mean, square, copy, own_settings, start, elements, seed, CHANCE, COPIED
@@ -264,7 +268,13 @@ class Table:
         self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
 
     def update(
-        self, settings: Tensor, dtypes: TensorDtypes, *, stochastic: bool, seed: int
+        self,
+        settings: Tensor,
+        dtypes: TensorDtypes,
+        *,
+        stochastic: bool = False,
+        seed: int = 0,
+        skip: Tensor | None = None,
     ) -> None:
         moments = tl.uint16 if stochastic else _DTYPES[dtypes.moments]
         adamw_table_kernel[(len(self._pieces),)](
@@ -272,6 +282,7 @@ class Table:
             self._pieces,
             settings,
             seed,
+            skip,
             PARAMETER=_DTYPES[dtypes.parameter],
             GRADIENT=_DTYPES[dtypes.gradient],
             MOMENTS=moments,

@@ -1,0 +1,1 @@
+"""Pieces of a foreign model that `accelerate` replaces, one kind per module."""

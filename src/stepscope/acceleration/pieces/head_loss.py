@@ -1,0 +1,241 @@
+"""Head and cross-entropy without materialized logits, within the forward of any language model.
+
+The head is a bias-free `nn.Linear` with as many outputs as an embedding of the model has entries;
+the module that has it as a child runs its own forward. In training the head defers its matmul, and
+the cross-entropy that the forward computes from it is the fused one. Nothing else of the forward is
+assumed: a soft-capped or scaled logit, a metric, or a loss with other options materializes them,
+and the results are those of the original. If a program reads them in several steps in a row, they
+are no longer deferred. Where the forward does not compute a loss from them, they are tensors.
+
+Under torch.compile, in evaluation mode, without gradients, with hooks on the head or with a sharded
+weight the original forward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
+from stepscope.acceleration.replacement import Left, Replacement
+from stepscope.kernels.weight_copies import WeightCopies
+
+PIECE = "head_loss"
+_LOGITS = "logits"
+_MOST_READS = 2
+_TRANSFORMED = {
+    "final_logit_softcapping": "logit soft-capping",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "lm_head_multiplier": "scaled logits",
+}
+"""Options of Hugging Face configurations that transform the logits before the loss."""
+
+
+def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacement], list[Left]]:
+    """Return the heads of a model and the modules that compute a loss from them."""
+    vocabularies = {
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    replacements: list[Replacement] = []
+    left: list[Left] = []
+    for name, owner in model.named_modules():
+        if any(name == one.name or name.startswith(f"{one.name}.") for one in left):
+            # Parts of a head, such as its adapter.
+            continue
+        for child, head in owner.named_children():
+            if getattr(head, "out_features", None) not in vocabularies:
+                continue
+            full_name = f"{name}.{child}".lstrip(".")
+            reason = _reason(owner, head)
+            if reason is not None:
+                left.append(Left(PIECE, full_name, reason))
+                continue
+            head_forward, owner_forward = _forwards(_Deferral(copies))
+            replacements += [
+                Replacement(PIECE, full_name, head, head_forward),
+                Replacement(PIECE, name, owner, owner_forward),
+            ]
+    return replacements, left
+
+
+def _reason(owner: nn.Module, head: nn.Module) -> str | None:
+    if "forward" in vars(owner) or "forward" in vars(head):
+        return "its forward is already replaced"
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}, not an nn.Linear"
+    if getattr(head, "bias", None) is not None:
+        return "the head has a bias"
+    if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return f"the head is in a {type(owner).__name__}, which computes no loss"
+    config = getattr(owner, "config", None)
+    for option, what in _TRANSFORMED.items():
+        if getattr(config, option, None) not in (None, 1, 1.0, False):
+            return f"{what} ({option})"
+    return None
+
+
+class _Deferral:
+    """Defers the matmul of a head within the forward of the module that owns it."""
+
+    def __init__(self, copies: WeightCopies | None) -> None:
+        self._copies = copies
+        self._running = threading.local()
+        self._is_read = False
+        """Whether the program has read the last deferred logits."""
+        self._reads = 0
+        """Consecutive calls whose logits the program has read."""
+
+    def owner_forward(self, owner: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if not self._applies(owner):
+            return _original(owner)(*arguments, **keywords)
+        self._depth += 1
+        try:
+            outputs = _original(owner)(*arguments, **keywords)
+        finally:
+            self._depth -= 1
+        return _with_logits(outputs)
+
+    def head_forward(self, head: nn.Linear, x: Tensor) -> Any:
+        linear = _original(head)
+        if self._depth == 0 or not _can_defer(head, x):
+            return linear(x)
+        self._reads = self._reads + 1 if self._is_read else 0
+        self._is_read = False
+
+        def read(x: Tensor) -> Any:
+            self._is_read = True
+            return linear(x)
+
+        return DeferredLogits.of(read, x, head.weight, self._copies)
+
+    @property
+    def _depth(self) -> int:
+        """Calls of the owner's forward that this thread is in."""
+        return getattr(self._running, "depth", 0)
+
+    @_depth.setter
+    def _depth(self, depth: int) -> None:
+        self._running.depth = depth
+
+    def _applies(self, owner: nn.Module) -> bool:
+        return (
+            owner.training
+            # Deferring logits that the program reads only costs time.
+            and self._reads < _MOST_READS
+            and torch.is_grad_enabled()
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+
+def _forwards(deferral: _Deferral) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward of the head and of its owner, as functions: torch.compile traces these."""
+
+    def head_forward(head: nn.Linear, x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return _original(head)(x)
+        return deferral.head_forward(head, x)
+
+    def owner_forward(owner: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _original(owner)(*arguments, **keywords)
+        return deferral.owner_forward(owner, *arguments, **keywords)
+
+    return head_forward, owner_forward
+
+
+def _original(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of the class: a copy of the module must not run that of the original."""
+    return functools.partial(type(module).forward, module)
+
+
+def _can_defer(head: nn.Linear, x: Tensor) -> bool:
+    weight = head.weight
+    hooks = (
+        head._forward_hooks,
+        head._forward_pre_hooks,
+        head._backward_hooks,
+        head._backward_pre_hooks,
+    )
+    return (
+        type(x) is Tensor
+        and type(weight) in (Tensor, nn.Parameter)
+        and x.dim() >= 2
+        and x.is_floating_point()
+        and x.device == weight.device
+        and not (x.is_inference() or weight.is_inference())
+        and (x.requires_grad or weight.requires_grad)
+        and torch.is_grad_enabled()
+        and not any(hooks)
+    )
+
+
+def _with_logits(outputs: Any) -> Any:
+    """Return the outputs, with logits computed unless a loss has been computed from them."""
+    if isinstance(outputs, DeferredLogits):
+        return _tensor_without_loss(outputs)
+    if isinstance(outputs, tuple | list):
+        deferred = any(isinstance(one, DeferredLogits) for one in outputs)
+        return tree_map(_tensor_without_loss, outputs) if deferred else outputs
+    if not isinstance(outputs, dict):
+        return outputs
+    for name, value in list(outputs.items()):
+        if isinstance(value, DeferredLogits):
+            outputs[name] = _tensor_without_loss(value)
+    is_model_output = hasattr(outputs, "__dataclass_fields__")
+    if isinstance(outputs.get(_LOGITS), DeferredLogits) and is_model_output:
+        return _lazy_class(type(outputs))(**dict(outputs.items()))
+    return outputs
+
+
+def _tensor_without_loss(value: Any) -> Any:
+    if isinstance(value, DeferredLogits) and not value.has_loss:
+        return value.materialize()
+    return value
+
+
+class _LazyLogits(dict[str, Any]):
+    """A `ModelOutput` of Hugging Face whose logits are computed when they are read by attribute,
+    key or index. `items()` and `values()` do not compute them: wrappers map over these."""
+
+    @property
+    def logits(self) -> Any:
+        value = self.__dict__.get(_LOGITS)
+        if isinstance(value, DeferredLogits):
+            value = self.logits = value.materialize()
+        return value
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        self.__dict__[_LOGITS] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        names = list(self.keys())
+        if isinstance(key, int):
+            return self[names[key]]
+        if isinstance(key, slice):
+            return tuple(self[name] for name in names[key])
+        return self.logits if key == _LOGITS and key in names else super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def __reduce__(self) -> Any:
+        values = tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return type(self).__bases__[1], values
+
+
+@functools.cache
+def _lazy_class(kind: type[Any]) -> Any:
+    if issubclass(kind, _LazyLogits):
+        return kind
+    return type(kind.__name__, (_LazyLogits, kind), {"__module__": kind.__module__})
