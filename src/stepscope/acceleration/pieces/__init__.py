@@ -1,0 +1,1 @@
+"""Parts of a training step that have a faster form, each with a `find`."""

@@ -1,0 +1,3 @@
+PIECE = "head and loss"
+def find(model, copies):
+    return [], []
