@@ -27,7 +27,8 @@ from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_COPIES: weakref.WeakKeyDictionary[nn.Module, WeightCopies] = weakref.WeakKeyDictionary()
+"""Weight copies of every accelerated model."""
 
 
 def accelerate(
@@ -60,12 +61,12 @@ def accelerate(
             f"dtype={dtype} is not supported", "use torch.bfloat16, torch.float16 or None"
         )
     inner = _unwrapped(model)
-    if inner in _ACCELERATED:
+    if inner in _COPIES:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
-    copies = WeightCopies()
-    _ACCELERATED.add(inner)
-    report.on_undo(lambda: _ACCELERATED.discard(inner))
+    copies = _COPIES[inner] = WeightCopies()
+    report.on_undo(lambda: _COPIES.pop(inner, None))
+    _invalidate_after_backward(inner, copies, report)
     _use_sdpa(inner, report)
     patterns = tuple(exclude)
     for replacement in _find(inner, copies, report):
@@ -80,6 +81,21 @@ def accelerate(
     if sample is not None:
         check_on(model, sample)
     return report
+
+
+def weight_copies(model: nn.Module) -> WeightCopies | None:
+    """Return the weight copies of an accelerated model. Whoever replays a captured step refreshes
+    them first: the replay reads them without looking whether the weights have changed."""
+    return _COPIES.get(_unwrapped(model))
+
+
+def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:
+    """Copy a weight again after each gradient, unless the fused update has written its copy. Many
+    optimizers write through `.data`, which no version counter shows."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dim() == 2:
+            handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)
+            report.on_undo(handle.remove)
 
 
 def check_on(model: nn.Module, sample: Any) -> None:

@@ -29,6 +29,8 @@ def find(model: nn.Module) -> Found:
         forward = _forward(module, parts) if parts.keys() == _PARTS else None
         if forward is None:
             left.append(Left(PIECE, name, "it has other parts than two RMSNorms, attention, MLP"))
+        elif any(map(has_hooks, module.modules())):
+            left.append(Left(PIECE, name, "it has hooks"))
         else:
             replacements.append(Replacement(PIECE, name, module, forward))
     return replacements, left
