@@ -9,12 +9,13 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
 from stepscope.kernels.activation_policy import INPUTS, KEEPS, policy_per_layer
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import fused_linear, matmul_to_dtype
+from stepscope.kernels.matmul import fused_linear, matmul_to_dtype, transposed_linear
 from stepscope.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
@@ -214,24 +215,29 @@ class TestFusedProjections:
         torch.testing.assert_close(with_kernels, without, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "d"), [(2, 16), (3, 10), (5, 64)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "d"), [(2, 2, 16), (3, 3, 10), (5, 5, 64), (6, 2, 16), (4, 1, 10)]
+)
 @pytest.mark.parametrize("order", ["heads first", "positions first"])
-def test_rotated_parts(heads: int, d: int, order: str) -> None:
+def test_rotated_parts(heads: int, key_heads: int, d: int, order: str) -> None:
     """Gradients may have any layout that attention returns."""
-    x = draw(2, 7, 3 * heads * d)
+    counts = (heads, key_heads, key_heads)
+    x = draw(2, 7, sum(counts) * d)
     table = RotaryEmbedding(d, 9, device=DEVICE)
-    shape = (2, heads, 7, d) if order == "heads first" else (2, 7, heads, d)
-    above = [draw(*shape, seed=n) for n in range(3)]
-    if order != "heads first":
-        above = [grad.transpose(1, 2) for grad in above]
+    if order == "heads first":
+        above = [draw(2, count, 7, d, seed=n) for n, count in enumerate(counts)]
+    else:
+        above = [draw(2, 7, count, d, seed=n).transpose(1, 2) for n, count in enumerate(counts)]
 
     def plain(x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (p.view(2, 7, heads, d).transpose(1, 2) for p in x.chunk(3, dim=-1))
+        parts = x.split([count * d for count in counts], dim=-1)
+        q, k, v = (p.unflatten(-1, (-1, d)).transpose(1, 2) for p in parts)
         return plain_rotate(q, table.cos, table.sin), plain_rotate(k, table.cos, table.sin), v
 
     def of(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
         leaf = x.to(dtype).requires_grad_()
-        made = rotated_parts_(leaf.clone(), table.cos, table.sin, heads) if fused else plain(leaf)
+        tables = table.cos, table.sin
+        made = rotated_parts_(leaf.clone(), *tables, *counts[:2]) if fused else plain(leaf)
         (grad,) = torch.autograd.grad(made, leaf, [g.to(dtype) for g in above])
         named = {f"part {n}": part.detach() for n, part in enumerate(made)}
         return {**named, "dx": grad}
@@ -239,7 +245,49 @@ def test_rotated_parts(heads: int, d: int, order: str) -> None:
     hold_to_policy(of(False, torch.float64), of(False, torch.float32), of(True, torch.float32))
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_fused_linear_layers(layers: int, biased: bool, transposed: bool, autocast: bool) -> None:
+    if transposed and layers > 1:
+        pytest.skip("transposed weights are not concatenated")
+    x, copies = draw(2, 3, 8), WeightCopies()
+    weights = [draw(4 + n, 8, seed=n) for n in range(layers)]
+    biases = [draw(4 + n, seed=9 + n) for n in range(layers)] if biased else []
+    grad = draw(2, 3, sum(len(weight) for weight in weights), seed=5)
+
+    def of(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, *weights, *biases)]
+        read, ws, bs = leaves[0], leaves[1 : 1 + layers], leaves[1 + layers :]
+        on = autocast and dtype == torch.float32
+        with torch.autocast(DEVICE, HALF, enabled=on):
+            if fused and transposed:
+                stored = ws[0].T.contiguous().detach().requires_grad_()
+                leaves[1] = stored
+                out = transposed_linear(read, stored, copies, bs[0] if bs else None)
+            elif fused:
+                out = fused_linear(read, tuple(ws), copies, bs)
+            else:
+                out = functional.linear(read, torch.cat(ws), torch.cat(bs) if bs else None)
+        grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
+        named = {f"d{n}": g.T if fused and transposed and n == 1 else g for n, g in enumerate(grads)}
+        return {"out": out.detach(), **named}
+
+    for _ in range(2):
+        hold_to_policy(of(False, torch.float64), of(False, torch.float32), of(True, torch.float32))
+
+
 class TestWeightCopies:
+    def test_an_invalidated_copy_is_made_again(self) -> None:
+        copies, weights = WeightCopies(), self.weights()
+        (copied,) = copies.narrow(weights, HALF)
+        weights[0].data.mul_(2)
+        assert not torch.equal(copies.narrow(weights, HALF)[0][:4], weights[0].detach().to(HALF))
+        copies.invalidate(weights[0])
+        assert copies.narrow(weights, HALF)[0] is copied
+        assert torch.equal(copied[:4], weights[0].detach().to(HALF))
+
     def weights(self) -> tuple[nn.Parameter, nn.Parameter]:
         return nn.Parameter(draw(4, 8)), nn.Parameter(draw(6, 8, seed=1))
 

@@ -28,31 +28,54 @@ def fused_linear(
     x: Tensor | Normed,  # (..., d)
     weights: Weights,  # each (rows, d)
     copies: WeightCopies,
+    biases: Sequence[Tensor] = (),  # one (rows,) per weight, or none at all
 ) -> Tensor:  # (..., all rows)
-    """Return x times each weight transposed, side by side. `copies` has the weights in the matmul
-    dtype."""
+    """Return x times each weight transposed, plus its bias, side by side. `copies` has the weights
+    in the matmul dtype."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
         # The transforms differentiate and map torch's own operators.
         return functional.linear(
-            read.to(dtype), torch.cat([weight.to(dtype) for weight in weights])
+            read.to(dtype),
+            torch.cat([weight.to(dtype) for weight in weights]),
+            torch.cat([bias.to(dtype) for bias in biases]) if biases else None,
         )
     narrow = copies.narrow(weights, dtype)
     normed = x if isinstance(x, Normed) else None
-    out: Tensor = _FusedLinear.apply(read.to(dtype), normed, narrow, *weights)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedLinear.apply(read.to(dtype), normed, narrow, *weights, *biases)  # type: ignore[no-untyped-call]
+    return out
+
+
+def transposed_linear(
+    x: Tensor,  # (..., d)
+    weight: Tensor,  # (d, rows)
+    copies: WeightCopies,
+    bias: Tensor | None = None,  # (rows,)
+) -> Tensor:  # (..., rows)
+    """Return x times the weight, plus the bias: a linear layer that stores its weight transposed,
+    such as GPT-2's."""
+    dtype = matmul_dtype(x)
+    if transforms_active():
+        plain = None if bias is None else bias.to(dtype)
+        return functional.linear(x.to(dtype), weight.to(dtype).T, plain)
+    (narrow,) = copies.narrow((weight,), dtype)
+    out: Tensor = _TransposedLinear.apply(x.to(dtype), narrow, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights: Tensor
+        ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights_and_biases: Tensor
     ) -> Tensor:
+        weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() == 2)
+        biases = weights_and_biases[len(weights) :]
         flat = x.reshape(-1, x.shape[-1])
         ctx.x = SavedInput(ctx, flat, normed, narrow)
         ctx.learned = WeightGradients(weights)
-        out = linear_concat(flat, narrow)
+        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
+        out = linear_concat(flat, narrow, _concatenated(biases, x.dtype))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
@@ -60,8 +83,57 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, narrow, _ = ctx.x.restore(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
-        return grad_x, None, None, *ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:])
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
+        end = len(ctx.needs_input_grad) - len(ctx.biases)
+        of_biases = bias_gradients(flat, ctx.biases, ctx.needs_input_grad[end:])
+        of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:end])
+        return grad_x, None, None, *of_weights, *of_biases
+
+
+class _TransposedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, narrow: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, narrow)
+        ctx.dtype = weight.dtype
+        ctx.biases = [] if bias is None else [(bias.shape[0], bias.dtype)]
+        biases = () if bias is None else (bias,)
+        out = linear_concat(flat, (narrow.T,), _concatenated(biases, x.dtype))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @differentiable_once("a fused projection", "joined=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, narrow = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_x, _, of_weight, of_bias = ctx.needs_input_grad
+        grad_x = None
+        if of_x:
+            grad_x = matmul_to_dtype(flat, narrow.T, flat.dtype).view(*grad.shape[:-1], -1)
+        grad_bias = bias_gradients(flat, ctx.biases, (of_bias,)) or (None,)
+        grad_weight = matmul_to_dtype(x.T, flat, ctx.dtype) if of_weight else None
+        return grad_x, None, grad_weight, *grad_bias
+
+
+def _concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if not biases:
+        return None
+    return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
+
+
+def bias_gradients(
+    grad: Tensor,  # (tokens, all rows)
+    biases: Sequence[tuple[int, torch.dtype]],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of biases, given by length and dtype: sums over all tokens."""
+    if not any(needed):
+        return (None,) * len(biases)
+    total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    parts = torch.split(total, [rows for rows, _ in biases])
+    return tuple(part.to(dtype) for part, (_, dtype) in zip(parts, biases, strict=True))
 
 
 class SavedInput:
@@ -115,9 +187,11 @@ class WeightGradients:
         return (None,) * len(weights)
 
 
-def linear_concat(x: Tensor, narrow: Weights) -> Tensor:
-    """Return x times each weight transposed, side by side."""
+def linear_concat(x: Tensor, narrow: Weights, bias: Tensor | None = None) -> Tensor:
+    """Return x times each weight transposed, side by side, plus the bias."""
     if len(narrow) == 1:
+        if bias is not None:
+            return torch.addmm(bias, x, narrow[0].T)
         return matmul_to_dtype(x, narrow[0].T, x.dtype)
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
     start = 0
@@ -125,7 +199,7 @@ def linear_concat(x: Tensor, narrow: Weights) -> Tensor:
         end = start + weight.shape[0]
         matmul_into(out[:, start:end], x, weight.T)
         start = end
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 def linear_grad_input(grad: Tensor, narrow: Weights) -> Tensor:

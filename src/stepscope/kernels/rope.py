@@ -42,22 +42,31 @@ def rotated_heads_(
 
 
 def rotated_parts_(
-    x: Tensor,  # (batch, seq, 3 · heads · d_head): queries, keys, values
+    x: Tensor,  # (batch, seq, (heads + 2 · key_heads) · d_head): queries, keys, values
     cos: Tensor,
     sin: Tensor,
     heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, heads, seq, d_head)
+    key_heads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, its heads, seq, d_head)
     """Return the heads of a fused QKV projection, queries and keys rotated by position. x is
-    overwritten: it must not be used elsewhere."""
+    overwritten: it must not be used elsewhere. `key_heads` is the number of key heads of grouped
+    attention."""
     if x.shape[1] > cos.shape[0]:
         raise ValueError(
             f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
         )
+    key_heads = key_heads or heads
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
-        q, k, v = (_split(part, heads) for part in x.chunk(3, dim=-1))
+        q, k, v = _parts(x, heads, key_heads)
         return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
-    parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads, key_heads)  # type: ignore[no-untyped-call]
     return parts
+
+
+def _parts(x: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    d_head = x.shape[-1] // (heads + 2 * key_heads)
+    q, k, v = x.split([heads * d_head, key_heads * d_head, key_heads * d_head], dim=-1)
+    return _split(q, heads), _split(k, key_heads), _split(v, key_heads)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
@@ -93,15 +102,17 @@ class _RotateParts(torch.autograd.Function):
     slices would fill three tensors with zeros and add them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
+    ) -> tuple[Tensor, ...]:
         from stepscope.kernels.triton.rope import rotate
 
         data = x.detach()
-        q_and_k = data[..., : 2 * x.shape[-1] // 3]
-        rotate(q_and_k, q_and_k, cos, sin, 2 * heads, back=False)
+        d_head = x.shape[-1] // (heads + 2 * key_heads)
+        q_and_k = data[..., : (heads + key_heads) * d_head]
+        rotate(q_and_k, q_and_k, cos, sin, heads + key_heads, back=False)
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        return tuple(_split(part, heads) for part in data.chunk(3, dim=-1))
+        return _parts(data, heads, key_heads)
 
     @staticmethod
     @differentiable_once("the fused rotation", "fused=False")
@@ -111,4 +122,4 @@ class _RotateParts(torch.autograd.Function):
         from stepscope.kernels.triton.rope import gather_back
 
         cos, sin = ctx.saved_tensors
-        return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None
+        return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None, None

@@ -54,6 +54,12 @@ class WeightCopies:
         if position is not None:
             position.group.mark_current(position.number, weight)
 
+    def invalidate(self, weight: Tensor) -> None:
+        """Copy this weight again before its next use, whether a change of it is detected or not."""
+        for position in self._positions.get(id(weight), ()):
+            if position.group.holds(position.number, weight):
+                position.group.mark_changed(position.number)
+
     def _position_of(self, weight: Tensor) -> _Position | None:
         positions = self._positions.get(id(weight), ())
         # The id may have been reused by another tensor.
@@ -127,6 +133,9 @@ class _Group:
 
     def mark_current(self, number: int, weight: Tensor) -> None:
         self._versions[number] = _Version.of(weight)
+
+    def mark_changed(self, number: int) -> None:
+        self._versions[number] = None
 
     @torch.no_grad()
     def update(self, weights: Weights, force: bool = False) -> None:

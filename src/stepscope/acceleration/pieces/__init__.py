@@ -1,1 +1,1 @@
-"""Pieces of a foreign model that `accelerate` replaces, one kind per module."""
+"""Parts of a training step that have a faster form, each with a `find`."""

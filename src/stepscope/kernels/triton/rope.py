@@ -72,36 +72,38 @@ def rotary_gather_kernel(
     table_stride,
     S,
     H,
+    KH,
     HALF,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Gather one part (q, k or v) of one token: q and k rotated back, v unchanged."""
+    """Gather one part (q, k or v) of one token: q and k rotated back, v unchanged.
+
+    q has H heads, k and v have KH.
+    """
     pid_token = tl.program_id(0).to(tl.int64)
     batch, position = pid_token // S, pid_token % S
     pid_part = tl.program_id(1)
     offs_h = tl.arange(0, BLOCK_H)
     offs_p = tl.arange(0, BLOCK_HALF)
     mask_p = offs_p < HALF
-    mask = (offs_h < H)[:, None] & mask_p[None, :]
     if pid_part == 0:
         token_ptr, stride_h = q + batch * q_b + position * q_s, q_h
     elif pid_part == 1:
         token_ptr, stride_h = k + batch * k_b + position * k_s, k_h
     else:
         token_ptr, stride_h = v + batch * v_b + position * v_s, v_h
+    heads = tl.where(pid_part == 0, H, KH)
+    first_h = tl.where(pid_part == 0, 0, tl.where(pid_part == 1, H, H + KH))
+    mask = (offs_h < heads)[:, None] & mask_p[None, :]
     offs = offs_h[:, None] * stride_h + offs_p[None, :]
     b_x1 = tl.load(token_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     b_x2 = tl.load(token_ptr + offs + HALF, mask=mask, other=0.0).to(tl.float32)
     mask_rotated = mask_p & (pid_part < 2)
     b_cos = tl.load(cos + position * table_stride + offs_p, mask=mask_rotated, other=1.0)[None, :]
     b_sin = tl.load(sin + position * table_stride + offs_p, mask=mask_rotated, other=0.0)[None, :]
-    out_ptrs = (
-        out
-        + (pid_token * 3 + pid_part) * (H * 2 * HALF)
-        + offs_h[:, None] * (2 * HALF)
-        + offs_p[None, :]
-    )
+    offs_out = (pid_token * (H + 2 * KH) + first_h + offs_h[:, None]) * (2 * HALF)
+    out_ptrs = out + offs_out + offs_p[None, :]
     out_dtype = out.dtype.element_ty
     tl.store(out_ptrs, (b_x1 * b_cos + b_x2 * b_sin).to(out_dtype), mask=mask)
     tl.store(out_ptrs + HALF, (b_x2 * b_cos - b_x1 * b_sin).to(out_dtype), mask=mask)
@@ -109,10 +111,12 @@ def rotary_gather_kernel(
 
 @on_its_device
 def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradients (batch, heads, seq, d_head) as one (batch, seq, 3 · heads · d_head)."""
+    """Return the gradients (batch, heads, seq, d_head) of q, k and v as one (batch, seq, all heads
+    · d_head)."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, seq, d = q.shape
-    out = torch.empty(batch, seq, 3 * heads * d, device=q.device, dtype=q.dtype)
+    key_heads = k.shape[1]
+    out = torch.empty(batch, seq, (heads + 2 * key_heads) * d, device=q.device, dtype=q.dtype)
     rotary_gather_kernel[(batch * seq, 3)](
         q,
         k,
@@ -126,6 +130,7 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
         cos.stride(0),
         seq,
         heads,
+        key_heads,
         d // 2,
         BLOCK_H=triton.next_power_of_2(heads),
         BLOCK_HALF=triton.next_power_of_2(d // 2),

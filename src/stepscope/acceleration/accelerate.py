@@ -1,0 +1,186 @@
+"""`stepscope.accelerate`: replaces parts of a user's model and optimizer by fused ones, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.acceleration.patches import Patch, restore_forward
+from stepscope.acceleration.pieces import (
+    attention,
+    embedding,
+    gated_mlp,
+    head_loss,
+    linear,
+    norm,
+    residual_block,
+)
+from stepscope.acceleration.replacement import Found, Left, Replacement
+from stepscope.acceleration.report import Report, excluded
+from stepscope.errors import UsageError
+from stepscope.kernels.weight_copies import WeightCopies
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_COPIES: weakref.WeakKeyDictionary[nn.Module, WeightCopies] = weakref.WeakKeyDictionary()
+"""Weight copies of every accelerated model."""
+
+
+def accelerate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    sample: Any = None,
+    dtype: torch.dtype | None = None,
+    exclude: Iterable[str | type[nn.Module]] = (),
+) -> Report:
+    """Replace parts of a model by fused kernels, in place, and return what was done.
+
+        report = stepscope.accelerate(model, optimizer)
+        print(report)
+        ...
+        report.undo()
+
+    Parameters keep their names and `state_dict` its keys. Every replacement is compared with the
+    original, outputs and gradients, in its first call with gradients, or immediately on `sample`
+    (what the model is called with: a mapping of keyword arguments, a tuple, or a tensor). One that
+    differs is taken back and listed in `report.left`. `exclude` has names, patterns of names
+    (`"*.mlp"`) or classes of modules that stay as they are.
+
+    With an `optimizer`, its update becomes one fused kernel; the object, its groups and its state
+    keep their identity. `dtype` runs the model under autocast; without it the caller's autocast
+    stays.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise UsageError(
+            f"dtype={dtype} is not supported", "use torch.bfloat16, torch.float16 or None"
+        )
+    inner = _unwrapped(model)
+    if inner in _COPIES:
+        raise UsageError("the model is accelerated already", "call undo() of its report first")
+    report = Report(type(inner).__name__)
+    copies = _COPIES[inner] = WeightCopies()
+    report.on_undo(lambda: _COPIES.pop(inner, None))
+    _invalidate_after_backward(inner, copies, report)
+    _use_sdpa(inner, report)
+    patterns = tuple(exclude)
+    for replacement in _find(inner, copies, report):
+        if excluded(replacement.name, type(replacement.module), patterns):
+            report.left.append(Left(replacement.piece, replacement.name, "excluded"))
+        else:
+            checked = replacement.piece == head_loss.PIECE
+            report.add(Patch(replacement, checked, report.reject))
+    _set_dtype(inner, dtype, report)
+    if optimizer is not None:
+        _fuse(optimizer, copies, report)
+    if sample is not None:
+        check_on(model, sample)
+    return report
+
+
+def weight_copies(model: nn.Module) -> WeightCopies | None:
+    """Return the weight copies of an accelerated model. Whoever replays a captured step refreshes
+    them first: the replay reads them without looking whether the weights have changed."""
+    return _COPIES.get(_unwrapped(model))
+
+
+def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:
+    """Copy a weight again after each gradient, unless the fused update has written its copy. Many
+    optimizers write through `.data`, which no version counter shows."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dim() == 2:
+            handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)
+            report.on_undo(handle.remove)
+
+
+def check_on(model: nn.Module, sample: Any) -> None:
+    """Run the model once on a sample, so that every replacement is compared with its original.
+    Random numbers and buffers stay as they were."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        if isinstance(sample, Mapping):
+            model(**sample)
+        elif isinstance(sample, Tensor):
+            model(sample)
+        else:
+            model(*sample)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Replacement]:
+    """Yield the replacements, larger pieces first: they use the smaller ones within them."""
+    claimed: set[nn.Module] = set()
+
+    def take(found: Found) -> Iterator[Replacement]:
+        replacements, left = found
+        report.left += left
+        yield from replacements
+
+    yield from take(residual_block.find(model))
+    for fused in (attention.find(model, copies), gated_mlp.find(model, copies)):
+        for replacement in take(fused):
+            children = replacement.module.children()
+            claimed |= {child for child in children if type(child) is nn.Linear}
+            yield replacement
+    yield from take(norm.find(model))
+    yield from take(embedding.find(model))
+    yield from take(linear.find(model, copies, claimed))
+    yield from take(head_loss.find(model, copies))
+
+
+def _use_sdpa(model: Any, report: Report) -> None:
+    """Use SDPA in a Hugging Face model that was created with naive attention."""
+    if not attention.uses_eager_attention(model):
+        return
+    model.set_attn_implementation("sdpa")
+    report.notes.append("attention          naive → scaled_dot_product_attention")
+    report.on_undo(lambda: model.set_attn_implementation("eager"))
+
+
+def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> None:
+    if dtype is None:
+        return
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    previous, original = model.__dict__.get("forward"), model.forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not model:
+            # A copy of the model.
+            return type(module).forward(module, *args, **kwargs)
+        with torch.autocast(kind, dtype):
+            return original(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+    report.notes.append(f"autocast           {str(dtype).removeprefix('torch.')}")
+    report.on_undo(lambda: restore_forward(model, previous))
+
+
+def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> None:
+    from stepscope.acceleration.optimizer import fuse_optimizer
+
+    update = fuse_optimizer(optimizer, copies)
+    if isinstance(update, str):
+        report.left.append(Left("optimizer", type(optimizer).__name__, update))
+        return
+    report.notes.append(f"optimizer          {type(optimizer).__name__} in one kernel")
+    report.on_undo(update.undo)
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Return the model within DistributedDataParallel or torch.compile."""
+    while True:
+        with contextlib.suppress(AttributeError):
+            model = model._orig_mod
+            continue
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+            continue
+        return model  # type: ignore[no-any-return]

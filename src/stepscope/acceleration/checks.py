@@ -1,0 +1,166 @@
+"""Compares a replacement with the original forward on real inputs: outputs and gradients.
+
+The reference is the original in float32 without autocast. A replacement passes if its error is at
+most `ERROR_RATIO` times the error of the original in the dtypes of the call, which is the error
+policy of the kernels. Random numbers and buffers are restored after each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+ERROR_RATIO = 2.0
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Relative error that is always accepted, by the narrowest dtype of the call."""
+
+Forward = Callable[..., Any]
+
+
+class Run(NamedTuple):
+    """The tensors of an output, and the gradients of inputs and parameters (None: no gradient)."""
+
+    structure: str
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def difference(
+    module: nn.Module,
+    original: Forward,
+    replaced: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str:
+    """Return how the replacement differs from the original on these inputs; empty if it does
+    not."""
+    with _preserved(module, args, kwargs):
+        expected = _run(module, original, args, kwargs)
+    with _preserved(module, args, kwargs):
+        actual = _run(module, replaced, args, kwargs)
+    if actual.structure != expected.structure:
+        return f"it returns {actual.structure} instead of {expected.structure}"
+    try:
+        with _preserved(module, args, kwargs):
+            reference = _reference(module, original, args, kwargs)
+    except (torch.OutOfMemoryError, RuntimeError, TypeError):
+        # Not every module runs in float32; the original in its own dtype is the reference then.
+        reference = expected
+    return _compare("outputs", actual.outputs, expected.outputs, reference.outputs) or _compare(
+        "gradients", actual.gradients, expected.gradients, reference.gradients
+    )
+
+
+def _compare(
+    kind: str,
+    actual: list[Any],
+    expected: list[Any],
+    reference: list[Any],
+) -> str:
+    for index, (new, old, exact) in enumerate(zip(actual, expected, reference, strict=True)):
+        if (new is None) != (old is None):
+            return f"the {kind} differ: {index} is None in one of them"
+        if new is None:
+            continue
+        if new.shape != old.shape:
+            return f"the {kind} differ in shape: {tuple(new.shape)}, {tuple(old.shape)}"
+        if not new.is_floating_point():
+            if not torch.equal(new, old):
+                return f"the {kind} differ"
+            continue
+        error, allowed = _relative(new, exact), _relative(old, exact)
+        floor = _ROUNDING.get(min((new.dtype, old.dtype), key=lambda d: d.itemsize), 1e-5)
+        # Gradients of float32 parameters were computed from inputs in the dtype of the call.
+        floor = max(floor, _ROUNDING.get(_narrowest(expected), 1e-5)) if exact is not old else floor
+        if not error <= ERROR_RATIO * allowed + floor:
+            return f"the {kind} differ: relative error {error:.2g}, the original has {allowed:.2g}"
+    return ""
+
+
+def _narrowest(tensors: list[Any]) -> torch.dtype:
+    dtypes = [t.dtype for t in tensors if t is not None and t.is_floating_point()]
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _relative(value: Tensor, exact: Tensor) -> float:
+    difference = (value.double() - exact.double()).norm()
+    return float(difference / exact.double().norm().clamp_min(1e-30))
+
+
+def _run(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Run:
+    """Run forward and backward on detached inputs."""
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [_detached(leaf) for leaf in leaves]
+    args, kwargs = tree_unflatten(inputs, tree)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return _backward(forward(*args, **kwargs), inputs, parameters)
+
+
+def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Run:
+    """Run the original in float32, without autocast."""
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [_detached(leaf, torch.float32) for leaf in leaves]
+    args, kwargs = tree_unflatten(inputs, tree)
+    tensors = {
+        name: _detached(tensor, torch.float32, tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    learned = [tensors[name] for name, p in module.named_parameters() if p.requires_grad]
+    kind = next((t.device.type for t in tree_leaves(inputs) if isinstance(t, Tensor)), "cpu")
+    # The forward alone: hooks of the module would run once more.
+    with _reparametrize_module(module, tensors), torch.autocast(kind, enabled=False):
+        return _backward(original(*args, **kwargs), inputs, learned)
+
+
+def _backward(output: Any, inputs: list[Any], parameters: list[Tensor]) -> Run:
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    differentiable = [leaf for leaf in outputs if leaf.requires_grad]
+    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + parameters
+    gradients: list[Tensor | None] = [None] * len(wanted)
+    if differentiable and wanted:
+        upstream = [_upstream(leaf, index) for index, leaf in enumerate(differentiable)]
+        gradients = list(
+            torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True)
+        )
+    structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
+    return Run(structure, [leaf.detach() for leaf in outputs], gradients)
+
+
+def _upstream(output: Tensor, index: int) -> Tensor:
+    """Return a fixed random gradient for an output."""
+    generator = torch.Generator(output.device).manual_seed(index)
+    sample = torch.randn(output.shape, device=output.device, generator=generator)
+    return sample.to(output.dtype)
+
+
+def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = None) -> Any:
+    if hasattr(leaf, "get_seq_length"):
+        # A cache of keys and values: a run would fill it. In training it is empty.
+        return None
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return leaf.detach()
+    wide = dtype or leaf.dtype
+    copy = leaf.detach().to(wide, copy=True)
+    return copy.requires_grad_(leaf.requires_grad if grad is None else grad)
+
+
+@contextlib.contextmanager
+def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """Restore random states and buffers afterwards."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng(devices):
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -1,0 +1,93 @@
+"""The result of `accelerate`: what was replaced, what was left and why, and how to undo it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from stepscope.acceleration.patches import Patch
+from stepscope.acceleration.replacement import Left
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+_MAX_NAMES = 3
+
+
+class Report:
+    """What `accelerate` did to a model. `print(report)` lists it; `undo()` restores the model and
+    the optimizer."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.left: list[Left] = []
+        self.notes: list[str] = []
+        self._patches: list[Patch] = []
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def replaced(self) -> dict[str, list[str]]:
+        """Names of the replaced modules, by piece."""
+        names: dict[str, list[str]] = {}
+        for patch in self._patches:
+            names.setdefault(patch.replacement.piece, []).append(patch.replacement.name)
+        return names
+
+    @property
+    def unchecked(self) -> int:
+        """Number of replacements that have not been compared with the original yet: this happens
+        in their first call with gradients."""
+        return sum(not patch.is_checked for patch in self._patches)
+
+    def add(self, patch: Patch) -> None:
+        self._patches.append(patch)
+        self._undo.append(patch.undo)
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        self._undo.append(action)
+
+    def reject(self, patch: Patch, reason: str) -> None:
+        """Record that a replacement differed from the original, which runs instead."""
+        self._patches.remove(patch)
+        self.left.append(Left(patch.replacement.piece, patch.replacement.name, reason))
+
+    def undo(self) -> None:
+        """Restore the model and the optimizer as they were. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self._patches.clear()
+
+    def __str__(self) -> str:
+        lines = [f"accelerated {self.model_name}:"]
+        for piece, names in self.replaced.items():
+            lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}")
+        lines += [f"  {note}" for note in self.notes]
+        if len(lines) == 1:
+            lines = [f"{self.model_name}: nothing to accelerate"]
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for left in self.left:
+            reasons.setdefault((left.piece, left.reason), []).append(left.name)
+        if reasons:
+            lines.append("left as they are:")
+        for (piece, reason), names in reasons.items():
+            lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}: {reason}")
+        if self.unchecked:
+            lines.append(f"{self.unchecked} replacements are compared in their first training call")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _patterns(names: Sequence[str]) -> str:
+    """Return the names with `*` for the index of a block, the first few of them."""
+    patterns = list(dict.fromkeys(_INDEX.sub(".*", name) or "(model)" for name in names))
+    more = f" and {len(patterns) - _MAX_NAMES} more" if len(patterns) > _MAX_NAMES else ""
+    return ", ".join(patterns[:_MAX_NAMES]) + more
+
+
+def excluded(name: str, kind: type, patterns: Iterable[str | type]) -> bool:
+    """Return whether a module is excluded: by its name, a pattern of it, or its class."""
+    from fnmatch import fnmatchcase
+
+    return any(
+        issubclass(kind, pattern) if isinstance(pattern, type) else fnmatchcase(name, pattern)
+        for pattern in patterns
+    )

@@ -1,0 +1,436 @@
+"""`stepscope.accelerate` on models that look like those it knows, and on those it must not touch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stepscope
+from stepscope.acceleration.report import Report
+from stepscope.errors import UsageError
+
+WIDTH, HIDDEN, VOCAB = 16, 40, 50
+
+
+class Norm(nn.Module):
+    """RMSNorm as Hugging Face writes it."""
+
+    def __init__(self, width: int = WIDTH, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x.float() * inverse).to(x.dtype)
+
+
+class OffsetNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (x.float() * inverse * (1 + self.weight)).to(x.dtype)
+
+
+class OtherEpsilonNorm(Norm):
+    """Its attribute is not the epsilon it uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-4)
+        return self.weight * (x.float() * inverse).to(x.dtype)
+
+
+class CenteredNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module] = Norm, mlp: type[nn.Module] = Gated) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def batch(seed: int = 0, length: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (2, 2, length), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def created(block: Callable[[], nn.Module] = Block) -> Model:
+    torch.manual_seed(0)
+    return Model(block)
+
+
+def losses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 5,
+    between: Callable[[int], None] = lambda _: None,
+) -> list[float]:
+    values = []
+    for step in range(steps):
+        between(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*batch(step, length=4 + step % 2))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(float(loss.detach()))
+    return values
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def accelerated(model: nn.Module, **how: Any) -> Report:
+    report = stepscope.accelerate(model, **how)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*batch())
+    return report
+
+
+def assert_same_training(block: Callable[[], nn.Module] = Block) -> Report:
+    plain, fused = created(block), created(block)
+    report = stepscope.accelerate(fused)
+    assert losses(fused, sgd(fused)) == pytest.approx(losses(plain, sgd(plain)), rel=5e-3)
+    assert report.unchecked == 0
+    return report
+
+
+def test_a_model_trains_as_before_and_says_what_was_replaced() -> None:
+    report = assert_same_training()
+    assert {piece: len(names) for piece, names in report.replaced.items()} == {
+        "gated MLP": 2,
+        "RMSNorm": 2,
+        "embedding": 1,
+        "linear": 1,
+    }
+    assert report.left == []
+    assert "blocks.*.mlp" in str(report)
+
+
+def test_undo_restores_the_model() -> None:
+    model = created()
+    keys = list(model.state_dict())
+    before = losses(copy.deepcopy(model), sgd(model), 1)
+    report = accelerated(model)
+    assert list(model.state_dict()) == keys
+    report.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert losses(model, sgd(model), 1) == before
+    accelerated(model).undo()
+
+
+def test_a_model_cannot_be_accelerated_twice() -> None:
+    model = created()
+    report = stepscope.accelerate(model)
+    with pytest.raises(UsageError, match="accelerated already"):
+        stepscope.accelerate(model)
+    report.undo()
+
+
+@pytest.mark.parametrize("norm", [OtherEpsilonNorm, CenteredNorm])
+def test_a_module_that_is_not_quite_a_norm_is_left(norm: type[nn.Module]) -> None:
+    report = assert_same_training(lambda: Block(norm))
+    assert "RMSNorm" not in report.replaced
+    assert [left.piece for left in report.left] == ["RMSNorm"] * 2
+
+
+def test_a_norm_with_an_offset_is_replaced() -> None:
+    assert len(assert_same_training(lambda: Block(OffsetNorm)).replaced["RMSNorm"]) == 2
+
+
+def test_another_activation_is_left() -> None:
+    def gelu() -> nn.Module:
+        return Gated(functional.gelu)
+
+    report = assert_same_training(lambda: Block(Norm, gelu))  # type: ignore[arg-type]
+    assert "gated MLP" not in report.replaced
+    assert len(report.replaced["linear"]) == 7, "their linear layers are replaced one by one"
+
+
+def test_a_norm_that_differs_only_in_training_is_taken_back() -> None:
+    class Noisy(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * 1.5 if torch.is_grad_enabled() else out
+
+    report = assert_same_training(lambda: Block(Noisy))
+    assert "RMSNorm" not in report.replaced
+    assert all("differ" in left.reason for left in report.left)
+
+
+def test_hooks_still_run() -> None:
+    model, calls = created(), []
+    model.blocks[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append("inner"))
+    report = accelerated(model)
+    assert calls == ["inner"]
+    assert [left.reason for left in report.left] == ["it has hooks"]
+    late = model.blocks[1].mlp.down_proj.register_forward_hook(lambda *_: calls.append("late"))
+    model.head.register_forward_hook(lambda *_: calls.append("head"))
+    model(*batch())
+    assert calls == ["inner", "inner", "late", "head"]
+    late.remove()
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "through data after a step"])
+def test_weights_changed_by_hand_are_used(write: str) -> None:
+    def change(model: Model, step: int) -> None:
+        weight = model.blocks[0].mlp.down_proj.weight
+        if step != 2:
+            return
+        with torch.no_grad():
+            if write == "in place":
+                weight.mul_(0.5)
+            elif write == "data":
+                weight.data = weight.detach() * 0.5
+            else:
+                weight.data.mul_(0.5)
+
+    plain, fused = created(), created()
+    stepscope.accelerate(fused)
+    expected = losses(plain, sgd(plain), between=lambda step: change(plain, step))
+    assert losses(fused, sgd(fused), between=lambda step: change(fused, step)) == pytest.approx(
+        expected, rel=5e-3
+    )
+
+
+def test_an_optimizer_that_writes_through_data() -> None:
+    class DataSGD(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
+
+    plain, fused = created(), created()
+    stepscope.accelerate(fused)
+    expected = losses(plain, DataSGD(plain.parameters(), lr=0.5))
+    actual = losses(fused, DataSGD(fused.parameters(), lr=0.5))
+    assert actual == pytest.approx(expected, rel=5e-3)
+
+
+def test_evaluation_runs_the_original() -> None:
+    model = created()
+    with torch.no_grad():
+        before = model(*batch())
+    report = accelerated(model)
+    with torch.no_grad():
+        assert torch.equal(model(*batch()), before)
+    report.undo()
+
+
+def test_copies_of_the_model_are_independent() -> None:
+    model = created()
+    accelerated(model)
+    clone = copy.deepcopy(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for other in (clone, loaded):
+        assert float(other(*batch()).detach()) > 1
+        assert losses(other, sgd(other), 2)[1] > 0
+
+
+def test_random_numbers_and_buffers_are_not_changed_by_the_comparison() -> None:
+    class Dropped(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return functional.dropout(super().forward(x), 0.5, self.training)
+
+    plain, fused = created(lambda: Block(Norm, Dropped)), created(lambda: Block(Norm, Dropped))
+    stepscope.accelerate(fused)
+    torch.manual_seed(1)
+    expected = losses(plain, sgd(plain))
+    torch.manual_seed(1)
+    assert losses(fused, sgd(fused)) == pytest.approx(expected, rel=5e-3)
+    assert float(fused.blocks[0].mlp.calls) == float(plain.blocks[0].mlp.calls) == 5
+
+
+def test_sample_checks_immediately() -> None:
+    model = created()
+    state = torch.random.get_rng_state()
+    report = stepscope.accelerate(model, sample=batch())
+    assert report.unchecked == 0
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_exclude_by_name_pattern_and_class() -> None:
+    report = stepscope.accelerate(created(), exclude=["blocks.0.*", nn.Embedding, "head"])
+    assert report.replaced == {"gated MLP": ["blocks.1.mlp"], "RMSNorm": ["blocks.1.norm"]}
+    assert {left.reason for left in report.left} == {"excluded"}
+
+
+def test_dtype_runs_the_model_under_autocast() -> None:
+    model = created()
+    seen: list[torch.dtype] = []
+    model.head.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    report = stepscope.accelerate(model, dtype=torch.bfloat16)
+    model(*batch())
+    assert seen[-1] == torch.bfloat16
+    assert float(copy.deepcopy(model)(*batch()).detach()) > 0
+    report.undo()
+    model(*batch())
+    assert seen[-1] == torch.float32
+    with pytest.raises(UsageError, match="float64"):
+        stepscope.accelerate(model, dtype=torch.float64)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    model = created()
+    model.blocks[0].requires_grad_(False)
+    stepscope.accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*batch()).backward()
+    assert all(parameter.grad is None for parameter in model.blocks[0].parameters())
+    assert model.embed.weight.grad is not None
+
+
+def test_a_compiled_model_computes_the_original() -> None:
+    plain, fused = created(), created()
+    stepscope.accelerate(fused)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert float(compiled(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
+
+
+def test_interleaved_rotary_positions_are_taken_back() -> None:
+    """An attention module with the names of Llama's and another layout of the rotated pairs."""
+    report = assert_attention(interleaved=True)
+    assert "attention" not in report.replaced
+    assert any(left.piece == "attention" and "differ" in left.reason for left in report.left)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_attention_with_rotary_positions(key_heads: int) -> None:
+    assert len(assert_attention(key_heads=key_heads).replaced["attention"]) == 1
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, key_heads: int, interleaved: bool) -> None:
+        super().__init__()
+        self.head_dim, self.scaling, self.interleaved = 4, 0.5, interleaved
+        self.layer_idx, self.is_causal, self.attention_dropout = 0, True, 0.0
+        self.q_proj = nn.Linear(WIDTH, 16)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, 4 * key_heads) for _ in range(2))
+        self.o_proj = nn.Linear(16, WIDTH)
+        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None
+        assert past_key_values is None
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in projections
+        )
+        cos, sin = position_embeddings
+        if self.interleaved:
+            q, k = (x * cos + rotate_pairs(x) * sin for x in (q, k))
+        else:
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        heads = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True
+        )
+        return self.o_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+class Positioned(nn.Module):
+    def __init__(self, key_heads: int, interleaved: bool) -> None:
+        super().__init__()
+        self.attention = Attention(key_heads, interleaved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.1]))
+        angles = torch.cat((angles, angles), dim=-1)[None]
+        out: Tensor = x + self.attention(
+            hidden_states=x, position_embeddings=(angles.cos(), angles.sin())
+        )[0]
+        return out
+
+
+def assert_attention(key_heads: int = 2, interleaved: bool = False) -> Report:
+    assert "apply_rotary_pos_emb" in vars(sys.modules[Attention.__module__])
+
+    def block() -> nn.Module:
+        return Positioned(key_heads, interleaved)
+
+    plain, fused = Model(block, 1), Model(block, 1)
+    fused.load_state_dict(plain.state_dict())
+    report = stepscope.accelerate(fused)
+    results = []
+    for model in (plain, fused):
+        loss = model(*batch())
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in model.parameters()]))
+    (loss, gradients), (fused_loss, fused_gradients) = results
+    torch.testing.assert_close(fused_loss, loss)
+    torch.testing.assert_close(fused_gradients, gradients)
+    return report
