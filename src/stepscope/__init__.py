@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
+    from stepscope.acceleration.capture import capture
+    from stepscope.acceleration.train_step import TrainStep
     from stepscope.advisor.scope.library import Scope
 
-__all__ = ["Scope", "__version__"]
+__all__ = ["Scope", "TrainStep", "__version__", "capture"]
+
+_MODULES = {
+    "Scope": "stepscope.advisor.scope.library",
+    "TrainStep": "stepscope.acceleration.train_step",
+    "capture": "stepscope.acceleration.capture",
+}
+"""Modules of the names that need torch, which nothing else in this module does."""
 
 
 def __getattr__(name: str) -> object:
-    """Import `Scope` on first use: it needs torch, which nothing else in this module does."""
-    if name == "Scope":
-        from stepscope.advisor.scope.library import Scope
-
-        return Scope
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a name on first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
