@@ -83,7 +83,8 @@ class TrainStep:
             max_graphs=max_graphs,
             pool_bytes=pool_bytes,
             modules=[model],
-            optimizer=optimizer,
+            # An update outside of the graph may change its constants.
+            optimizer=optimizer if self._eager_update is None else [],
             required=graph == "on",
             on_failure=self._forget_scaling,
             backend=backend,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-_DEEPEST = 4
+_DEEPEST = 6
 """Levels of functions, objects and containers that are searched."""
+_LONGEST = 64
+"""Length of containers that are searched: data is longer, and has no optimizers."""
 
 
 def find_objects(function: Any) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -48,10 +50,10 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, Mapping) and type(value).__module__ == "builtins":
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return value
+    if isinstance(value, list | tuple | dict):
+        if len(value) > _LONGEST:
+            return ()
+        return value.values() if isinstance(value, dict) else value
     if _is_plain_object(value):
         return [*vars(value).values(), *_call_of(value)]
     return ()

@@ -12,6 +12,7 @@ in device memory, or the graph is valid for one value only:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -193,6 +194,8 @@ def watched_steps(
 def _wrapped_step(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> Iterator[None]:
     plain, own = optimizer.step, "step" in vars(optimizer)
 
+    # Schedulers mark the step, and warn if it has lost the mark.
+    @functools.wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
         act(optimizer)
         return plain(*args, **kwargs)
