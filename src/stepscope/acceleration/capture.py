@@ -110,6 +110,7 @@ class Captured:
         pool_bytes: int | None = None,
         modules: Iterable[nn.Module] | None = None,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        written_between: bool = False,
         required: bool = False,
         on_failure: Callable[[], None] | None = None,
         backend: Backend | None = None,
@@ -130,7 +131,7 @@ class Captured:
         self._state = State((), ())
         self._versions: list[int] = []
         self._reads_gradients: bool | None = None
-        self._written_by_hand = False
+        self._written_by_hand = written_between
         self.statistics = Statistics()
         self.reasons: list[str] = []
         """Why calls ran eagerly, each once."""

@@ -85,6 +85,7 @@ class TrainStep:
             modules=[model],
             # An update outside of the graph may change its constants.
             optimizer=optimizer if self._eager_update is None else [],
+            written_between=self._eager_update is not None,
             required=graph == "on",
             on_failure=self._forget_scaling,
             backend=backend,
