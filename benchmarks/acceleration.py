@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stepscope.errors import first_cause, one_line
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PEERS = ("plain", "compile-blocks", "compile", "compile-reduce-overhead", "liger")
@@ -435,12 +437,7 @@ class Turns:
                 # A form that fails, also for memory, leaves the others to be measured.
                 skipped.add(form)
                 self._alive.pop(form, None)
-                text = str(error).strip().splitlines() or [""]
-                reason = (
-                    text[0]
-                    if isinstance(error, SkippedError)
-                    else f"{type(error).__name__}: {text[0]}"
-                )
+                reason = str(error) if isinstance(error, SkippedError) else one_line(error)
                 yield line | {"skipped": reason}
         self._alive.clear()
         self._free()
