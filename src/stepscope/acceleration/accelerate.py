@@ -124,6 +124,9 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
         report.left += left
         yield from replacements
 
+    for replacement in take(head_loss.find(model, copies)):
+        claimed.add(replacement.module)
+        yield replacement
     yield from take(residual_block.find(model))
     for fused in (attention.find(model, copies), gated_mlp.find(model, copies)):
         for replacement in take(fused):
@@ -133,7 +136,6 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
     yield from take(linear.find(model, copies, claimed))
-    yield from take(head_loss.find(model, copies))
 
 
 def _use_sdpa(model: Any, report: Report) -> None:

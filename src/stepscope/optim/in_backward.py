@@ -101,6 +101,11 @@ class InBackwardAdamW(FusedAdamW):
             for number in range(len(self.param_groups)):
                 self._install_lasting_hooks(number)
 
+    @property
+    def attaches(self) -> bool:
+        """Whether every backward updates, not only those within `attached()`."""
+        return self._attach
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Update in backwards within the context. Gradients that only the updates wait for are
@@ -154,6 +159,12 @@ class InBackwardAdamW(FusedAdamW):
             )
         self._end_step()
         return loss
+
+    def abandon_step(self) -> None:
+        """Forget a step whose capture as a CUDA graph failed: nothing of it has run."""
+        self._in_step = False
+        for side_stream in self._side_streams.values():
+            side_stream.abandon()
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
         if not self._as_made or not weight.requires_grad:

@@ -55,6 +55,11 @@ class SideStream:
         self._pending.clear()
         self._bytes = 0
 
+    def abandon(self) -> None:
+        """Forget all work: it was part of a capture that failed."""
+        self._pending.clear()
+        self._bytes = 0
+
     def _release_oldest(self, main: torch.cuda.Stream) -> None:
         reads, done = self._pending.popleft()
         main.wait_event(done)

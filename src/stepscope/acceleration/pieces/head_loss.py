@@ -27,7 +27,7 @@ from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
 from stepscope.acceleration.replacement import Left, Replacement
 from stepscope.kernels.weight_copies import WeightCopies
 
-PIECE = "head_loss"
+PIECE = "head and loss"
 _LOGITS = "logits"
 _MOST_READS = 2
 _TRANSFORMED = {

@@ -85,17 +85,17 @@ def warm_up(step: TransformerStep, phases: Sequence[Phase]) -> None:
 def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
     import torch
 
-    graph = torch.cuda.CUDAGraph()
-    done = False
+    from stepscope.acceleration.graphs.cuda import recover_generator
+
+    graph, state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(device.torch_device)
     try:
         # Work that is forked within the capture, on a stream of default priority, then fills what
         # this stream leaves idle.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=_FIRST)):  # type: ignore[no-untyped-call]
             run_in_order(phases)
-        done = True
-    finally:
-        if not done:
-            _free_generator(device)
+    except BaseException:
+        recover_generator(device.torch_device, state)
+        raise
     return graph
 
 
@@ -126,12 +126,3 @@ def _refuse(step: TransformerStep, device: Device) -> None:
         raise CaseSkipped("float16 loss scaling reads back whether a gradient overflowed")
     if workload.compile != "no" and workload.compile_mode in GRAPHS_OF_TORCH:
         raise CaseSkipped(f"{workload.compile_mode} already creates CUDA graphs")
-
-
-def _free_generator(device: Device) -> None:
-    """End a failed capture of the generator; otherwise every later random number would fail."""
-    import torch
-
-    index = device.torch_device.index or 0
-    fresh = torch.Generator(device.torch_device)
-    torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

@@ -1,0 +1,596 @@
+"""`stepscope.accelerate` and `stepscope.TrainStep` against torch.compile and Liger, in one process.
+
+    python benchmarks/acceleration.py --out acceleration.jsonl      all rows and forms
+    python benchmarks/acceleration.py --rows gpt2 --forms plain compile stepscope
+    python benchmarks/acceleration.py --loss-steps 300     loss and gradients instead of times
+    python benchmarks/acceleration.py --tiny               sizes for a CPU
+
+Every form trains the same model from the same seed under bfloat16 autocast. A block is at least
+`--seconds` of consecutive steps; forms take turns in ABBA order, and the time of a block is the
+median of its steps. A form is built again for each of its blocks if the memory does not hold all.
+Models have random weights; a row or form whose library is missing is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.errors import first_cause, one_line
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PEERS = ("plain", "compile-blocks", "compile", "compile-reduce-overhead", "liger")
+OURS = ("stepscope", "stepscope-eager", "stepscope-compiled-blocks")
+FORMS = (*PEERS, *OURS)
+LR = 3e-4
+WARM_UP = 8
+"""Steps before the first block: compilation, autotuning, warm-up and capture of graphs."""
+FULL = 0.85
+"""Share of the device memory above which forms that are not measured are freed."""
+BRANCHES = 4
+"""Successors of a token in the Markov chain: the loss falls to about log 4."""
+SEED = 0
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class SkippedError(Exception):
+    """A row or form that cannot run here; the message says why."""
+
+
+class Shape(NamedTuple):
+    batch: int
+    length: int
+    vocab: int
+
+
+class Row(NamedTuple):
+    """One model with its batch."""
+
+    name: str
+    family: str
+    build: Callable[[bool], nn.Module]
+    """Create the model on the host; True for the size of a CPU."""
+    shape: Shape
+    tiny: Shape = Shape(2, 16, 64)
+
+
+def llama(**sizes: int) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+        config = LlamaConfig(
+            **(small if tiny else sizes),
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+    return build
+
+
+def qwen2(tiny: bool) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+        if tiny
+        else {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+              "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936}
+    )  # fmt: skip
+    config = Qwen2Config(
+        **sizes, max_position_embeddings=4096, tie_word_embeddings=True, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def gpt2(tiny: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64} if tiny else {}
+    # Pre-training of this size commonly uses no dropout.
+    config = GPT2Config(
+        **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def timm_vit(tiny: bool) -> nn.Module:
+    import timm
+
+    name = "vit_tiny_patch16_224" if tiny else "vit_base_patch16_224"
+    options = {"img_size": 32, "depth": 2} if tiny else {}
+    return timm.create_model(name, **options)  # type: ignore[no-any-return]
+
+
+def own(size: str) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        from stepscope.attention.api import attention_with
+        from stepscope.model import TransformerLM
+
+        return TransformerLM(own_config(size, tiny), attention=attention_with("sdpa"))
+
+    return build
+
+
+def own_config(size: str, tiny: bool) -> Any:
+    from stepscope.model import find_size, with_overrides
+
+    if tiny:
+        return with_overrides(find_size("tiny"), context=16, vocab=64)
+    return with_overrides(find_size(size), context=512)
+
+
+LLAMA_1B = llama(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=128_256,
+)  # fmt: skip
+LLAMA_D1024 = llama(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16,
+    num_key_value_heads=8, vocab_size=32_000,
+)  # fmt: skip
+ROWS = {
+    row.name: row
+    for row in (
+        Row("hf_llama_1b", "hf", LLAMA_1B, Shape(4, 2048, 128_256)),
+        Row("hf_llama_1b_short", "hf", LLAMA_1B, Shape(1, 512, 128_256)),
+        Row("hf_llama_d1024", "hf", LLAMA_D1024, Shape(8, 512, 32_000)),
+        Row("own_small", "own", own("small"), Shape(4, 512, 10_000)),
+        Row("own_xl", "own", own("xl"), Shape(4, 512, 10_000)),
+        Row("gpt2", "hf", gpt2, Shape(8, 1024, 50_257)),
+        Row("qwen2_0.5b", "hf", qwen2, Shape(4, 2048, 151_936)),
+        Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
+    )
+}
+
+
+class Data:
+    """Batches that a model can learn: a Markov chain of tokens, or images with a class pattern."""
+
+    def __init__(self, row: Row, shape: Shape, device: torch.device) -> None:
+        self._family, self._shape, self._device = row.family, shape, device
+        generator = torch.Generator().manual_seed(SEED)
+        if row.family == "vit":
+            classes = 8
+            self._table = torch.randn(classes, 3, 8, 8, generator=generator)
+        else:
+            size = (shape.vocab, BRANCHES)
+            self._table = torch.randint(shape.vocab, size, generator=generator)
+
+    def batch(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number + 1)
+        if self._family == "vit":
+            images, labels = self._images(generator)
+            return images.to(self._device), labels.to(self._device)
+        tokens = self._tokens(generator).to(self._device)
+        if self._family == "own":
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        tokens = tokens[:, :-1].contiguous()
+        return {"input_ids": tokens, "labels": tokens}
+
+    def _tokens(self, generator: torch.Generator) -> Tensor:
+        count, length, vocab = self._shape
+        tokens = torch.empty(count, length + 1, dtype=torch.long)
+        tokens[:, 0] = torch.randint(vocab, (count,), generator=generator)
+        choices = torch.randint(BRANCHES, (count, length), generator=generator)
+        for position in range(length):
+            tokens[:, position + 1] = self._table[tokens[:, position], choices[:, position]]
+        return tokens
+
+    def _images(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        count, size, _ = self._shape
+        labels = torch.randint(len(self._table), (count,), generator=generator)
+        patterns = nn.functional.interpolate(self._table[labels], size=(size, size))
+        return patterns + torch.randn(count, 3, size, size, generator=generator), labels
+
+
+def loss_of_logits(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+def loss_function(row: Row) -> LossFunction | None:
+    """Return the loss of logits; None if the model returns its loss."""
+    return None if row.family == "hf" else loss_of_logits
+
+
+class EagerStep:
+    """The loop of PyTorch's documentation."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFunction | None,
+        device: torch.device, *, marks: bool = False,
+    ) -> None:  # fmt: skip
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._device, self._marks = device, marks
+
+    def __call__(self, batch: Any) -> Tensor:
+        if self._marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(self._device.type, torch.bfloat16):
+            loss = compute_loss(self._model, batch, self._loss_fn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Tensor:
+    if loss_fn is not None:
+        return loss_fn(model, batch)
+    return model(**batch).loss if isinstance(batch, dict) else model(*batch)  # type: ignore[no-any-return]
+
+
+class Bench:
+    """One row on this device."""
+
+    def __init__(self, row: Row, args: argparse.Namespace) -> None:
+        self.row, self.args, self.device = row, args, torch.device(args.device)
+        self.shape = row.tiny if args.tiny else row.shape
+        self.data = Data(row, self.shape, self.device)
+
+    def model(self, native: bool = False) -> nn.Module:
+        torch.manual_seed(SEED)
+        try:
+            plain = self.row.build(self.args.tiny)
+        except (ImportError, RuntimeError) as error:
+            # A library that does not match the version of torch raises when it is imported.
+            raise SkippedError(first_cause(error)) from error
+        if native:
+            from stepscope.attention import attention
+            from stepscope.model import TransformerLM
+
+            assert isinstance(plain, TransformerLM)
+            fast = TransformerLM(plain.config, attention=attention, fused=True, joined=True)
+            fast.load_state_dict(plain.state_dict())
+            plain = fast
+        return plain.to(self.device).train()
+
+    def step(self, form: str) -> Callable[[Any], Tensor]:
+        """Build the model and the step of a form."""
+        if form in OURS:
+            return self._our_step(form)
+        model, loss_fn = self.model(), loss_function(self.row)
+        if form == "liger":
+            _apply_liger(model, self.row)
+        elif form == "compile-blocks":
+            _compile_blocks(model)
+        elif form == "compile":
+            model.compile()
+        elif form == "compile-reduce-overhead":
+            model.compile(mode="reduce-overhead")
+        marks = form == "compile-reduce-overhead"
+        return EagerStep(model, self._adamw(model), loss_fn, self.device, marks=marks)
+
+    def _our_step(self, form: str) -> Callable[[Any], Tensor]:
+        import stepscope
+
+        model, optimizer, loss_fn = self.our_model()
+        if form == "stepscope-compiled-blocks":
+            _compile_blocks(model)
+        return stepscope.TrainStep(
+            model, optimizer, loss_fn=loss_fn, dtype=torch.bfloat16,
+            graph="off" if form == "stepscope-eager" else "auto",
+        )  # fmt: skip
+
+    def our_model(self) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
+        """Create the model with our pieces: our own with its switches, others accelerated."""
+        import stepscope
+        from stepscope.optim import InBackwardAdamW
+
+        if self.row.family == "own":
+            model = self.model(native=True)
+            copies = model.copies
+            return model, InBackwardAdamW(model.parameters(), lr=LR, copies=copies), None  # type: ignore[arg-type]
+        accelerate = getattr(stepscope, "accelerate", None)
+        if accelerate is None:
+            raise SkippedError("stepscope.accelerate does not exist")
+        model = self.model()
+        optimizer = self._adamw(model)
+        accelerate(model, optimizer)
+        return model, optimizer, loss_function(self.row)
+
+    def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def _apply_liger(model: nn.Module, row: Row) -> None:
+    if row.family != "hf":
+        raise SkippedError("Liger patches Hugging Face models")
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise SkippedError(str(error)) from error
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # type: ignore[union-attr]
+        raise SkippedError(f"Liger has no patch for {model.config.model_type}")  # type: ignore[union-attr]
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    from stepscope.acceleration.changes import blocks_of
+
+    blocks = blocks_of(model)
+    if not blocks:
+        # timm has its blocks in a Sequential.
+        blocks = [block for child in model.children() for block in _sequential(child)]
+    if not blocks:
+        raise SkippedError("the model has no repeated blocks")
+    for block in blocks:
+        block.compile()
+
+
+def _sequential(module: nn.Module) -> list[nn.Module]:
+    return list(module) if isinstance(module, nn.Sequential) and len(module) > 1 else []
+
+
+class Built:
+    """A form that is alive, with the memory that it needed."""
+
+    def __init__(self, bench: Bench, form: str) -> None:
+        self._bench = bench
+        on_gpu = bench.device.type == "cuda"
+        self.gib: dict[str, float] = {}
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        self.step = bench.step(form)
+        self._batches = [bench.data.batch(number) for number in range(4)]
+        started = time.perf_counter()
+        self._run(1 if bench.args.tiny else WARM_UP)
+        synchronize(bench.device)
+        self.build_s = time.perf_counter() - started
+        if on_gpu:
+            self.gib = {
+                "peak_gib": (torch.cuda.max_memory_allocated() - allocated) / 2**30,
+                "reserved_gib": (torch.cuda.max_memory_reserved() - reserved) / 2**30,
+            }
+
+    def _run(self, steps: int) -> list[float]:
+        """Run consecutive steps without waiting for them; return the milliseconds of each."""
+        clock = _EventClock() if self._bench.device.type == "cuda" else _HostClock()
+        for number in range(steps):
+            self.step(self._batches[number % len(self._batches)])
+            clock.mark()
+        return clock.milliseconds()
+
+    def block(self, seconds: float) -> list[float]:
+        """Run a block, after steps that bring the device to the state of consecutive steps."""
+        lead_in = self._run(3)
+        each = max(statistics.median(lead_in) / 1e3, 1e-6)
+        return self._run(max(5, math.ceil(seconds / each)))
+
+
+class _EventClock:
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def milliseconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [before.elapsed_time(after) for before, after in pairs]
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._times = [time.perf_counter()]
+
+    def mark(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        pairs = zip(self._times, self._times[1:], strict=False)
+        return [1e3 * (after - before) for before, after in pairs]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Turns:
+    """The forms of a row, measured in ABBA order."""
+
+    def __init__(self, bench: Bench, forms: Sequence[str]) -> None:
+        self._bench, self._forms = bench, forms
+        self._alive: dict[str, Built] = {}
+        self._largest = 0.0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        skipped: set[str] = set()
+        for number, form in enumerate([*self._forms, *reversed(self._forms)]):
+            if form in skipped:
+                continue
+            line = {"row": self._bench.row.name, "form": form, "block": number}
+            try:
+                yield line | self._measure(form)
+            except Exception as error:
+                # A form that fails, also for memory, leaves the others to be measured.
+                skipped.add(form)
+                self._alive.pop(form, None)
+                reason = str(error) if isinstance(error, SkippedError) else one_line(error)
+                yield line | {"skipped": reason}
+        self._alive.clear()
+        self._free()
+
+    def _measure(self, form: str) -> dict[str, Any]:
+        built = self._alive.get(form)
+        if built is None:
+            self._make_room()
+            built = self._alive[form] = Built(self._bench, form)
+            self._largest = max(self._largest, built.gib.get("reserved_gib", 0.0))
+        samples = built.block(self._bench.args.seconds)
+        explain = getattr(built.step, "explain", None)
+        return {
+            "median_ms": statistics.median(samples),
+            "steps": len(samples),
+            "quartiles_ms": statistics.quantiles(samples, n=4)[::2],
+            "build_s": built.build_s,
+            **built.gib,
+            **({} if explain is None else {"explain": explain()}),
+        }
+
+    def _make_room(self) -> None:
+        if self._bench.device.type != "cuda":
+            return
+        free, total = torch.cuda.mem_get_info()
+        if total - free + self._largest * 2**30 > FULL * total or not self._largest:
+            self._alive.clear()
+            self._free()
+
+    @staticmethod
+    def _free() -> None:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Write the median of each form's blocks, with its ratio to the best peer."""
+    out = [f"{'row':20} {'form':26} {'step':>10} {'vs peer':>8} {'peak':>10}  note"]
+    for row in dict.fromkeys(line["row"] for line in lines):
+        of_row = [line for line in lines if line["row"] == row]
+        times = {
+            form: statistics.median(
+                line["median_ms"] for line in of_row if line["form"] == form and "median_ms" in line
+            )
+            for form in dict.fromkeys(line["form"] for line in of_row if "median_ms" in line)
+        }
+        best = min((ms for form, ms in times.items() if form in PEERS), default=math.nan)
+        for form in dict.fromkeys(line["form"] for line in of_row):
+            mine = [line for line in of_row if line["form"] == form]
+            note = next((line["skipped"] for line in mine if "skipped" in line), "")
+            note = note or next((line["explain"] for line in mine if "explain" in line), "")
+            peak = max((line.get("peak_gib", 0.0) for line in mine), default=0.0)
+            ms, memory = times.get(form), f"{peak:.2f} GiB" if peak else "-"
+            step, ratio = ("-", "-") if ms is None else (f"{ms:.3f} ms", f"{best / ms:.3f}x")
+            out.append(f"{row:20} {form:26} {step:>10} {ratio:>8} {memory:>10}  {note}")
+    return "\n".join(out)
+
+
+def compare_losses(bench: Bench, steps: int) -> dict[str, Any]:
+    """Train plain and with our pieces from the same seed on the same batches."""
+    last = min(50, steps)
+    gradients: list[dict[str, Tensor]] = []
+    means = []
+    for ours in (False, True):
+        gradients.append(_first_gradients(bench, ours))
+        step = bench.step("stepscope" if ours else "plain")
+        losses = torch.stack([step(bench.data.batch(number)) for number in range(steps)])
+        means.append(losses[-last:].float().mean().item())
+        del step
+        Turns._free()
+    plain, fast = gradients
+    errors = {
+        name: ((fast[name] - plain[name]).norm() / plain[name].norm().clamp_min(1e-30)).item()
+        for name in plain
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return {
+        "row": bench.row.name,
+        "loss_steps": steps,
+        "plain_loss": means[0],
+        "stepscope_loss": means[1],
+        "relative_difference": (means[1] - means[0]) / means[0],
+        "largest_gradient_error": errors[worst],
+        "largest_gradient_error_of": worst,
+    }
+
+
+def _first_gradients(bench: Bench, ours: bool) -> dict[str, Tensor]:
+    """Return the gradients of the first batch, on the host."""
+    if ours and bench.row.family == "own":
+        # Its optimizer would consume the gradients.
+        model, loss_fn = bench.model(native=True), None
+    elif ours:
+        model, _, loss_fn = bench.our_model()
+    else:
+        model, loss_fn = bench.model(), loss_function(bench.row)
+    with torch.autocast(bench.device.type, torch.bfloat16):
+        loss = compute_loss(model, bench.data.batch(0), loss_fn)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {
+        name: parameter.grad.detach().float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a block")
+    parser.add_argument("--loss-steps", type=int, default=0, help="compare losses instead")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="file for one JSON line per block")
+    return parser.parse_args(words)
+
+
+def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name in args.rows:
+        bench = Bench(ROWS[name], args)
+        if not args.loss_steps:
+            yield from Turns(bench, args.forms).lines()
+            continue
+        try:
+            yield compare_losses(bench, args.loss_steps)
+        except SkippedError as error:
+            yield {"row": name, "skipped": str(error)}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = parse(words)
+    machine = {
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
+        "torch": torch.__version__,
+        "tiny": args.tiny,
+        "seconds": args.seconds,
+    }
+    lines = []
+    with args.out.open("a") if args.out else contextlib.nullcontext() as file:
+        for line in records(args):
+            lines.append(line)
+            print(json.dumps(line), file=sys.stderr, flush=True)
+            if file is not None:
+                file.write(json.dumps(line | machine) + "\n")
+                file.flush()
+    if args.loss_steps:
+        for line in lines:
+            print("  ".join(f"{name} {value}" for name, value in line.items()))
+    else:
+        print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

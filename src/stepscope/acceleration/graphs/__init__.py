@@ -1,0 +1,1 @@
+"""Parts of `stepscope.capture`: arguments, watched state, optimizers and the CUDA graphs."""

@@ -1,0 +1,247 @@
+"""A training step of any model: forward, backward, clipping, update and schedule in one call.
+
+    step = stepscope.TrainStep(model, optimizer, max_grad_norm=1.0, scheduler=scheduler)
+    for batch in loader:
+        loss = step(batch)
+
+On a GPU the step is replayed as a CUDA graph where that is possible (see
+`stepscope.acceleration.capture`); `print(step)` says whether it is, and why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from stepscope.acceleration.capture import Captured
+from stepscope.acceleration.graphs.arguments import with_tensors
+from stepscope.acceleration.graphs.cuda import Backend
+from stepscope.acceleration.graphs.optimizers import control_of
+from stepscope.errors import UsageError
+from stepscope.optim.in_backward import InBackwardAdamW
+
+GRAPH = ("auto", "on", "off")
+
+
+class TrainStep:
+    """A callable training step: `loss = step(batch)`.
+
+    Without `loss_fn` the model returns the loss: as an attribute or key `loss`, as the first entry
+    of a tuple, or as a scalar tensor. It is called with a mapping as keyword arguments, with a
+    tuple or list as positional arguments, or with a tensor. Otherwise `loss_fn(model, batch)`
+    returns the loss. Tensors of the batch are moved to the device of the model.
+
+    `accumulate` consecutive calls make one update with their averaged gradients; each returns the
+    loss of its own batch. `max_grad_norm` clips the norm of the gradients. `dtype` runs forward and
+    loss under autocast; None keeps the caller's autocast. `scheduler.step()` is called after each
+    update. `graph="auto"` captures what can be captured, "on" raises if something cannot, "off"
+    runs eagerly. An `InBackwardAdamW` updates during the backward, which needs `accumulate=1`,
+    no clipping and no scaler.
+
+    The loss is a new tensor on the device without autograd history. Gradients are None after an
+    update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: Any = None,
+        dtype: torch.dtype | None = None,
+        graph: Literal["auto", "on", "off"] = "auto",
+        warmup: int = 3,
+        max_graphs: int = 8,
+        pool_bytes: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise UsageError(f"accumulate={accumulate} is invalid", "use 1 or more")
+        if graph not in GRAPH:
+            raise UsageError(f"graph={graph!r} is invalid", f"one of: {', '.join(GRAPH)}")
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if isinstance(optimizer, InBackwardAdamW):
+            _check_in_backward(max_grad_norm, accumulate, self._scaler)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._loss_fn, self._max_grad_norm, self._dtype = loss_fn, max_grad_norm, dtype
+        self._accumulate, self._graph = accumulate, graph
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._pending = 0
+        self._eager_update = self._why_eager_update()
+        self._captured = Captured(
+            self._run,
+            warmup=warmup,
+            max_graphs=max_graphs,
+            pool_bytes=pool_bytes,
+            modules=[model],
+            # An update outside of the graph may change its constants.
+            optimizer=optimizer if self._eager_update is None else [],
+            written_between=self._eager_update is not None,
+            required=graph == "on",
+            on_failure=self._forget_scaling,
+            backend=backend,
+        )
+        self._run_or_replay = self._run if graph == "off" else self._captured
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Run one batch; every `accumulate` batches, update the parameters."""
+        batch = self._on_device(batch)
+        self._pending += 1
+        last = self._pending == self._accumulate
+        try:
+            loss: Tensor = self._run_or_replay(batch, last and self._eager_update is None)
+            if last and self._eager_update is not None:
+                self._update()
+        except BaseException:
+            self._abandon()
+            raise
+        if last:
+            self._pending = 0
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return loss.detach()
+
+    @property
+    def pending(self) -> int:
+        """Batches whose gradients wait for the next update."""
+        return self._pending
+
+    def explain(self) -> str:
+        """Say whether the step is captured, and why parts of it are not."""
+        if self._graph == "off":
+            return 'eager: graph="off"'
+        parts = [self._captured.explain()]
+        if self._eager_update is not None:
+            parts.append(f"the update runs eagerly: {self._eager_update}")
+        return "; ".join(parts)
+
+    __str__ = explain
+
+    @property
+    def captured(self) -> Captured:
+        """The captured function, with its statistics and reasons."""
+        return self._captured
+
+    def _why_eager_update(self) -> str | None:
+        """Return why the update cannot be part of a graph; None if it can."""
+        supports_scaling = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        name = type(self.optimizer).__name__
+        if self._scaler is not None and not supports_scaling:
+            return f"{name} takes no grad_scale and found_inf, so the scaler reads back overflows"
+        if not control_of(self.optimizer).changeable:
+            return f"the learning rate of {name} would be constant in a graph"
+        return None
+
+    def _run(self, batch: Any, update: bool) -> Tensor:
+        """Run forward and backward, and the update if this is the last batch of one."""
+        with self._autocast():
+            loss = self._loss(batch)
+        scaled = loss if self._accumulate == 1 else loss / self._accumulate
+        if self._scaler is not None:
+            scaled = self._scaler.scale(scaled)
+        # The caller's autocast is for the forward: a backward has the dtypes of its forward.
+        with self._update_in_backward(), torch.autocast(self._device().type, enabled=False):
+            scaled.backward()  # type: ignore[no-untyped-call]
+            if update:
+                self._update()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self._max_grad_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        # An autocast of the caller that lasts over several steps would keep the old weights.
+        torch.clear_autocast_cache()
+
+    def _loss(self, batch: Any) -> Tensor:
+        if self._loss_fn is not None:
+            return _scalar(self._loss_fn(self.model, batch), "loss_fn")
+        if isinstance(batch, Mapping):
+            output = self.model(**batch)
+        elif isinstance(batch, (list, tuple)):
+            output = self.model(*batch)
+        else:
+            output = self.model(batch)
+        return _scalar(_loss_of(output), "the model")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device().type, self._dtype)
+
+    def _update_in_backward(self) -> AbstractContextManager[Any]:
+        if isinstance(self.optimizer, InBackwardAdamW) and not self.optimizer.attaches:
+            return self.optimizer.attached()
+        return nullcontext()
+
+    def _device(self) -> torch.device:
+        return next((one.device for one in self._parameters), torch.device("cpu"))
+
+    def _on_device(self, batch: Any) -> Any:
+        device = self._device()
+        return with_tensors(
+            batch, lambda one: one if one.device == device else one.to(device, non_blocking=True)
+        )
+
+    def _abandon(self) -> None:
+        """Drop the gradients of an update that raised: the next call begins a new one."""
+        self._pending = 0
+        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_scaling()
+
+    def _forget_scaling(self) -> None:
+        """Let the scaler begin a new step: the last one did not reach its `update()`."""
+        states = getattr(self._scaler, "_per_optimizer_states", None)
+        if states is not None:
+            states.clear()
+
+
+def _check_in_backward(max_grad_norm: float | None, accumulate: int, scaler: Any) -> None:
+    reasons = {
+        "max_grad_norm": max_grad_norm is not None,
+        "accumulate": accumulate > 1,
+        "scaler": scaler is not None,
+    }
+    for name, given in reasons.items():
+        if given:
+            raise UsageError(
+                f"{name} needs all gradients, and InBackwardAdamW frees each one in the backward",
+                "use FusedAdamW(capturable=True)",
+            )
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, (list, tuple)) and output:
+        return output[0]
+    return loss
+
+
+def _scalar(loss: Any, source: str) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "no tensor"
+    raise UsageError(
+        f"{source} returned {what} as the loss",
+        "pass labels in the batch, or loss_fn=lambda model, batch: …",
+    )
