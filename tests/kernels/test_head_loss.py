@@ -313,7 +313,7 @@ def test_what_is_left_alone() -> None:
         change(model)
         replacements, (left,) = find(model, None)
         assert not replacements
-        assert (left.piece, left.name) == ("head_loss", "head")
+        assert (left.piece, left.name) == ("head and loss", "head")
         return left.reason
 
     def config(**options: float) -> Callable[[Any], None]:
