@@ -30,8 +30,8 @@ class RankTimes(NamedTuple):
     backend: str
 
 
-def measure_case(study: str, case: AllReduceCase, bench: Bench) -> Measurement:
-    ranks: list[RankTimes] = on_ranks(study, case, bench, time_collective)
+def measure(case: AllReduceCase, bench: Bench) -> Measurement:
+    ranks: list[RankTimes] = on_ranks("allreduce", case, bench, time_collective)
     series = tuple(
         Series(name="collective", size=size, unit="ms", rank=rank, values=values, warmup=warmup)
         for size in case.sizes

@@ -74,7 +74,7 @@ class Point(NamedTuple):
         return self.algorithm_bandwidth * factor if case.ranks > 1 else None
 
 
-def collective_blocks(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
     sweeps = [Sweep(*result) for result in results]
     mine = [
         Mine(

@@ -13,9 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
 from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 
 
@@ -38,16 +37,6 @@ class DataParallel(Study[DDPFlags, DDPCase]):
                 flags.subjects(flags.context), flags.ranks, flags.backend, flags.dtype
             )
         )
-
-    def measure(self, case: DDPCase, bench: Bench) -> Measurement:
-        from stepscope.studies.ddp.measure import measure_case
-
-        return measure_case(self.name, case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.ddp.view import ddp_blocks
-
-        return ddp_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
         if environment.device_kind == "cpu":

@@ -63,8 +63,8 @@ class GradientStrategy:
         self.averages_itself = hasattr(model, "finish_gradient_synchronization")
 
 
-def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
-    ranks: list[RankSteps] = on_ranks(study, case, bench, time_strategies)
+def measure(case: DDPCase, bench: Bench) -> Measurement:
+    ranks: list[RankSteps] = on_ranks("ddp", case, bench, time_strategies)
     first = ranks[0]
     return Measurement(
         series=series_of([result.samples for result in ranks]),

@@ -64,7 +64,7 @@ class Ways(RankedResult[DDPCase]):
         return step - alone if step is not None and alone is not None else None
 
 
-def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
     known = [Ways(*result) for result in results]
     done = [ways for ways in known if ways.record.status == "ok"]
     return (

@@ -8,10 +8,6 @@ then all strategies run interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Block
 from stepscope.studies.sharding import Sharding
 from stepscope.studies.sharding.cases import FULLY_WAYS
 
@@ -22,11 +18,6 @@ class FullySharded(Sharding):
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
     strategies = FULLY_WAYS
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.fsdp.view import fsdp_blocks
-
-        return fsdp_blocks(self.results(records))
 
 
 STUDY = FullySharded()

@@ -25,7 +25,7 @@ CLOSE = 0.05
 """Largest accepted deviation from an equal share: small parameters are on every rank."""
 
 
-def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     known = [Divided(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     return (

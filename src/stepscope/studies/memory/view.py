@@ -53,7 +53,7 @@ _LEFT_OVER = "left over"
 _DRIVER = "driver (nvidia-smi)"
 
 
-def memory_blocks(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
     cases = accounted(results)
     lost = [Planned(*result) for result in results if result.record.status != "ok"]
     blocks: list[Block] = [*memory_findings(cases, lost)]

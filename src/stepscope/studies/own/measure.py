@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_SAVED = 200
 
 
-def measure_own(case: OwnCase, bench: Bench) -> Measurement:
+def measure(case: OwnCase, bench: Bench) -> Measurement:
     from stepscope.measure.energy import energy_quantities, measure_energy
 
     device = bench.device

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
-from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, number
 from stepscope.report.tables import col, failed_table, table
@@ -21,7 +20,7 @@ from stepscope.studies.views.energy import energy_finding
 Own = Result[OwnCase]
 
 
-def own_blocks(records: Sequence[Record], results: Sequence[Own]) -> tuple[Block, ...]:
+def view(results: Sequence[Own]) -> tuple[Block, ...]:
     done = [one for one in results if one.record.status == "ok"]
     lead = [Watched(one.record) for one in done[:1]]
     return (
@@ -31,7 +30,7 @@ def own_blocks(records: Sequence[Record], results: Sequence[Own]) -> tuple[Block
         *(block for one in lead for block in waterfall_blocks(one, STUDY_NAME)),
         *(block for one in lead for block in trace_parts(one, STUDY_NAME)),
         *(block for one in lead for block in account_blocks(one)),
-        *failed_table(STUDY_NAME, records),
+        *failed_table(STUDY_NAME, results),
     )
 
 

@@ -48,7 +48,7 @@ _FEWEST_SIZES = 3
 _SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
     all_groups = groups(results)
     blocks: list[Block] = [*profile_findings(all_groups)]
     if all_groups:
@@ -65,7 +65,7 @@ def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
             *_comparison_tables(all_groups),
             *_in_full(leading(all_groups).fullest()),
         ]
-    return (*blocks, *failed_table("profile", [result.record for result in results]))
+    return (*blocks, *failed_table("profile", results))
 
 
 def _in_full(lead: Traced) -> Iterator[Block]:

@@ -50,7 +50,7 @@ Samples = dict[Sampled, list[float]]
 """Samples of one rank, in ms."""
 
 
-def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
+def measure(case: RehearsalCase, bench: Bench) -> Measurement:
     def record() -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
         return record_step(
             case,

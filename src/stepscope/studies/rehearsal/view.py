@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
 from stepscope.analysis.rehearsal.replay import Replay
-from stepscope.records.schema import Record
 from stepscope.report.blocks import (
     Block,
     Cell,
@@ -39,9 +38,7 @@ from stepscope.studies.rehearsal.subject import (
 BUCKETED = ("bucketed", "sharded", "fsdp")
 
 
-def rehearsal_blocks(
-    records: Sequence[Record], results: Sequence[Result[RehearsalCase]]
-) -> tuple[Block, ...]:
+def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
     recorded = results_of(results, RecordingCase)
     subjects = [subject for result in recorded if (subject := subject_of(*result))]
     checks = [check for one in results_of(results, CheckCase) if (check := check_of(*one))]
@@ -50,7 +47,7 @@ def rehearsal_blocks(
         blocks += subject_blocks(subjects, _question([result.case for result in recorded]))
     if checks:
         blocks.append(check_table(checks))
-    blocks += failed_table("rehearsal", records)
+    blocks += failed_table("rehearsal", results)
     return tuple(sorted(blocks, key=lambda block: not isinstance(block, Finding)))
 
 

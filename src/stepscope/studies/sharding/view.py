@@ -73,7 +73,7 @@ def moved(strategy: str, size: float, ranks: int) -> float:
     return (2 if strategy in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
 
 
-def sharding_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     known = [Divided(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     steps = [

@@ -222,10 +222,13 @@ class Workload(Case, frozen=True, kw_only=True):
 W = TypeVar("W", bound=Workload)
 
 
-def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
-    """The case of a study that measures this step, with the study's own fields added."""
+def case_of(workload: Workload, kind: type[W], flags: object = None, **fields: Any) -> W:
+    """The case of a study that measures this step. Its other fields are `fields`, or the flags of
+    the same name."""
     step = {name: getattr(workload, name) for name in Workload.__struct_fields__}
-    return kind(**step, **fields)
+    more = set(kind.__struct_fields__) - step.keys() - fields.keys()
+    named = {name: getattr(flags, name) for name in more if hasattr(flags, name)}
+    return kind(**step, **named, **fields)
 
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
