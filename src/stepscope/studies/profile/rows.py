@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
-from stepscope.kernels.activation_policy import ALL
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
 from stepscope.records.schema import Record
 from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.trace.findings import top_kernels
-from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.training.workload import MODES, Mode, Workload, unusual_settings
 
 AGREES_WITHIN = 0.1
 """Largest relative difference at which the profiler's and the timer's forward agree."""
@@ -137,21 +136,12 @@ class Group(NamedTuple):
 
 def variant(w: Workload) -> str:
     """Description of everything but size, context, batch and dtype."""
-    extras = [
-        *([] if w.table == "2025" else [w.table]),
-        *([] if w.attention == "reference" else [w.attention]),
-        *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
-        *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
-        *([] if w.compile_mode == "default" else [w.compile_mode]),
-        *(["fused loss"] if w.loss == "fused" else []),
-        *(["fused kernels"] if w.fused else []),
-        *(["fused projections"] if w.joined else []),
-        *(["autotuned GEMMs"] if w.searched else []),
-        *([] if w.keep == ALL else [f"saves {w.keep}"]),
-        *(["graph"] if w.graph else []),
-        *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
-    ]
-    return ", ".join(extras)
+    settings = unusual_settings(
+        w,
+        *("table", "attention", "compile", "optimizer", "compile_mode", "loss"),
+        *("fused", "joined", "searched", "keep", "graph"),
+    )
+    return ", ".join((*settings, *(f"{k} {value}" for k, value in sorted(w.overrides.items()))))
 
 
 def groups(results: Sequence[Result[ProfileCase]]) -> list[Group]:

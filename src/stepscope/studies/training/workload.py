@@ -142,44 +142,34 @@ class Workload(Case, frozen=True, kw_only=True):
     def key(self) -> str:
         """Identity among workloads, the same in every run of the same workload."""
         changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
-        parts = [
-            f"{self.size}{changed}",
-            *([] if self.own else [f"c{self.context}"]),
-            f"b{self.batch}",
-            self.dtype,
-            *([] if self.own else [self.attention]),
-            *([] if self.compile == "no" else [f"compile={self.compile}"]),
-        ]
-        if self.table != "2025":
-            parts.insert(0, self.table)
-        if self.compile != "no" and self.compile_mode != "default":
-            parts.append(f"mode={self.compile_mode}")
-        if self.mode == "train-step" and self.optimizer != "torch":
-            parts.append(f"adamw={self.optimizer}")
-        # A forward alone computes the logits.
-        parts += ["loss=fused"] if self.fuses_loss else []
-        parts += [name for name in ("fused", "joined", "searched", "graph") if getattr(self, name)]
-        parts += [] if self.keep == ALL else [f"keep={self.keep}"]
-        if self.checkpoint != NONE:
-            parts.append(f"checkpoint={self.checkpoint}")
-        return "_".join((*parts, self.mode))
+        compiled, trains = self.compile != "no", self.mode == "train-step"
+        parts = (
+            (self.table, self.table != "2025"),
+            (f"{self.size}{changed}", True),
+            (f"c{self.context}", not self.own),
+            (f"b{self.batch}", True),
+            (self.dtype, True),
+            (self.attention, not self.own),
+            (f"compile={self.compile}", compiled),
+            (f"mode={self.compile_mode}", compiled and self.compile_mode != "default"),
+            (f"adamw={self.optimizer}", trains and self.optimizer != "torch"),
+            # A forward pass alone computes the logits.
+            ("loss=fused", self.fuses_loss),
+            *((name, getattr(self, name)) for name in ("fused", "joined", "searched", "graph")),
+            (f"keep={self.keep}", self.keep != ALL),
+            (f"checkpoint={self.checkpoint}", self.checkpoint != NONE),
+            (self.mode, True),
+        )
+        return "_".join(part for part, present in parts if present)
 
     @property
     def name(self) -> str:
         """Name for findings; default values are left out, other values keep names distinct."""
-        extras = [
-            *([] if self.batch == 4 else [f"batch {self.batch}"]),
-            *([] if self.attention == "reference" else [self.attention]),
-            *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
-            *([] if self.compile_mode == "default" else [self.compile_mode]),
-            *(["fused loss"] if self.fuses_loss else []),
-            *(["fused kernels"] if self.fused else []),
-            *(["fused projections"] if self.joined else []),
-            *(["autotuned GEMMs"] if self.searched else []),
-            *([] if self.keep == ALL else [f"saves {self.keep}"]),
-            *(["as a graph"] if self.graph else []),
-            *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
-        ]
+        extras = unusual_settings(
+            self,
+            *("batch", "attention", "compile", "compile_mode", "fuses_loss", "fused", "joined"),
+            *("searched", "keep", "graph", "checkpoint"),
+        )
         at = "" if self.own else f" at context {self.context}"
         words = f"{self.model_name}{at} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
@@ -217,6 +207,36 @@ class Workload(Case, frozen=True, kw_only=True):
             Quantity(name="tokens", value=self.batch * self.context, unit="tokens"),
             Quantity(name="parameters", value=cost.parameters(config).total, unit="parameters"),
         )
+
+
+_PHRASES: dict[str, tuple[object, str]] = {
+    "table": ("2025", "{}"),
+    "batch": (4, "batch {}"),
+    "attention": ("reference", "{}"),
+    "compile": ("no", "compiled by {}"),
+    "compile_mode": ("default", "{}"),
+    "optimizer": ("torch", "adamw {}"),
+    "loss": ("plain", "{} loss"),
+    "fuses_loss": (False, "fused loss"),
+    "fused": (False, "fused kernels"),
+    "joined": (False, "fused projections"),
+    "searched": (False, "autotuned GEMMs"),
+    "keep": (ALL, "saves {}"),
+    "updates_in_backward": (False, "optimizer-in-backward"),
+    "graph": (False, "as a graph"),
+    "checkpoint": (NONE, "checkpointed: {}"),
+}
+"""Default of each setting of a step, and the phrase for another value."""
+
+
+def unusual_settings(step: object, *names: str) -> list[str]:
+    """Phrases for the settings of a step that differ from their defaults."""
+    return [
+        phrase.format(value)
+        for name in names
+        for usual, phrase in (_PHRASES[name],)
+        if (value := getattr(step, name)) != usual
+    ]
 
 
 W = TypeVar("W", bound=Workload)

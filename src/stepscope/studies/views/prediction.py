@@ -8,12 +8,11 @@ from operator import itemgetter
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
-from stepscope.kernels.activation_policy import ALL
-from stepscope.model.checkpointing import NONE
 from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col, cols, table
+from stepscope.studies.training.workload import unusual_settings
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
@@ -140,16 +139,12 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
 
 
 def plan_name(size_name: str, plan: StepPlan) -> str:
-    extras = [
-        *([] if plan.attention == "reference" else [plan.attention]),
-        *(["fused loss"] if plan.loss == "fused" else []),
-        *(["fused kernels"] if plan.fused else []),
-        *(["fused projections"] if plan.joined else []),
-        *([] if plan.keep == ALL else [f"saves {plan.keep}"]),
-        *(["optimizer-in-backward"] if plan.updates_in_backward else []),
-        *(["as a graph"] if plan.graph else []),
-        *([] if plan.checkpoint == NONE else [f"checkpointed: {plan.checkpoint}"]),
-        *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),
-    ]
+    extras = unusual_settings(
+        plan,
+        *("attention", "loss", "fused", "joined", "keep", "updates_in_backward", "graph"),
+        "checkpoint",
+    )
+    if plan.ranks > 1:
+        extras.append(f"{plan.ranks} ranks, sharding {plan.sharding}")
     words = f"{size_name} at context {plan.context}, batch {plan.batch}, in {plan.dtype}"
     return f"{words} ({', '.join(extras)})" if extras else words
