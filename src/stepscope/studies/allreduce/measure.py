@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.subject import settle
+from stepscope.studies.ranks.subject import Laps
 
 if TYPE_CHECKING:
     import torch
@@ -63,14 +62,10 @@ def time_collective(world: World, case: AllReduceCase) -> RankTimes:
 
 
 def _sample(world: World, run: Callable[[], object]) -> float:
-    import torch.distributed as dist
-
-    settle(world)
-    dist.barrier()
-    start = time.perf_counter()
+    laps = Laps(world)
     run()
-    settle(world)
-    return (time.perf_counter() - start) * 1e3
+    laps.mark("collective")
+    return laps.total_ms
 
 
 def prepare(

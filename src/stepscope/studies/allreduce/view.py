@@ -8,12 +8,13 @@ from typing import NamedTuple
 from stepscope.analysis.links import Link, bus_factor, fit_link
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
+from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
 from stepscope.studies.ranks.results import RankedResult
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import Mine, published_tables
 
 FORMULA = (
@@ -188,13 +189,13 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
                 title=f"Bus bandwidth: {place}",
                 kind="lines",
-                curves=tuple(
-                    Curve(
-                        label=sweep.case.collective,
-                        x=tuple(float(point.size) for point in sweep.points),
-                        y=tuple((point.bus_bandwidth or 0.0) / 1e9 for point in sweep.points),
-                    )
-                    for sweep in group
+                curves=curves(
+                    {
+                        sweep.case.collective: {
+                            float(p.size): (p.bus_bandwidth or 0.0) / 1e9 for p in sweep.points
+                        }
+                        for sweep in group
+                    }
                 ),
                 x_label="message size",
                 y_label="busbw, GB/s",

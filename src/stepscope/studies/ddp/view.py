@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from stepscope.records.stats import Ratio, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
-    Curve,
     Figure,
     Finding,
     Lane,
@@ -21,6 +20,7 @@ from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
@@ -198,13 +198,11 @@ def _figures(ways: Ways) -> Iterator[Figure | Timeline]:
         name=f"ddp-phases-{ways.record.case}",
         title=f"Phases of a step: {ways.title}",
         kind="stacks",
-        curves=tuple(
-            Curve(
-                label=phase,
-                x=tuple(phases),
-                y=tuple(times.get(phase, 0.0) for times in phases.values()),
-            )
-            for phase in PHASES
+        curves=curves(
+            {
+                phase: {name: times.get(phase, 0.0) for name, times in phases.items()}
+                for phase in PHASES
+            }
         ),
         x_label="strategy",
         y_label="ms",

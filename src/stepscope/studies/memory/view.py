@@ -35,6 +35,7 @@ from stepscope.studies.memory.rows import (
     highest_steps,
     leading,
 )
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.prediction import lines_table
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
@@ -301,17 +302,20 @@ def saved_table(
 
 
 def stack_figure(case: Account) -> Figure:
-    groups = [case.groups(peak) for peak in case.phases]
-    kinds = _shown_kinds(groups)
-    x = tuple(peak.phase for peak in case.phases)
+    groups = {peak.phase: case.groups(peak) for peak in case.phases}
+    kinds = _shown_kinds([*groups.values()])
     unit, unit_name = _unit(case)
     return Figure(
         name="memory-stack",
         title=f"The peak of each phase by kind of memory: {case.name}",
         kind="stacks",
-        curves=tuple(
-            Curve(label=kind, x=x, y=tuple(max(0, _size_of(kind, g, kinds)) / unit for g in groups))
-            for kind in kinds
+        curves=curves(
+            {
+                kind: {
+                    x: max(0, _size_of(kind, sizes, kinds)) / unit for x, sizes in groups.items()
+                }
+                for kind in kinds
+            }
         ),
         x_label="phase",
         y_label=f"memory, {unit_name}",

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from stepscope.analysis.limits import ADAMW_BYTES, matrix_ceiling
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
-from stepscope.report.blocks import Block, Finding, Lane, LaneSpan, Timeline
+from stepscope.report.blocks import Block, Finding, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import Watched, resting_on
 from stepscope.studies.views.energy import capped_finding
+from stepscope.studies.views.figures import bar
 
 _SHOWN_FROM = 0.001
 """Share of the step from which on a part is shown."""
@@ -115,9 +116,9 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
     for group, several in (("least", parts.least), ("lost", parts.beyond)):
         for label, ms in several.items():
             if ms >= _SHOWN_FROM * step_ms:
-                lanes.append(_lane(label, at, ms, step_ms, group))
+                lanes.append(bar(label, at, ms, step_ms, group))
             at += ms
-    lanes.append(_lane("measured", 0.0, step_ms, step_ms, "measured"))
+    lanes.append(bar("measured", 0.0, step_ms, step_ms, "measured"))
     capped = power_capped(lead.record)
     return (
         *resting_on(
@@ -164,10 +165,3 @@ def _too_low(parts: Parts) -> Iterator[Finding]:
             " or the FLOPs are overestimated. The measured time is used as the minimum.",
             tone="warn",
         )
-
-
-def _lane(label: str, start: float, ms: float, step_ms: float, group: str) -> Lane:
-    text = f"{duration(ms)}, {percent(ms / step_ms)}"
-    return Lane(
-        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,6 +151,34 @@ def settle(world: World) -> None:
         import torch
 
         torch.cuda.synchronize(world.device)
+
+
+class Laps:
+    """Times in ms of the consecutive phases of a step that begins on all ranks at once.
+
+    The device of the rank is idle at every mark.
+    """
+
+    def __init__(self, world: World) -> None:
+        import torch.distributed as dist
+
+        self._world = world
+        self.ms: dict[str, float] = {}
+        settle(world)
+        dist.barrier()
+        self._began = self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """End a phase."""
+        settle(self._world)
+        now = time.perf_counter()
+        self.ms[phase] = (now - self._last) * 1e3
+        self._last = now
+
+    @property
+    def total_ms(self) -> float:
+        """Time from the start to the last mark."""
+        return (self._last - self._began) * 1e3
 
 
 def interleaved(

@@ -10,7 +10,6 @@ from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.report.blocks import (
     Block,
     Cell,
-    Curve,
     Figure,
     Finding,
     Lane,
@@ -34,6 +33,7 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
+from stepscope.studies.views.figures import curves
 
 BUCKETED = ("bucketed", "sharded", "fsdp")
 
@@ -308,14 +308,14 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
         kind="lines",
-        curves=tuple(
-            Curve(
-                label=prediction.place,
-                x=tuple(prediction.buckets.steps),
-                y=tuple(step.step_ms for step in prediction.buckets.steps.values()),
-            )
-            for prediction in predictions
-            if prediction.ranks == most
+        curves=curves(
+            {
+                prediction.place: {
+                    mb: step.step_ms for mb, step in prediction.buckets.steps.items()
+                }
+                for prediction in predictions
+                if prediction.ranks == most
+            }
         ),
         x_label="bucket size, MiB",
         y_label="step time, ms",
@@ -354,13 +354,11 @@ def _rank_figure(
         name=f"rehearsal-ranks-{name}-{subject.case}",
         title=f"{title}: {subject.name}",
         kind="lines",
-        curves=tuple(
-            Curve(
-                label=network,
-                x=tuple(float(ranks) for ranks in by_ranks),
-                y=tuple(step.step_ms for step in by_ranks.values()),
-            )
-            for network, by_ranks in steps.items()
+        curves=curves(
+            {
+                network: {float(ranks): step.step_ms for ranks, step in by_ranks.items()}
+                for network, by_ranks in steps.items()
+            }
         ),
         x_label="ranks",
         y_label="step time, ms",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +16,12 @@ from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ranks.cases import on_ranks
 from stepscope.studies.ranks.subject import (
     Fed,
+    Laps,
     RankedStep,
     Samples,
     interleaved,
     make_subject,
     series_of,
-    settle,
     tokens_fed,
 )
 from stepscope.studies.sharding.cases import FULLY, PEERS, SCATTER, TORCH, TORCH_FULLY, WHOLE
@@ -249,22 +248,11 @@ def _bytes(tensors: list[Any]) -> float:
 
 def timed_step(world: World, strategy: Trained, fed: Fed) -> dict[str, float]:
     """Run one step and return its times in ms."""
-    import torch.distributed as dist
-
-    def now() -> float:
-        settle(world)
-        return time.perf_counter()
-
-    dist.barrier()
-    began = now()
+    laps = Laps(world)
     fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
     _average(strategy)
-    averaged = now()
+    laps.mark("backward")
     strategy.optimizer.step()
-    stepped = now()
+    laps.mark("optimizer")
     strategy.optimizer.zero_grad()
-    return {
-        "step": (stepped - began) * 1e3,
-        "backward": (averaged - began) * 1e3,
-        "optimizer": (stepped - averaged) * 1e3,
-    }
+    return {"step": laps.total_ms, **laps.ms}

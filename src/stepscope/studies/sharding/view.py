@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import ratio_interval
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Tone, Value
+from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
 KINDS = ("parameters", "gradients", "state")
@@ -193,19 +194,14 @@ def _difference(case: Divided) -> Finding:
 
 
 def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
-    strategies = tuple(strategy for strategy in known if case.sizes(strategy, "state"))
-    if strategies and case.ranks > 1:
+    shown = [strategy for strategy in known if case.sizes(strategy, "state")]
+    if shown and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
             title=f"Memory of a rank: {case.title}",
             kind="stacks",
-            curves=tuple(
-                Curve(
-                    label=kind,
-                    x=strategies,
-                    y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in strategies),
-                )
-                for kind in KINDS
+            curves=curves(
+                {kind: {w: (case.most(w, kind) or 0.0) / 2**20 for w in shown} for kind in KINDS}
             ),
             x_label="strategy",
             y_label="MiB",

@@ -13,12 +13,13 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, LaneSpan, Table, Timeline
+from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, keep_columns, table
 from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
+from stepscope.studies.views.figures import bar
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
 _FASTER_FROM = 0.01
@@ -101,19 +102,21 @@ def _task(w: Workload) -> tuple[object, ...]:
 
 def waterfall_figure(fall: Fall, name: str) -> Timeline:
     """Bars in which each cause begins where the previous one ended."""
-    water = fall.water
+    water, total = fall.water, fall.water.measured_ms
     lanes, at = [], 0.0
     for kind, ms in water.ideal.items():
         if ms > 0:
-            lanes.append(_lane(f"ideal: {_KINDS[kind]}", at, ms, water, "ideal"))
+            lanes.append(bar(f"ideal: {_KINDS[kind]}", at, ms, total, "ideal"))
             at += ms
     for cause in CAUSES:
         ms = water.parts[cause]
-        if abs(ms) >= 0.001 * water.measured_ms:
-            group = "faster than ideal" if ms < 0 else _group(cause)
-            lanes.append(_lane(cause, min(at, at + ms), abs(ms), water, group))
+        if abs(ms) >= 0.001 * total:
+            group = "not explained" if cause == "unattributed" else "lost"
+            if ms < 0:
+                group = "faster than ideal"
+            lanes.append(bar(cause, min(at, at + ms), abs(ms), total, group))
         at += ms
-    lanes.append(_lane("measured", 0.0, water.measured_ms, water, "measured"))
+    lanes.append(bar("measured", 0.0, total, total, "measured"))
     return Timeline(
         name=name,
         title=f"From the ideal to the measured step: {fall.workload.name}",
@@ -123,17 +126,6 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
         " its minimum bytes at the measured bandwidth. The rest is the time beyond, by cause; the"
         " parts add up to the measured time.",
     )
-
-
-def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> Lane:
-    text = f"{duration(ms)}, {percent(ms / water.measured_ms)}"
-    return Lane(
-        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
-    )
-
-
-def _group(cause: Cause) -> str:
-    return "not explained" if cause == "unattributed" else "lost"
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:

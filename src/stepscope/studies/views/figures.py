@@ -1,0 +1,22 @@
+"""Parts of figures that several views draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepscope.report.blocks import Curve, Lane, LaneSpan
+from stepscope.report.format import duration, percent
+
+
+def curves(values: Mapping[str, Mapping[str, float] | Mapping[float, float]]) -> tuple[Curve, ...]:
+    """A curve for each label, from its values by x."""
+    return tuple(
+        Curve(label=label, x=tuple(by_x), y=tuple(by_x.values())) for label, by_x in values.items()
+    )
+
+
+def bar(label: str, start: float, ms: float, total_ms: float, group: str) -> Lane:
+    """A lane with one bar, labelled with its time and its share of the total."""
+    text = f"{duration(ms)}, {percent(ms / total_ms)}"
+    span = LaneSpan(start=start, end=start + ms, label=text, group=group)
+    return Lane(label=label, stretches=(span,))
