@@ -24,11 +24,11 @@ def check_seconds(name: str, seconds: float) -> None:
 
 def check_ranks(ranks: Sequence[int], batch: int) -> None:
     """Require that each number of ranks divides the batch."""
-    for number in ranks:
-        if number < 1:
-            raise UsageError(f"ranks is {number}", "it must be at least 1")
-        if batch < number or batch % number:
+    for count in ranks:
+        if count < 1:
+            raise UsageError(f"ranks is {count}", "it must be at least 1")
+        if batch < count or batch % count:
             raise UsageError(
-                f"a batch of {batch} cannot be divided among {number} ranks",
+                f"a batch of {batch} cannot be divided among {count} ranks",
                 "choose a multiple of the ranks",
             )

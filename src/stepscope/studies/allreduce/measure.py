@@ -52,8 +52,8 @@ def measure(case: AllReduceCase, bench: Bench) -> Measurement:
 def time_collective(world: World, case: AllReduceCase) -> RankTimes:
     """Time the collective at every size; runs on each rank."""
     times, wrong = {}, {}
-    for number, size in enumerate(case.sizes):
-        world.step(number)
+    for index, size in enumerate(case.sizes):
+        world.step(index)
         run, wrong_elements = prepare(world, case.collective, size)
         samples = [_sample(world, run) for _ in range(WARMUP + case.rounds)]
         times[size] = tuple(samples[WARMUP:]), tuple(samples[:WARMUP])

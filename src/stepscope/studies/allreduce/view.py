@@ -27,7 +27,7 @@ class Sweep(RankedResult[AllReduceCase]):
 
     @property
     def title(self) -> str:
-        return f"{self.case.collective}, {self.place}"
+        return f"{self.case.collective}, {self.label}"
 
     @property
     def points(self) -> list[Point]:
@@ -109,8 +109,8 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 },
                 tone="warn",
             )
-    for place, group in _by_ranks(sweeps).items():
-        yield _single(group[0]) if len(group) == 1 else _compared(place, group)
+    for label, group in _by_ranks(sweeps).items():
+        yield _single(group[0]) if len(group) == 1 else _compared(label, group)
 
 
 def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
@@ -118,7 +118,7 @@ def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
     groups: dict[str, list[Sweep]] = {}
     for sweep in sweeps:
         if sweep.points:
-            groups.setdefault(sweep.place, []).append(sweep)
+            groups.setdefault(sweep.label, []).append(sweep)
     return groups
 
 
@@ -151,7 +151,7 @@ def _single(sweep: Sweep) -> Finding:
     )
 
 
-def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
+def _compared(label: str, sweeps: Sequence[Sweep]) -> Finding:
     """Compare several collectives on the same ranks; their linear fits are in a table."""
     quick, *_, slow = sorted(sweeps, key=lambda sweep: sweep.points[0].time.median)
     first, last = quick.points[0], slow.points[0]
@@ -175,19 +175,19 @@ def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
             **{f"busbw of {name}": width for name, width in reached.items()},
         },
         records=tuple(sweep.record.id for sweep in sweeps),
-        text=f"{place}: {bytes_(first.size)} take {duration(first.time.median)}"
+        text=f"{label}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",
     )
 
 
 def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
-    for place, group in _by_ranks(sweeps).items():
+    for label, group in _by_ranks(sweeps).items():
         first = group[0]
         if first.case.ranks > 1:
             yield Figure(
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
-                title=f"Bus bandwidth: {place}",
+                title=f"Bus bandwidth: {label}",
                 kind="lines",
                 curves=curves(
                     {

@@ -29,7 +29,7 @@ Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """Timeline of a step by strategy and lane: start, end, label."""
 
 
-class Ways(RankedResult[DDPCase]):
+class DDPResult(RankedResult[DDPCase]):
     """All strategies timed in one case."""
 
     @property
@@ -39,24 +39,24 @@ class Ways(RankedResult[DDPCase]):
     @property
     def title(self) -> str:
         at = f" at context {self.case.context}" if self.case.context else ""
-        return f"{self.case.size}{at}, {self.place}, {self.case.dtype}"
+        return f"{self.case.size}{at}, {self.label}, {self.case.dtype}"
 
     def phases(self, strategy: str) -> dict[str, float]:
         """Phases of the slowest rank in the median round; they add up to its step time."""
         steps = [s for s in self.record.series if (s.variant, s.name) == (strategy, "step")]
         rounds = [
-            max((series.values[number], series.rank, number) for series in steps)
-            for number in range(min((len(series.values) for series in steps), default=0))
+            max((series.values[index], series.rank, index) for series in steps)
+            for index in range(min((len(series.values) for series in steps), default=0))
         ]
         if not rounds:
             return {}
-        _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
+        _, rank, index = sorted(rounds)[(len(rounds) - 1) // 2]
         # There is no wait after a backward that averages inside or not at all.
         shown = [
             phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
         ]
         series = {phase: self.record.find(phase, variant=strategy, rank=rank) for phase in shown}
-        return {phase: s.values[number] for phase, s in series.items() if s is not None}
+        return {phase: s.values[index] for phase, s in series.items() if s is not None}
 
     def exposed(self, strategy: str) -> float | None:
         """Step time minus that of the step without communication."""
@@ -65,7 +65,7 @@ class Ways(RankedResult[DDPCase]):
 
 
 def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
-    known = [Ways(*result) for result in results]
+    known = [DDPResult(*result) for result in results]
     done = [ways for ways in known if ways.record.status == "ok"]
     return (
         *(finding for ways in done for finding in _findings(ways)),
@@ -83,7 +83,7 @@ def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
     )
 
 
-def _findings(ways: Ways) -> Iterator[Finding]:
+def _findings(ways: DDPResult) -> Iterator[Finding]:
     ours = [name for name in ways.names if name not in (ALONE, TORCH)]
     steps = {name: step for name in ours if (step := ways.median("step", name)) is not None}
     alone = ways.median("step", ALONE)
@@ -107,7 +107,7 @@ def _findings(ways: Ways) -> Iterator[Finding]:
 
 
 def _fastest(
-    ways: Ways, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
+    ways: DDPResult, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
 ) -> Finding:
     size = ways.record.quantity("gradient_bytes") or 0.0
     # Rounds are interleaved, so the samples of two strategies are paired.
@@ -141,7 +141,7 @@ def _fastest(
     )
 
 
-def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
+def _hidden(ways: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
     """Report the share of the best strategy's reductions that overlaps with the backward."""
     communication = ways.median("communication", best)
     if not communication:
@@ -166,7 +166,7 @@ _OUTCOMES: dict[int, tuple[str, Tone]] = {
 }
 
 
-def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
+def against_torch(ways: DDPResult) -> tuple[str, Ratio] | None:
     """The fastest bucketed strategy and its step time over that of torch's DDP."""
     theirs = ways.samples("step", TORCH)
     buckets = [name for name in ways.names if name.startswith("bucketed")]
@@ -176,7 +176,7 @@ def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
     return best, ratio_interval(theirs, ways.samples("step", best))
 
 
-def _against_torch(ways: Ways) -> Iterator[Finding]:
+def _against_torch(ways: DDPResult) -> Iterator[Finding]:
     if (result := against_torch(ways)) is None:
         return
     best, ratio = result
@@ -190,7 +190,7 @@ def _against_torch(ways: Ways) -> Iterator[Finding]:
     )
 
 
-def _figures(ways: Ways) -> Iterator[Figure | Timeline]:
+def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
     phases = {name: ways.phases(name) for name in ways.names if ways.summary("forward", name)}
     if not phases:
         return
@@ -247,7 +247,7 @@ def _without_covered_labels(
         yield start, end, "" if covered else label
 
 
-def _table(known: Sequence[Ways]) -> Table:
+def _table(known: Sequence[DDPResult]) -> Table:
     return table(
         "ddp-steps",
         "A step with each strategy for averaging gradients",
@@ -257,29 +257,31 @@ def _table(known: Sequence[Ways]) -> Table:
             col("context", lambda r: r.of.case.context or None, "count", key=True),
             col("ranks", lambda r: r.of.case.ranks, "count", key=True),
             col("dtype", lambda r: r.of.case.dtype, key=True),
-            col("strategy", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.strategy, key=True),
             step_column(),
-            *cols(PHASES, lambda r, phase: r.of.phases(r.way).get(phase), unit="ms"),
+            *cols(PHASES, lambda r, phase: r.of.phases(r.strategy).get(phase), unit="ms"),
             col(
                 "communication",
-                lambda r: r.of.median("communication", r.way),
+                lambda r: r.of.median("communication", r.strategy),
                 unit="ms",
                 hint="its reductions without overlap",
             ),
             col(
                 "exposed",
-                lambda r: None if r.way == ALONE else r.of.exposed(r.way),
+                lambda r: None if r.strategy == ALONE else r.of.exposed(r.strategy),
                 unit="ms",
                 hint="step minus the step without communication",
             ),
-            col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
+            col(
+                "reductions", lambda r: r.record.quantity("reductions", variant=r.strategy), "count"
+            ),
         ],
         caption="Step times of the slowest rank in each round; all strategies are interleaved on"
         " the same ranks. Phases are those of the median round.",
     )
 
 
-def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
+def _rank_table(done: Sequence[DDPResult]) -> Iterator[Table]:
     rows = [
         (ways, strategy, rank, waited, transfer)
         for ways in done

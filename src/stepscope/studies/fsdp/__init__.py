@@ -9,7 +9,7 @@ then all strategies run interleaved.
 from __future__ import annotations
 
 from stepscope.studies.sharding import Sharding
-from stepscope.studies.sharding.cases import FULLY_WAYS
+from stepscope.studies.sharding.cases import FSDP_STRATEGIES
 
 
 class FullySharded(Sharding):
@@ -17,7 +17,7 @@ class FullySharded(Sharding):
     title = "Fully sharded data parallelism"
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
-    strategies = FULLY_WAYS
+    strategies = FSDP_STRATEGIES
 
 
 STUDY = FullySharded()

@@ -46,6 +46,7 @@ class Memory(Study[MemoryFlags, MemoryCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[MemoryFlags]]:
         change = msgspec.structs.replace
+        quick: tuple[MemoryFlags, ...]
         both = ("float32", "bfloat16")
         three = (*both, "bfloat16-pure")
         if environment.device_kind == "cpu":

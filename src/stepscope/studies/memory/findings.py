@@ -35,7 +35,7 @@ _CLOSED = 0.01
 _PREDICTED = 0.05
 _COPIED = 0.5
 """Share of the parameters from which temporaries count as copies of them."""
-_MOST_POST_MORTEMS = 4
+_MAX_POST_MORTEMS = 4
 """Most post-mortems per page: each takes a second or two, because every change is predicted."""
 
 Pair = tuple[Accounted, Accounted]
@@ -479,15 +479,15 @@ def _post_mortems(full: Sequence[Planned]) -> Iterator[Finding]:
         for each in full
         if can_be_predicted(each.workload, each.record.environment.device_kind)
     ]
-    for each in known[:_MOST_POST_MORTEMS]:
+    for each in known[:_MAX_POST_MORTEMS]:
         record, note = each.record, each.record.attachment(NOTE, PostMortem)
         if note is None:
             here = record.environment
             refusal = read_refusal(record.reason)
             note = examined(each.workload, here.device_kind, here.device_memory_bytes, refusal)
         yield _post_mortem(each, note)
-    if len(known) > _MOST_POST_MORTEMS:
-        more = known[_MOST_POST_MORTEMS:]
+    if len(known) > _MAX_POST_MORTEMS:
+        more = known[_MAX_POST_MORTEMS:]
         text = f"{len(more)} more cases ran out of memory."
         yield _finding("more-ran-out", more, {"cases": len(more)}, text)
 

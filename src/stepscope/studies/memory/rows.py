@@ -187,10 +187,10 @@ def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
     return max(steps or cases, key=lambda case: (len(case.phases), case.peak)), None
 
 
-def but_for_context(one: OfStep, other: OfStep) -> bool:
+def but_for_context(first: OfStep, second: OfStep) -> bool:
     """True if both are the same step at any context."""
-    alike = msgspec.structs.replace(one.workload, context=other.workload.context)
-    return alike.key == other.workload.key
+    alike = msgspec.structs.replace(first.workload, context=second.workload.context)
+    return alike.key == second.workload.key
 
 
 class Regime:

@@ -295,7 +295,7 @@ def saved_table(
         "memory-saved",
         f"{title}: {case.name}",
         case.saved,
-        [one for one in columns if repeated or one.column.title != "times"],
+        [declared for declared in columns if repeated or declared.column.title != "times"],
         caption="Recorded by autograd's hooks for saved tensors; each storage counts once, for the"
         " operator that saved it first; parameters and autocast's copies of them are left out.",
     )

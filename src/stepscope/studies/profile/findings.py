@@ -21,7 +21,7 @@ from stepscope.studies.trace.findings import HOST_LIMITS_FROM
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 _CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
@@ -30,7 +30,7 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
     if not groups:
         return
     lead = leading(groups)
-    traced = [one for group in groups for one in group.modes.values()]
+    traced = [step for group in groups for step in group.modes.values()]
     yield _closing(traced)
     yield _attributed(traced)
     yield from _host_limits([group.fullest() for group in groups])
@@ -42,14 +42,14 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
 
 
 def _ids(traced: Iterable[Traced]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.record.id for one in traced))
+    return tuple(dict.fromkeys(step.record.id for step in traced))
 
 
 def _closing(traced: Sequence[Traced]) -> Finding:
-    def unexplained(one: Traced) -> float:
-        return one.summary.residual_ms / one.summary.wall_ms
+    def unexplained(step: Traced) -> float:
+        return step.summary.residual_ms / step.summary.wall_ms
 
-    still_open = [one for one in traced if one.summary.doubt]
+    still_open = [step for step in traced if step.summary.doubt]
     if not still_open:
         worst = max(map(unexplained, traced))
         return Finding(
@@ -61,7 +61,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
             tone="good",
         )
     worst_open = max(still_open, key=unexplained)
-    named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
+    named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
     more = f" Of {len(traced)} steps, it is open for {_listed(others)} too." if others else ""
     return Finding(
@@ -75,12 +75,12 @@ def _closing(traced: Sequence[Traced]) -> Finding:
 
 def _attributed(traced: Sequence[Traced]) -> Finding:
     """Smallest share of the work, over all steps, whose class and part are known."""
-    kind = min(one.summary.shares.kind for one in traced)
+    kind = min(step.summary.shares.kind for step in traced)
     backward = min(
         (
-            one.summary.shares.backward_module
-            for one in traced
-            if one.summary.phase_ms("backward") > 0
+            step.summary.shares.backward_module
+            for step in traced
+            if step.summary.phase_ms("backward") > 0
         ),
         default=None,
     )
@@ -98,18 +98,18 @@ def _attributed(traced: Sequence[Traced]) -> Finding:
 
 
 def _listed(names: Sequence[str]) -> str:
-    left = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+    left = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
     """The clearest step in full, the others by name."""
-    limited = [one for one in steps if one.host_limits(HOST_LIMITS_FROM)]
+    limited = [step for step in steps if step.host_limits(HOST_LIMITS_FROM)]
     if limited:
         lead = min(limited, key=_clearness)
         bare, late = lead.idle_without_profiler, lead.host_share()
         share = late if bare is None else bare
-        others = [one.workload.name for one in limited if one is not lead]
+        others = [step.workload.name for step in limited if step is not lead]
         yield Finding(
             code="profile.host-limits",
             values={
@@ -128,10 +128,10 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             + (f" The same holds for {_listed(others)}, of {len(steps)}." if others else ""),
             tone="warn",
         )
-    free = [one for one in steps if one not in limited and one.experiments_say() is False]
+    free = [step for step in steps if step not in limited and step.experiments_say() is False]
     if free:
-        lead = max(free, key=lambda one: one.summary.wall_ms)
-        others = [one.workload.name for one in free if one is not lead]
+        lead = max(free, key=lambda step: step.summary.wall_ms)
+        others = [step.workload.name for step in free if step is not lead]
         yield Finding(
             code="profile.host-does-not-limit",
             values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},

@@ -232,7 +232,7 @@ def top_kernel(group: Group) -> TopKernel | None:
     """The longest kernel of the forward, its number of calls and their explanation."""
     traced = group.forward
     ranked = top_kernels(traced.summary, "forward")
-    total = sum(one[1] for one in ranked)
+    total = sum(ms for _, ms, _ in ranked)
     if total <= 0:
         return None
     name, ms, calls = ranked[0]
@@ -294,7 +294,7 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
         for kind in CLASSES
         if kind != "matmul"
     }
-    kind = max(changes, key=lambda one: changes[one])
+    kind = max(changes, key=lambda kind: changes[kind])
     return kind, changes[kind]
 
 

@@ -42,10 +42,10 @@ from stepscope.studies.training.workload import MODES, Mode, Workload
 from stepscope.studies.views.flame import flame_blocks
 from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
-_MOST_STACKS = 12
-_MOST_COMPARISONS = 6
-_FEWEST_SIZES = 3
-_SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_MAX_STACKS = 12
+_MAX_COMPARISONS = 6
+_MIN_SIZES = 3
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def view(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
@@ -216,8 +216,8 @@ def _sizes_table(all_groups: Sequence[Group]) -> Iterator[Table]:
     sizes: dict[int, set[str]] = {}
     for group in traced:
         sizes.setdefault(group.workload.context, set()).add(group.workload.size)
-    context = min(sizes, key=lambda one: (-len(sizes[one]), one), default=0)
-    if len(sizes.get(context, ())) < _FEWEST_SIZES:
+    context = min(sizes, key=lambda step: (-len(sizes[step]), step), default=0)
+    if len(sizes.get(context, ())) < _MIN_SIZES:
         return
     shown = [group for group in traced if group.workload.context == context]
     yield table(
@@ -369,15 +369,15 @@ def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
 def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
     """Classes that shrank or grew with the dtype or the compiler."""
     tables: list[Table] = []
-    for first, second in comparison_pairs(all_groups)[:_MOST_COMPARISONS]:
+    for first, second in comparison_pairs(all_groups)[:_MAX_COMPARISONS]:
         mode = next(m for m in reversed(MODES) if m in first.modes and m in second.modes)
         before, after = first.modes[mode], second.modes[mode]
         wanted = ("dtype", "compile")
         labels = tuple(
-            ", ".join(str(getattr(one.workload, name)) for name in wanted)
+            ", ".join(str(getattr(step.workload, name)) for name in wanted)
             .replace(", no", ", eager")
             .replace(", block", ", compiled by block")
-            for one in (before, after)
+            for step in (before, after)
         )
         comparison = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
         w = before.workload
@@ -395,10 +395,10 @@ def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
 def _class_figure(all_groups: Sequence[Group]) -> Figure:
     shown = [group.fullest() for group in all_groups]
     caption = ""
-    if len(shown) > _MOST_STACKS:
-        contexts = [one.workload.context for one in shown if one.workload.mode == "train-step"]
-        context = statistics.mode(contexts or [one.workload.context for one in shown])
-        shown = [one for one in shown if one.workload.context == context][:_MOST_STACKS]
+    if len(shown) > _MAX_STACKS:
+        contexts = [step.workload.context for step in shown if step.workload.mode == "train-step"]
+        context = statistics.mode(contexts or [step.workload.context for step in shown])
+        shown = [step for step in shown if step.workload.context == context][:_MAX_STACKS]
         caption = f"Steps at context {context}; the table above has all."
     names = [_short_name(traced, shown) for traced in shown]
     curves = []
@@ -430,15 +430,15 @@ def _class_figure(all_groups: Sequence[Group]) -> Figure:
 def _short_name(traced: Traced, shown: Sequence[Traced]) -> str:
     """Label short enough for a bar: what all steps share is left out."""
     w = traced.workload
-    batches = len({one.workload.batch for one in shown}) > 1
-    name = f"{w.size} {w.context} {_SHORT_FORMATS.get(w.dtype, w.dtype)}"
+    batches = len({step.workload.batch for step in shown}) > 1
+    name = f"{w.size} {w.context} {_SHORT_DTYPES.get(w.dtype, w.dtype)}"
     name += f" b{w.batch}" if batches else ""
     name += " compiled" if w.compile != "no" else ""
-    alike = [one for one in shown if _same_label(one.workload, w)]
+    alike = [step for step in shown if _same_label(step.workload, w)]
     return name if len(alike) == 1 else f"{name} #{alike.index(traced) + 1}"
 
 
-def _same_label(one: Workload, other: Workload) -> bool:
+def _same_label(step: Workload, other: Workload) -> bool:
     fields = ("size", "context", "dtype", "batch")
-    compiled = (one.compile != "no") == (other.compile != "no")
-    return compiled and all(getattr(one, name) == getattr(other, name) for name in fields)
+    compiled = (step.compile != "no") == (other.compile != "no")
+    return compiled and all(getattr(step, name) == getattr(other, name) for name in fields)

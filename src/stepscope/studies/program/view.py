@@ -71,10 +71,10 @@ def account_blocks(lead: Watched) -> tuple[Block, ...]:
 
 
 def headline_table(records: Sequence[Record]) -> Table:
-    watched = [one for ranks in programs(records) for one in ranks]
-    several = any(one.case.ranks > 1 for one in watched)
+    watched = [program for ranks in programs(records) for program in ranks]
+    several = any(program.case.ranks > 1 for program in watched)
 
-    on_device = {one.summary.on_device for one in watched if one.summary}
+    on_device = {program.summary.on_device for program in watched if program.summary}
     launched = "operators" if on_device == {False} else "kernels"
     hint = "or operators on a CPU, per step" if len(on_device) > 1 else "per step"
 
@@ -116,8 +116,8 @@ def headline_table(records: Sequence[Record]) -> Table:
     )
 
 
-def _timed(one: Watched) -> Cell:
-    series = one.record.find("step")
+def _timed(program: Watched) -> Cell:
+    series = program.record.find("step")
     if series is None or not series.values:
         return None
     spread = summarize(series.values)

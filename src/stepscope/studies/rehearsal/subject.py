@@ -131,7 +131,7 @@ class Prediction(NamedTuple):
     steps: dict[str, Replay]
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         return f"{self.ranks:,} ranks over {self.network.name}"
 
 

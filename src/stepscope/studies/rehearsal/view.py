@@ -41,7 +41,7 @@ BUCKETED = ("bucketed", "sharded", "fsdp")
 def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
     recorded = results_of(results, RecordingCase)
     subjects = [subject for result in recorded if (subject := subject_of(*result))]
-    checks = [check for one in results_of(results, CheckCase) if (check := check_of(*one))]
+    checks = [check for result in results_of(results, CheckCase) if (check := check_of(*result))]
     blocks: list[Block] = [*check_findings(checks)]
     if subjects:
         blocks += subject_blocks(subjects, _question([result.case for result in recorded]))
@@ -109,7 +109,7 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
         ]
         yield subject.finding(
             "best-bucket",
-            f"{subject.name} on {prediction.place}: the best bucket size is {best:g} MiB ({same}"
+            f"{subject.name} on {prediction.label}: the best bucket size is {best:g} MiB ({same}"
             f" within 1 %), with {duration(step.step_ms)} per step, of which"
             f" {duration(step.exposed_ms)} ({percent(step.exposed_share)}) is not compute.",
             {
@@ -173,7 +173,7 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
     ranks = max(question.ranks)
     for network in question.networks if ranks > 1 else ():
         forms = closed_forms(subject, question, network, ranks)
-        bounds = "; ".join(f"{way.name} {_bound(way, subject.model.context)}" for way in forms)
+        bounds = "; ".join(f"{form.name} {_bound(form, subject.model.context)}" for form in forms)
         yield subject.finding(
             "communication-bound",
             f"{subject.name} on {ranks:,} ranks over {network.name} at"
@@ -182,7 +182,7 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
                 "link": network.name,
                 "ranks": ranks,
                 "flops_per_s": subject.flops_per_s,
-                **{f"{way.name} below": way.bound_below for way in forms},
+                **{f"{form.name} below": form.bound_below for form in forms},
             },
         )
 
@@ -191,14 +191,14 @@ def _sequences(batch: float) -> str:
     return "1 sequence" if batch == 1 else f"{batch:g} sequences"
 
 
-def _bound(way: ParallelStrategy, context: int) -> str:
-    below = way.bound_below
+def _bound(form: ParallelStrategy, context: int) -> str:
+    below = form.bound_below
     if below is not None and below <= 1:
         return "at no batch size"
     if below is None:
-        return f"at every batch size ({number(way.ratio(1e6), 3)}× the compute time)"
+        return f"at every batch size ({number(form.ratio(1e6), 3)}× the compute time)"
     tokens = count(round(below * context))
-    return f"below {number(below, 3)} sequences ({tokens} tokens) for {way.unit}"
+    return f"below {number(below, 3)} sequences ({tokens} tokens) for {form.unit}"
 
 
 def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -272,12 +272,12 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
         "rehearsal-closed-forms",
         "Where each parallelism becomes communication-bound",
         [
-            (subject, network.name, ranks, way)
+            (subject, network.name, ranks, form)
             for subject in subjects
             for network in question.networks
             for ranks in question.ranks
             if ranks > 1
-            for way in closed_forms(subject, question, network, ranks)
+            for form in closed_forms(subject, question, network, ranks)
         ],
         [
             *_step_of(len(subjects)),
@@ -310,7 +310,7 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
         kind="lines",
         curves=curves(
             {
-                prediction.place: {
+                prediction.label: {
                     mb: step.step_ms for mb, step in prediction.buckets.steps.items()
                 }
                 for prediction in predictions
@@ -382,7 +382,7 @@ def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
         )
     return Timeline(
         name=f"rehearsal-timeline-{subject.case}",
-        title=f"Predicted overlap on {prediction.place}: {subject.name}",
+        title=f"Predicted overlap on {prediction.label}: {subject.name}",
         lanes=tuple(lanes),
         x_label="ms",
         caption="Messages drawn below the backward overlap with it.",

@@ -14,7 +14,7 @@ from typing import ClassVar
 from stepscope.records.schema import Environment
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import WAYS, ShardingFlags
+from stepscope.studies.sharding.cases import STRATEGIES, ShardingFlags
 
 
 class Sharding(Study[ShardingFlags, RankedStep]):
@@ -24,7 +24,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
     case = RankedStep
-    strategies: ClassVar[tuple[str, ...]] = WAYS
+    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
 
     def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
         return tuple(

@@ -11,7 +11,7 @@ from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
 from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
+from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
@@ -21,7 +21,7 @@ STATIONS = ("after model", "after forward", "after backward", AFTER_STEP, "peak"
 COUNTERS = ("allocated", "reserved", "driver")
 
 
-class Divided(RankedResult[RankedStep]):
+class ShardingResult(RankedResult[RankedStep]):
     """Memory and times of each strategy of one case."""
 
     @property
@@ -30,7 +30,7 @@ class Divided(RankedResult[RankedStep]):
 
     @property
     def title(self) -> str:
-        return f"{self.case.size}, {self.place}"
+        return f"{self.case.size}, {self.label}"
 
     def sizes(self, strategy: str, kind: str, phase: str = "") -> list[float]:
         """Bytes of a kind on each rank, after `phase` if given."""
@@ -46,7 +46,7 @@ class Divided(RankedResult[RankedStep]):
 
     def moved(self, strategy: str) -> float | None:
         """Predicted bytes that a rank sends per step."""
-        size = self.sizes(WHOLE, "parameters")
+        size = self.sizes(UNSHARDED, "parameters")
         return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
@@ -71,29 +71,29 @@ def moved(strategy: str, size: float, ranks: int) -> float:
 
     Assumes bandwidth-optimal collectives. FSDP gathers every parameter twice and reduces it once.
     """
-    return (2 if strategy in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
+    return (2 if strategy in (UNSHARDED, SCATTER) else 3) * size * (ranks - 1) / ranks
 
 
 def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
-    known = [Divided(*result) for result in results]
+    known = [ShardingResult(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     steps = [
         ranked_step(*case, strategy, step)
         for case in done
-        for strategy in WAYS
+        for strategy in STRATEGIES
         if (step := case.median("step", strategy)) is not None
     ]
     return (
         *(finding for case in done for finding in _findings(case)),
-        *(figure for case in done for figure in memory_figure(case, WAYS)),
+        *(figure for case in done for figure in memory_figure(case, STRATEGIES)),
         _table(known),
         *_stages(done),
-        *station_table(done, WAYS),
+        *station_table(done, STRATEGIES),
         *published_tables("sharding", steps),
     )
 
 
-def _findings(case: Divided) -> Iterator[Finding]:
+def _findings(case: ShardingResult) -> Iterator[Finding]:
     yield from alone_finding(case) if case.ranks == 1 else _shares(case)
     yield from case.ratio_finding(
         "against-torch",
@@ -103,15 +103,15 @@ def _findings(case: Divided) -> Iterator[Finding]:
         judged=True,
     )
     yield from counter_finding(case, BROADCAST)
-    yield from refused_findings(case, WAYS)
+    yield from refused_findings(case, STRATEGIES)
 
 
-def alone_finding(case: Divided) -> Iterator[Finding]:
+def alone_finding(case: ShardingResult) -> Iterator[Finding]:
     text = "with one rank there is no communication; this is the overhead of the wrappers."
     yield case.finding("one-rank", text, {})
 
 
-def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Finding]:
+def refused_findings(case: ShardingResult, strategies: Sequence[str]) -> Iterator[Finding]:
     refused = case.record.attachment("refused", dict[str, str]) or {}
     for strategy in strategies:
         if reason := refused.get(strategy):
@@ -121,10 +121,10 @@ def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Findi
             )
 
 
-def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
+def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
     """Memory after a step by three counters, which need not agree."""
     pairs = {
-        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, strategy)]
+        counter: [case.most(name, counter, AFTER_STEP) for name in (UNSHARDED, strategy)]
         for counter in COUNTERS
     }
     sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
@@ -138,9 +138,9 @@ def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
         f" its allocator has reserved {words['reserved']}; the driver reports {words['driver']} for"
         " all processes on the GPU.",
         {
-            f"{name} {one}": size
+            f"{name} {variant}": size
             for name, pair in sizes.items()
-            for one, size in zip((WHOLE, strategy), pair, strict=True)
+            for variant, size in zip((UNSHARDED, strategy), pair, strict=True)
         },
         conclusion="The driver reports more although less is allocated: its value includes the"
         " allocator's cache and the libraries, not only memory in use."
@@ -149,9 +149,9 @@ def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
     )
 
 
-def _shares(case: Divided) -> Iterator[Finding]:
-    unsharded, ours = case.sizes(WHOLE, "state"), case.sizes(BROADCAST, "state")
-    if not (unsharded and ours and case.sizes(WHOLE, "parameters")):
+def _shares(case: ShardingResult) -> Iterator[Finding]:
+    unsharded, ours = case.sizes(UNSHARDED, "state"), case.sizes(BROADCAST, "state")
+    if not (unsharded and ours and case.sizes(UNSHARDED, "parameters")):
         return
     ideal = unsharded[0] / case.ranks
     off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
@@ -166,7 +166,7 @@ def _shares(case: Divided) -> Iterator[Finding]:
     yield _difference(case)
 
 
-def _difference(case: Divided) -> Finding:
+def _difference(case: ShardingResult) -> Finding:
     """Compare with ZeRO stage 1 in communication, memory and time."""
     sent = {strategy: case.moved(strategy) or 0.0 for strategy in (BROADCAST, SCATTER)}
     values: dict[str, Value] = {f"moved {strategy}": size for strategy, size in sent.items()}
@@ -193,7 +193,7 @@ def _difference(case: Divided) -> Finding:
     )
 
 
-def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
+def memory_figure(case: ShardingResult, known: tuple[str, ...]) -> Iterator[Figure]:
     shown = [strategy for strategy in known if case.sizes(strategy, "state")]
     if shown and case.ranks > 1:
         yield Figure(
@@ -212,7 +212,7 @@ def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
 def strategies_table(
     name: str,
     title: str,
-    known: Sequence[Divided],
+    known: Sequence[ShardingResult],
     strategies: Sequence[str],
     *,
     caption: str,
@@ -227,20 +227,25 @@ def strategies_table(
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
-            col("strategy", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.strategy, key=True),
             step_column(),
             *time,
             *cols(
                 KINDS,
-                lambda r, kind: r.of.most(r.way, kind),
+                lambda r, kind: r.of.most(r.strategy, kind),
                 "bytes",
                 hint="on the rank with the most",
             ),
             *memory,
-            col("sent, predicted", lambda r: r.of.moved(r.way), "bytes", hint="per rank and step"),
+            col(
+                "sent, predicted",
+                lambda r: r.of.moved(r.strategy),
+                "bytes",
+                hint="per rank and step",
+            ),
             col(
                 "sent, counted",
-                lambda r: r.of.most(r.way, "sent"),
+                lambda r: r.of.most(r.strategy, "sent"),
                 "bytes",
                 hint="from the collectives that were called",
             ),
@@ -249,20 +254,20 @@ def strategies_table(
     )
 
 
-def _table(known: Sequence[Divided]) -> Table:
+def _table(known: Sequence[ShardingResult]) -> Table:
     return strategies_table(
         "sharding-ways",
         "A step and its memory, with and without sharding",
         known,
-        WAYS,
+        STRATEGIES,
         caption="Times of the slowest rank; all strategies are interleaved. Sent, predicted: an"
         " all-reduce sends 2(n-1)/n of the gradients, a reduce-scatter, an all-gather or a"
         " broadcast (n-1)/n.",
-        time=[col("optimizer", lambda r: r.of.median("optimizer", r.way), unit="ms")],
+        time=[col("optimizer", lambda r: r.of.median("optimizer", r.strategy), unit="ms")],
         memory=[
             col(
                 "least state",
-                lambda r: min(r.of.sizes(r.way, "state"), default=None),
+                lambda r: min(r.of.sizes(r.strategy, "state"), default=None),
                 "bytes",
                 hint="on the rank with the least",
             )
@@ -270,7 +275,7 @@ def _table(known: Sequence[Divided]) -> Table:
     )
 
 
-def _stages(done: Sequence[Divided]) -> Iterator[Table]:
+def _stages(done: Sequence[ShardingResult]) -> Iterator[Table]:
     rows = [row for case in done if case.ranks > 1 for row in _stages_of(case)]
     if rows:
         yield table(
@@ -288,9 +293,9 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
         )
 
 
-def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], float]]:
+def _stages_of(case: ShardingResult) -> Iterator[tuple[str, int, dict[str, float], float]]:
     """Yield title, stage, bytes of each kind and bytes sent."""
-    parts = {kind: case.sizes(WHOLE, kind) for kind in KINDS}
+    parts = {kind: case.sizes(UNSHARDED, kind) for kind in KINDS}
     if not all(parts.values()):
         return
     for stage in range(4):
@@ -302,14 +307,14 @@ def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], floa
         yield case.title, stage, sizes, messages * (case.ranks - 1) / case.ranks
 
 
-def station_table(done: Sequence[Divided], strategies: Sequence[str]) -> Iterator[Table]:
+def station_table(done: Sequence[ShardingResult], strategies: Sequence[str]) -> Iterator[Table]:
     """Memory counters of a GPU after each phase; the driver's includes all processes."""
     rows = [
         (
             case.title,
             strategy,
             station,
-            {one: case.most(strategy, one, station) for one in COUNTERS},
+            {name: case.most(strategy, name, station) for name in COUNTERS},
         )
         for case in done
         for strategy in strategies

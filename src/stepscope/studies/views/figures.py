@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from stepscope.report.blocks import Curve, Lane, LaneSpan
 from stepscope.report.format import duration, percent
 
+X = TypeVar("X", str, float)
 
-def curves(values: Mapping[str, Mapping[str, float] | Mapping[float, float]]) -> tuple[Curve, ...]:
+
+def curves(values: Mapping[str, Mapping[X, float]]) -> tuple[Curve, ...]:
     """A curve for each label, from its values by x."""
     return tuple(
         Curve(label=label, x=tuple(by_x), y=tuple(by_x.values())) for label, by_x in values.items()
@@ -16,7 +19,7 @@ def curves(values: Mapping[str, Mapping[str, float] | Mapping[float, float]]) ->
 
 
 def bar(label: str, start: float, ms: float, total_ms: float, group: str) -> Lane:
-    """A lane with one bar, labelled with its time and its share of the total."""
+    """A lane with one bar, labeled with its time and its share of the total."""
     text = f"{duration(ms)}, {percent(ms / total_ms)}"
     span = LaneSpan(start=start, end=start + ms, label=text, group=group)
     return Lane(label=label, stretches=(span,))

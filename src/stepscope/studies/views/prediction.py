@@ -61,7 +61,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
 
 
 def _at_peak(prediction: Prediction, phase: str) -> int | None:
-    return next((one.allocated for one in prediction.phases if one.phase == phase), None)
+    return next((peak.allocated for peak in prediction.phases if peak.phase == phase), None)
 
 
 def ledger_table(prediction: Prediction) -> Table:

@@ -70,7 +70,9 @@ def _limited(
     """The limit in the fastest dtype that a change could apply, and the parts above it."""
     model = workload.shape
     bandwidth = record.ceiling("memory.copy")
-    rates = {name: one.value for name in _RATES if (one := record.ceiling(f"matmul.{name}"))}
+    rates = {
+        name: ceiling.value for name in _RATES if (ceiling := record.ceiling(f"matmul.{name}"))
+    }
     own = precision(workload.dtype)
     best = fastest_dtype(own.compute, rates)
     rate = rates.get(best, 0.0)
