@@ -87,7 +87,7 @@ SENTENCES = {
     ),
     "inspect.trace-missing": ([with_notes()], "The steps were not traced: why."),
     "inspect.traced-fewer": ([with_notes()], "Fewer steps were traced than requested: why."),
-    "inspect.memory-missing": ([with_notes()], "There is no memory ledger: why."),
+    "inspect.memory-missing": ([with_notes()], "There is no memory breakdown: why."),
     "inspect.snapshot-missing": ([with_notes()], "No memory snapshot was taken: why."),
     "inspect.recording-failed": ([with_notes()], "The recording failed: why."),
     "inspect.rate-too-low": (

@@ -130,7 +130,7 @@ def test_the_recorded_step_is_reported() -> None:
     assert match.sentence == (
         "small at context 128 in bfloat16: recorded on NVIDIA H200, a step computes for 100 ms"
         " (60.0 ms of it backward, at 100 TFLOP/s) and has 6.00 MiB of gradients, half of which"
-        " are ready after 50.0 % of the backward."
+        " are ready after 50.0 % of the backward pass."
     )
 
 

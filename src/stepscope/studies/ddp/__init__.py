@@ -1,11 +1,11 @@
-"""The ddp study: cost of averaging gradients, and its overlap with the backward.
+"""The ddp study: cost of averaging gradients, and its overlap with the backward pass.
 
     stepscope run ddp --size small --context 128 --ranks 2
 
 All strategies for averaging gradients run interleaved on the same ranks: every round has one step
 of each, in shuffled order, and one step without communication. `exposed` is the step time minus the
-time without communication; the wait after the backward is split into waiting for the slowest rank
-and waiting for the transfer.
+time without communication; the wait after the backward pass is split into waiting for the slowest
+rank and waiting for the transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 class DataParallel(Study[DDPFlags, DDPCase]):
     name = "ddp"
     title = "Data parallelism"
-    question = "What does averaging gradients cost, and how much of it overlaps with the backward?"
+    question = (
+        "What does averaging gradients cost, and how much of it overlaps with the backward pass?"
+    )
     examples = (
         "stepscope run ddp --size small --context 128 --ranks 2",
         "stepscope run ddp --size medium --ranks 2 4 --bucket-mb 1 10 100 1000",

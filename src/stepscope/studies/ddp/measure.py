@@ -134,7 +134,7 @@ def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str
 def make_strategies(
     alone: nn.Module, dtype: str, bucket_mb: Sequence[float]
 ) -> list[GradientStrategy]:
-    """Strategies: without communication, then our four, then torch's DDP."""
+    """Strategies: without communication, then those of Stepscope, then torch's DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
@@ -143,18 +143,16 @@ def make_strategies(
         # Copying is faster than initializing weights again.
         return copy.deepcopy(alone)
 
-    def ours(name: str, wrapped: DDP) -> GradientStrategy:
-        return GradientStrategy(name, wrapped, wrapped.module, dtype)
-
-    strategies = [GradientStrategy(ALONE, alone, alone, dtype)]
-    for strategy in ("naive", "flat", "overlap"):
-        strategies.append(ours(strategy, DDP(model(), strategy)))
+    wrapped: dict[str, DDP | DistributedDataParallel] = {
+        strategy: DDP(model(), strategy) for strategy in ("naive", "flat", "overlap")
+    }
     for size in bucket_mb:
-        strategies.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
-    theirs = model()
-    wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    strategies.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
-    return strategies
+        wrapped[f"bucketed {size:g} MiB"] = DDP(model(), "bucketed", size)
+    wrapped[TORCH] = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    return [
+        GradientStrategy(ALONE, alone, alone, dtype),
+        *(GradientStrategy(name, ddp, ddp.module, dtype) for name, ddp in wrapped.items()),
+    ]
 
 
 def one_step(world: World, strategy: GradientStrategy, fed: Fed) -> dict[str, float]:

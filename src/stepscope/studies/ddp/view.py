@@ -51,7 +51,7 @@ class DDPResult(RankedResult[DDPCase]):
         if not rounds:
             return {}
         _, rank, index = sorted(rounds)[(len(rounds) - 1) // 2]
-        # There is no wait after a backward that averages inside or not at all.
+        # There is no wait after a backward pass that averages inside or not at all.
         shown = [
             phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
         ]
@@ -142,13 +142,13 @@ def _fastest(
 
 
 def _hidden(ways: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
-    """Report the share of the best strategy's reductions that overlaps with the backward."""
+    """Share of the best strategy's reductions that overlaps with the backward pass."""
     communication = ways.median("communication", best)
     if not communication:
         return
     share = min(1.0, 1 - exposed / communication)
     words = (
-        f"{percent(share)} of that overlaps with the backward."
+        f"{percent(share)} of that overlaps with the backward pass."
         if share > 0
         else f"its step is longer by {duration(exposed)}, so none of that overlaps."
     )
@@ -207,7 +207,7 @@ def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
         x_label="strategy",
         y_label="ms",
         caption="The slowest rank in the median round; `waited` is the time from the end of the"
-        " backward until the gradients are averaged. torch's DDP waits inside its backward.",
+        " backward pass until the gradients are averaged. torch's DDP waits inside that pass.",
     )
     timeline = ways.record.attachment("timeline", Lanes) or {}
     lanes = [
@@ -234,7 +234,7 @@ def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
             lanes=tuple(lanes),
             x_label="ms",
             caption="One step of rank 0 for each strategy, the closest to the median of a few."
-            " Reductions drawn below the backward overlap with it.",
+            " Reductions drawn below the backward pass overlap with it.",
         )
 
 
@@ -293,7 +293,7 @@ def _rank_table(done: Sequence[DDPResult]) -> Iterator[Table]:
     if rows:
         yield table(
             "ddp-waits",
-            "Wait of each rank after the backward",
+            "Wait of each rank after the backward pass",
             rows,
             [
                 col("case", lambda r: r[0].title),
@@ -302,6 +302,6 @@ def _rank_table(done: Sequence[DDPResult]) -> Iterator[Table]:
                 col("slowest rank", lambda r: summarize(r[3].values).median, unit="ms"),
                 col("transfer", lambda r: summarize(r[4].values).median, unit="ms"),
             ],
-            caption="After the backward: time until the slowest rank arrives, then time until the"
-            " gradients are averaged.",
+            caption="After the backward pass: time until the slowest rank arrives, then time until"
+            " the gradients are averaged.",
         )

@@ -38,9 +38,9 @@ def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
             FSDP_STRATEGIES,
             caption="Times of the slowest rank; all strategies are interleaved. Bytes are stored"
             " between steps; while a layer runs, its full weights come on top. Sent, predicted:"
-            " parameters are gathered for the forward and again for the backward, and gradients"
-            " are reduced. Weights that stay gathered in between (the root module of torch's"
-            " fully_shard) are gathered once.",
+            " parameters are gathered for the forward pass and again for the backward pass, and"
+            " gradients are reduced. Weights that stay gathered in between (the root module of"
+            " torch's fully_shard) are gathered once.",
             memory=[col("sum", lambda r: max(_sums(r.of, r.strategy), default=None), "bytes")],
         ),
         *station_table(done, FSDP_STRATEGIES),

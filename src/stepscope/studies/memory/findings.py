@@ -116,7 +116,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     if not worst.on_cuda:
         text = (
             "On a CPU there is no allocator to query: the peak is the count of all tensors itself,"
-            " so the ledger closes by construction."
+            " so the ledger adds up by construction."
         )
     elif share:
         text = (
@@ -125,7 +125,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
         )
     else:
         text = (
-            "The ledger closes to the byte, at the peak and at the end of every phase of all"
+            "The ledger adds up to the byte, at the peak and at the end of every phase of all"
             f" {len(cases)} cases."
         )
     tone: Tone = "good" if worst.on_cuda else "info"
@@ -241,7 +241,8 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
             "autocast-less",
             used,
             {"forwards": len(pairs)},
-            f"bfloat16 autocast needs more memory than float32 in none of {len(pairs)} forwards.",
+            "bfloat16 autocast needs more memory than float32 in none of"
+            f" {len(pairs)} forward passes.",
         )
         return
     wide, narrow = min(above, key=lambda pair: pair[0].workload.context)
@@ -262,9 +263,9 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
             **values,
         },
         f"bfloat16 autocast needs more memory than float32 in {len(above)} of {len(pairs)}"
-        f" forwards: the weights stay in float32 and autocast caches a bfloat16 copy of each at any"
-        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the saved activations"
-        f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
+        f" forward passes: the weights stay in float32 and autocast caches a bfloat16 copy of each"
+        f" at any context. For {narrow.name}, the copies are {bytes_(copies)}, while the saved"
+        f" activations shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
         f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{longer}",
     )
 
@@ -335,7 +336,7 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         conclusion="The scores that it does not store grow with the square of the context."
         " In traffic the difference is larger: by the shapes of what each operator reads and"
         f" writes, naive attention moves {bytes_(naive_bytes)} in"
-        f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
+        f" {'a forward pass' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
         f" least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less.",
     )
 

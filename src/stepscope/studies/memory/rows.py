@@ -93,7 +93,7 @@ class Account:
             kind = kind_of(line)
             sizes[kind] = sizes.get(kind, 0) + size
         if peak.residual:
-            sizes["residual"] = peak.residual
+            sizes["unattributed"] = peak.residual
         return sizes
 
 
@@ -169,7 +169,7 @@ def accounted(results: Sequence[Result[MemoryCase]]) -> list[Accounted]:
 
 
 def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
-    """The case that figures and ledgers show, and the forward alone of the same step.
+    """The case that figures and ledgers show, and the forward pass alone of the same step.
 
     It is the train step with the highest forward, so that activations are visible; without
     forwards the highest train step.

@@ -109,10 +109,10 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
             hint="predicted over measured, minus one",
         ),
         col(
-            "residual",
+            "unattributed",
             lambda case: case.residual_share,
             "percent",
-            hint="largest unattributed share of the peak, at any peak or end of a phase",
+            hint="largest share of the peak, at any peak or end of a phase",
         ),
     ]
     # Only a CPU process has the tensors in its resident memory.
@@ -145,11 +145,11 @@ def account_table(case: Account) -> Table:
         [peak.phase for peak in case.phases],
         [
             *((line, *(peak.lines.get(line) for peak in case.phases)) for line in lines),
-            ("residual", *(peak.residual for peak in case.phases)),
+            ("unattributed", *(peak.residual for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
         caption="Activations saved for backward are named by the part of the model and the operator"
-        " that saves them. Only the residual is a remainder.",
+        " that saves them. Only `unattributed` is a remainder.",
     )
 
 
@@ -323,10 +323,10 @@ def stack_figure(case: Account) -> Figure:
 
 
 def _course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figure]:
-    """Memory over one step, preceded by the forward alone of the same model."""
+    """Memory over one step, preceded by the forward pass alone of the same model."""
     drawn = [case for case in (forward, lead) if case is not None and case.course]
     if drawn:
-        # The same kinds in the same order, so that their colours match.
+        # The same kinds in the same order, so that their colors match.
         kinds = _shown_kinds([point.kinds for case in drawn for point in case.course])
         yield from (_course_figure(case, kinds) for case in drawn)
 

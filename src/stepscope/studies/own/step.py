@@ -59,7 +59,7 @@ def own_step(case: OwnStep, device: Device) -> UserStep:
 class UserStep(TrainingStep):
     """Training step of a user's model, eager until `compile` is called.
 
-    The forward includes the loss, which the model may return itself.
+    The forward pass includes the loss, which the model may return itself.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
     stepscope run profile --size small xl --context 128 512
 
-Each mode is a separate case in a separate process, because a profiler leaves the host slower than
+Each mode is a separate case in a separate process, because a profiler leaves the CPU slower than
 before. The step is timed first, without the profiler; then it is traced, and the trace is
-summarized. On a GPU two experiments show whether the host limits the step: four times the batch,
+summarized. On a GPU two experiments show whether the CPU limits the step: four times the batch,
 which has the same number of launches, and the replay of the step as a CUDA graph, which has one.
 """
 

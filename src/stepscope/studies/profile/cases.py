@@ -20,7 +20,7 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
     traced: int = 3
     """Steps under the profiler."""
     experiments: bool = True
-    """On a GPU: also run a larger batch and a CUDA graph, to see if the host limits the step."""
+    """On a GPU: also run a larger batch and a CUDA graph, to see if the CPU limits the step."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.traced < 1:

@@ -26,7 +26,7 @@ _CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
 def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
-    """Findings on the longest traced step, and on the steps that the host limits."""
+    """Findings on the longest traced step, and on the steps that the CPU limits."""
     if not groups:
         return
     lead = leading(groups)
@@ -63,12 +63,12 @@ def _closing(traced: Sequence[Traced]) -> Finding:
     worst_open = max(still_open, key=unexplained)
     named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
-    more = f" Of {len(traced)} steps, it is open for {_listed(others)} too." if others else ""
+    more = f" The same holds for {_listed(others)}, of {len(traced)} steps." if others else ""
     return Finding(
         code="profile.ledger-open",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
         records=_ids(still_open),
-        text=f"The ledger of {named[0]} does not close: {worst_open.summary.doubt}.{more}",
+        text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",
         tone="warn",
     )
 
@@ -86,7 +86,7 @@ def _attributed(traced: Sequence[Traced]) -> Finding:
     )
     text = f"At least {percent(kind)} of the work of every step has a class"
     if backward is not None:
-        text += f", and at least {percent(backward)} of every backward a part of the model"
+        text += f", and at least {percent(backward)} of every backward pass a part of the model"
     good = kind >= _CLASSED_FROM and (backward is None or backward >= _PLACED_FROM)
     return Finding(
         code="profile.attributed",
@@ -120,8 +120,8 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
                 **_experiments(lead),
             },
             records=_ids(limited),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the host limits this step; the"
-            f" device is idle for {percent(share)} of it, and in the trace nothing was launched in"
+            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU limits this step; the"
+            f" GPU is idle for {percent(share)} of it, and in the trace nothing was launched in"
             f" time for {percent(late)}{_issued(lead)}.",
             conclusion="A lower precision cannot help until there are fewer launches"
             f"{_proof(lead)}."
@@ -136,7 +136,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             code="profile.host-does-not-limit",
             values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},
             records=_ids(free),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the host does not limit"
+            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU does not limit"
             f" this step{_issued(lead)}{_proof(lead)}."
             + (f" Nor does it for {_listed(others)}." if others else ""),
         )
@@ -152,12 +152,12 @@ def _experiments(traced: Traced) -> dict[str, Value]:
 
 
 def _issued(traced: Traced) -> str:
-    """Issue time of the host and busy time of the device, where both are known."""
+    """Issue time of the CPU and busy time of the GPU, where both are known."""
     issue = traced.issue_ms()
     if issue is None:
         return ""
     return (
-        f"; the host takes {duration(issue)} to issue what the device runs in"
+        f"; the CPU takes {duration(issue)} to issue what the GPU runs in"
         f" {duration(traced.summary.busy_ms)}"
     )
 
@@ -190,12 +190,12 @@ def _agreement(group: Group) -> Iterator[Finding]:
         code="profile.timer-agrees" if agree else "profile.timer-differs",
         values={"step": group.name, "timer_ms": timer, "profiler_ms": seen, "apart": differ},
         records=_ids([group.forward]),
-        text=f"The forward of {group.name} takes {duration(timer)} by the timer and"
+        text=f"The forward pass of {group.name} takes {duration(timer)} by the timer and"
         f" {duration(seen)} under the profiler ({round(differ * 100):+d} %):"
         f" {'they agree' if agree else 'they do not agree'}.",
         conclusion=""
         if agree
-        else "The profiler slows the host down for each operator, so quote the timer's time and"
+        else "The profiler slows the CPU down for each operator, so quote the timer's time and"
         " the profile's shares.",
         tone="good" if agree else "info",
     )
@@ -209,7 +209,7 @@ def _top(group: Group) -> Iterator[Finding]:
     again = ""
     if top.also_first_in_backward is not None:
         same = "is the same" if top.also_first_in_backward else "is a different one"
-        again = f"With the backward, the longest {same}."
+        again = f"With the backward pass, the longest {same}."
     yield Finding(
         code="profile.top-kernel",
         values={
@@ -220,7 +220,7 @@ def _top(group: Group) -> Iterator[Finding]:
             "also_first_in_backward": top.also_first_in_backward,
         },
         records=_ids(group.modes.values()),
-        text=f"In the forward of {group.name}, {top.kernel}{unit} takes the most time:"
+        text=f"In the forward pass of {group.name}, {top.kernel}{unit} takes the most time:"
         f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.",
         conclusion=again,
     )
@@ -274,7 +274,7 @@ def _softmax(group: Group) -> Iterator[Finding]:
             f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
         if share > 1:
-            limit += ", longer than it takes: part of the scores stays in the device's cache."
+            limit += ", longer than it takes: part of the scores stays in the cache."
         else:
             by_bytes = ", so it is limited by bytes, not FLOPs" * (share >= _BYTES_SET_THE_TIME)
             limit += f": {percent(share)} of its time{by_bytes}."

@@ -36,7 +36,7 @@ class Traced(NamedTuple):
     summary: Summary
 
     def timer_ms(self, phase: str) -> float | None:
-        """Time without the profiler; the step from start to idle by the host's clock."""
+        """Time without the profiler; the step from start to idle by the CPU's clock."""
         if phase == "step":
             return median_ms(self.record, "step", "host")
         if phase == "forward" and self.workload.mode == "forward":
@@ -53,7 +53,7 @@ class Traced(NamedTuple):
         return None if not bare else self.summary.wall_ms / bare - 1
 
     def issue_ms(self) -> float | None:
-        """Time that the host takes to issue the step without the profiler; None on a CPU."""
+        """Time that the CPU takes to issue the step without the profiler; None without a GPU."""
         return median_ms(self.record, "issue", "host")
 
     def host_share(self) -> float:
@@ -122,7 +122,7 @@ class Group(NamedTuple):
 
     @property
     def forward(self) -> Traced:
-        """The forward alone, or else the forward phase of a longer step."""
+        """The forward pass alone, or else the forward phase of a longer step."""
         return self.modes.get("forward") or self.fullest()
 
     @property
@@ -211,7 +211,7 @@ class TopKernel(NamedTuple):
 
 
 class AttentionCore(NamedTuple):
-    """Scores, softmax and weighted values of all layers in one forward."""
+    """Scores, softmax and weighted values of all layers in one forward pass."""
 
     matmul_ms: float
     softmax_ms: float
@@ -229,7 +229,7 @@ class AttentionCore(NamedTuple):
 
 
 def top_kernel(group: Group) -> TopKernel | None:
-    """The longest kernel of the forward, its number of calls and their explanation."""
+    """The longest kernel of the forward pass, its number of calls and their explanation."""
     traced = group.forward
     ranked = top_kernels(traced.summary, "forward")
     total = sum(ms for _, ms, _ in ranked)
@@ -322,7 +322,7 @@ def attention_core(group: Group) -> AttentionCore | None:
 
 
 def _core_part(use: Use) -> str:
-    """Role of a use in the forward's attention: matmul, softmax, mask or rest; else empty.
+    """Role of a use in the forward attention: matmul, softmax, mask or rest; else empty.
 
     The cast that autocast puts before a softmax is not part of it, so that the softmax's bytes are
     the same as without autocast.

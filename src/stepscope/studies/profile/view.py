@@ -127,7 +127,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
             col("step", lambda r: r.summary.wall_ms, unit="ms", hint="under the profiler"),
             col("working", partial(share, "busy_ms"), "percent"),
             col(
-                "residual",
+                "unattributed",
                 partial(share, "residual_ms"),
                 "percent",
                 hint="what the trace does not explain",
@@ -140,7 +140,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
                 "waits",
                 partial(idle, "synchronisation"),
                 "percent",
-                hint="idle while the host waits",
+                hint="idle while the CPU waits",
             ),
             col(
                 "queue", partial(idle, "queue"), "percent", hint="idle between two launched kernels"
@@ -160,7 +160,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
             ),
             col("larger batch", _larger_batch, hint="time with that many times the batch over now"),
         ],
-        caption="Busy time, idle time and the residual add up to the step.",
+        caption="Busy, idle and unattributed time add up to the step.",
     )
     return keep_columns(full_table, lambda _, cells: any(cell is not None for cell in cells))
 
@@ -190,7 +190,7 @@ def _timer_table(all_groups: Sequence[Group]) -> Table:
 
 
 def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
-    """Columns of both phases by timer and profiler; the forward alone or within a longer step."""
+    """Columns of both phases by timer and profiler; the forward pass alone or in a longer step."""
 
     def of(phase: str, group: Group) -> tuple[float | None, float | None]:
         both = group.modes.get("forward-backward") or group.fullest()
@@ -246,7 +246,7 @@ def _top_table(all_groups: Sequence[Group]) -> Table:
 
     return table(
         "profile-top",
-        f"The longest {_work(all_groups)} of the forward",
+        f"The longest {_work(all_groups)} of the forward pass",
         [group for group in all_groups if group.key() in tops],
         [
             *_keys(all_groups),
@@ -256,7 +256,7 @@ def _top_table(all_groups: Sequence[Group]) -> Table:
                 "share",
                 partial(cell, "share"),
                 "percent",
-                hint=f"of the forward's {_work(all_groups)} time",
+                hint=f"of the {_work(all_groups)} time of the forward pass",
             ),
             col("calls", partial(cell, "calls"), "count"),
             col("calls explained", partial(cell, "story")),
@@ -361,8 +361,8 @@ def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
             col("at", lambda r: cores[r.key()].softmax_rate, "rate", unit="B/s"),
             col("of a copy's rate", of_copy, "percent"),
         ],
-        caption="All layers in one forward; five FLOPs per score of the softmax, which reads and"
-        " writes every score once. Scores that stay in the device's cache move faster than a copy.",
+        caption="All layers in one forward pass; five FLOPs per score of the softmax, which reads"
+        " and writes every score once. Scores that stay in the cache move faster than a copy.",
     )
 
 

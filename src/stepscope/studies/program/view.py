@@ -93,10 +93,10 @@ def headline_table(records: Sequence[Record]) -> Table:
                 hint="device, share of the traced step",
             ),
             col(
-                "waits for the host",
+                "waits for the CPU",
                 lambda r: r.host_idle,
                 "percent",
-                hint="the device, share of the step",
+                hint="the GPU, share of the step",
             ),
             col(launched, lambda r: r.summary and round(r.summary.launches), "count", hint=hint),
             col(

@@ -119,7 +119,7 @@ def record_step(
     )
     missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
     if missing:
-        raise CaseSkipped(f"the backward computes no gradient of {missing[0]}")
+        raise CaseSkipped(f"the backward pass computes no gradient of {missing[0]}")
     ready_times = tuple(
         ReadyTimes(
             name=name,
@@ -341,7 +341,7 @@ class Probe:
         return packed, _since(began)
 
     def _agree(self) -> float:
-        """Time of the small all-gather at the end of a backward."""
+        """Time of the small all-gather at the end of a backward pass."""
         import torch
         import torch.distributed as dist
 

@@ -83,7 +83,7 @@ def recorded_finding(subject: Subject) -> Finding:
         f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
         f" {rate(subject.flops_per_s, 'FLOP/s')}) and has {bytes_(recording.gradient_bytes)} of"
         f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
-        " backward.",
+        " backward pass.",
         {
             "compute_ms": recording.compute_ms,
             "backward_ms": recording.backward_ms,
@@ -385,7 +385,7 @@ def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
         title=f"Predicted overlap on {prediction.label}: {subject.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Messages drawn below the backward overlap with it.",
+        caption="Messages drawn below the backward pass overlap with it.",
     )
 
 

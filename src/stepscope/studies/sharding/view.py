@@ -178,7 +178,7 @@ def _difference(case: ShardingResult) -> Finding:
         words = ", and gloo implements reduce-scatter by all-reduce" * (case.backend == "gloo")
         measured = (
             f"Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
-            f" {number(ratio.high, 3)}]: its reduction starts after the backward, the other's"
+            f" {number(ratio.high, 3)}]: its reduction starts after the backward pass, the other's"
             f" overlaps with it{words}. "
         )
     return case.finding(

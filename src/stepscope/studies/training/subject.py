@@ -129,7 +129,7 @@ class TrainingStep(Subject):
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients_missing(self) -> int:
-        """Number of trainable parameters that a backward does not reach."""
+        """Number of trainable parameters that a backward pass does not reach."""
         self.reset()
         run_in_order(self.passes())
         missing = self.without_gradient()
@@ -142,7 +142,7 @@ class TrainingStep(Subject):
         return sum(p.requires_grad and p.grad is None for p in self.model.parameters())
 
     def _loss_phases(self) -> tuple[Phase, ...]:
-        """The loss phase; empty where the forward computes the loss."""
+        """The loss phase; empty where the forward pass computes the loss."""
         return ()
 
     def _mark_graph_step(self) -> None:

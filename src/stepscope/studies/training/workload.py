@@ -194,7 +194,7 @@ class Workload(Case, frozen=True, kw_only=True):
         )
 
     def run_again(self) -> float:
-        """Average number of times that each block's forward is recomputed in the backward."""
+        """Average number of times that a block is recomputed in the backward pass."""
         return blocks_again(self.stretches(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:

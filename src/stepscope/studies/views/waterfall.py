@@ -297,6 +297,6 @@ def remedy(cause: Cause, fall: Fall) -> str:
         return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
     return {
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
-        "communication": "communication overlapped with the backward, in larger buckets",
+        "communication": "communication overlapped with the backward pass, in larger buckets",
         "unattributed": "",
     }[cause]
