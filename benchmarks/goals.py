@@ -240,7 +240,7 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
         if (check := check_of(*result)) is not None:
-            yield _error(check.title, check.verdict.worst)
+            yield _error(check.title, check.comparison.worst)
 
 
 def _error(case: str, row: Row) -> Value:

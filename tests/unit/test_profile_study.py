@@ -105,8 +105,8 @@ def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     assert (finding.values["kernel"], finding.values["calls"]) == (SGEMM, 85)
     assert finding.sentence == (
         f"In the forward pass of small at context 512 in float32, {SGEMM} (FP32 cores) takes the"
-        " most time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3) + 1"
-        " (head)."
+        " most time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3)"
+        " + 1 (head)."
     )
     assert count_story(group.fullest().summary, "no such kernel", 12) == ""
 
@@ -308,9 +308,7 @@ def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
     finding = by_code(wide)["softmax"]
     assert float(str(finding.values["of_copy_rate"])) > 1
-    assert (
-        "longer than it takes: part of the scores stays in the cache" in finding.conclusion
-    )
+    assert "longer than it takes: part of the scores stays in the cache" in finding.conclusion
 
 
 def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:
