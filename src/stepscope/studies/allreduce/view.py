@@ -12,7 +12,7 @@ from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
-from stepscope.studies.base import Result
+from stepscope.studies.base import Result, record_ids
 from stepscope.studies.ranks.results import RankedResult
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import Mine, published_tables
@@ -174,7 +174,7 @@ def _compared(label: str, sweeps: Sequence[Sweep]) -> Finding:
             "slowest_ms": last.time.median,
             **{f"busbw of {name}": width for name, width in reached.items()},
         },
-        records=tuple(sweep.record.id for sweep in sweeps),
+        records=record_ids(sweeps),
         text=f"{label}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",

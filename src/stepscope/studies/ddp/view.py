@@ -66,34 +66,37 @@ class DDPResult(RankedResult[DDPCase]):
 
 def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
     known = [DDPResult(*result) for result in results]
-    done = [ways for ways in known if ways.record.status == "ok"]
+    done = [timed for timed in known if timed.record.status == "ok"]
     return (
-        *(finding for ways in done for finding in _findings(ways)),
-        *(figure for ways in done for figure in _figures(ways)),
+        *(finding for timed in done for finding in _findings(timed)),
+        *(figure for timed in done for figure in _figures(timed)),
         _table(known),
         *_rank_table(done),
         *published_tables(
             "ddp",
             [
-                ranked_step(*ways, strategy, ways.median("step", strategy))
-                for ways in done
-                for strategy in ways.names
+                ranked_step(*timed, strategy, timed.median("step", strategy))
+                for timed in done
+                for strategy in timed.names
             ],
         ),
     )
 
 
-def _findings(ways: DDPResult) -> Iterator[Finding]:
-    ours = [name for name in ways.names if name not in (ALONE, TORCH)]
-    steps = {name: step for name in ours if (step := ways.median("step", name)) is not None}
-    alone = ways.median("step", ALONE)
+def _findings(timed: DDPResult) -> Iterator[Finding]:
+    steps = {
+        name: step
+        for name in timed.names
+        if name not in (ALONE, TORCH) and (step := timed.median("step", name)) is not None
+    }
+    alone = timed.median("step", ALONE)
     if not steps or alone is None:
         return
     # Negative values are noise: communication does not make a step faster.
-    exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
-    if ways.case.ranks == 1:
+    exposed = {name: max(0.0, timed.exposed(name) or 0.0) for name in steps}
+    if timed.case.ranks == 1:
         cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
-        yield ways.finding(
+        yield timed.finding(
             "one-rank",
             "with one rank there is no communication; this is the overhead of the wrappers. A step"
             f" takes {duration(alone)} without a wrapper; the overhead is {cost}.",
@@ -101,21 +104,21 @@ def _findings(ways: DDPResult) -> Iterator[Finding]:
         )
     else:
         best = min(steps, key=lambda name: steps[name])
-        yield _fastest(ways, best, steps, exposed, alone)
-        yield from _hidden(ways, best, exposed[best])
-    yield from _against_torch(ways)
+        yield _fastest(timed, best, steps, exposed, alone)
+        yield from _hidden(timed, best, exposed[best])
+    yield from _against_torch(timed)
 
 
 def _fastest(
-    ways: DDPResult, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
+    timed: DDPResult, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
 ) -> Finding:
-    size = ways.record.quantity("gradient_bytes") or 0.0
+    size = timed.record.quantity("gradient_bytes") or 0.0
     # Rounds are interleaved, so the samples of two strategies are paired.
-    samples = ways.samples("step", best)
+    samples = timed.samples("step", best)
     alike = [
         name
         for name in steps
-        if name != best and paired_ratio(samples, ways.samples("step", name)).low <= 1
+        if name != best and paired_ratio(samples, timed.samples("step", name)).low <= 1
     ]
     rank = "has the lowest median," if alike else "is the fastest at"
     more = [f"Statistically indistinguishable: {', '.join(alike)}."] if alike else []
@@ -124,7 +127,7 @@ def _fastest(
             f"Exposed communication: {duration(exposed[best])} with {best},"
             f" {duration(exposed['naive'])} with naive."
         )
-    return ways.finding(
+    return timed.finding(
         "fastest",
         f"{best} {rank} {duration(steps[best])} per step for {bytes_(size)} of gradients; without"
         f" communication a step takes {duration(alone)}.",
@@ -141,9 +144,9 @@ def _fastest(
     )
 
 
-def _hidden(ways: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
+def _hidden(timed: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
     """Share of the best strategy's reductions that overlaps with the backward pass."""
-    communication = ways.median("communication", best)
+    communication = timed.median("communication", best)
     if not communication:
         return
     share = min(1.0, 1 - exposed / communication)
@@ -152,7 +155,7 @@ def _hidden(ways: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
         if share > 0
         else f"its step is longer by {duration(exposed)}, so none of that overlaps."
     )
-    yield ways.finding(
+    yield timed.finding(
         "hidden",
         f"the reductions of {best} take {duration(communication)} without overlap; {words}",
         {"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
@@ -166,22 +169,22 @@ _OUTCOMES: dict[int, tuple[str, Tone]] = {
 }
 
 
-def against_torch(ways: DDPResult) -> tuple[str, Ratio] | None:
+def against_torch(timed: DDPResult) -> tuple[str, Ratio] | None:
     """The fastest bucketed strategy and its step time over that of torch's DDP."""
-    theirs = ways.samples("step", TORCH)
-    buckets = [name for name in ways.names if name.startswith("bucketed")]
-    if not buckets or not theirs:
+    baseline = timed.samples("step", TORCH)
+    buckets = [name for name in timed.names if name.startswith("bucketed")]
+    if not buckets or not baseline:
         return None
-    best = min(buckets, key=lambda name: ways.median("step", name) or 0.0)
-    return best, ratio_interval(theirs, ways.samples("step", best))
+    best = min(buckets, key=lambda name: timed.median("step", name) or 0.0)
+    return best, ratio_interval(baseline, timed.samples("step", best))
 
 
-def _against_torch(ways: DDPResult) -> Iterator[Finding]:
-    if (result := against_torch(ways)) is None:
+def _against_torch(timed: DDPResult) -> Iterator[Finding]:
+    if (result := against_torch(timed)) is None:
         return
     best, ratio = result
     outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
-    yield ways.finding(
+    yield timed.finding(
         "against-torch",
         f"{best} takes {number(ratio.value, 3)}× the step time of torch's DistributedDataParallel"
         f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
@@ -190,13 +193,13 @@ def _against_torch(ways: DDPResult) -> Iterator[Finding]:
     )
 
 
-def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
-    phases = {name: ways.phases(name) for name in ways.names if ways.summary("forward", name)}
+def _figures(timed: DDPResult) -> Iterator[Figure | Timeline]:
+    phases = {name: timed.phases(name) for name in timed.names if timed.summary("forward", name)}
     if not phases:
         return
     yield Figure(
-        name=f"ddp-phases-{ways.record.case}",
-        title=f"Phases of a step: {ways.title}",
+        name=f"ddp-phases-{timed.record.case}",
+        title=f"Phases of a step: {timed.title}",
         kind="stacks",
         curves=curves(
             {
@@ -209,7 +212,7 @@ def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
         caption="The slowest rank in the median round; `waited` is the time from the end of the"
         " backward pass until the gradients are averaged. torch's DDP waits inside that pass.",
     )
-    timeline = ways.record.attachment("timeline", Lanes) or {}
+    timeline = timed.record.attachment("timeline", Lanes) or {}
     lanes = [
         Lane(
             label=f"{name}: {lane}",
@@ -229,8 +232,8 @@ def _figures(ways: DDPResult) -> Iterator[Figure | Timeline]:
     ]
     if lanes:
         yield Timeline(
-            name=f"ddp-timeline-{ways.record.case}",
-            title=f"Timeline of reductions: {ways.title}",
+            name=f"ddp-timeline-{timed.record.case}",
+            title=f"Timeline of reductions: {timed.title}",
             lanes=tuple(lanes),
             x_label="ms",
             caption="One step of rank 0 for each strategy, the closest to the median of a few."
@@ -251,7 +254,7 @@ def _table(known: Sequence[DDPResult]) -> Table:
     return table(
         "ddp-steps",
         "A step with each strategy for averaging gradients",
-        strategy_rows(known, lambda ways: ways.names),
+        strategy_rows(known, lambda timed: timed.names),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),
@@ -283,12 +286,12 @@ def _table(known: Sequence[DDPResult]) -> Table:
 
 def _rank_table(done: Sequence[DDPResult]) -> Iterator[Table]:
     rows = [
-        (ways, strategy, rank, waited, transfer)
-        for ways in done
-        for strategy in ways.names
-        for rank in range(ways.case.ranks)
-        if (waited := ways.record.find("slowest", variant=strategy, rank=rank))
-        and (transfer := ways.record.find("transfer", variant=strategy, rank=rank))
+        (timed, strategy, rank, waited, transfer)
+        for timed in done
+        for strategy in timed.names
+        for rank in range(timed.case.ranks)
+        if (waited := timed.record.find("slowest", variant=strategy, rank=rank))
+        and (transfer := timed.record.find("transfer", variant=strategy, rank=rank))
     ]
     if rows:
         yield table(

@@ -68,13 +68,14 @@ def _sums(case: ShardingResult, strategy: str) -> list[float]:
 
 
 def _share(case: ShardingResult) -> Iterator[Finding]:
-    unsharded, ours = _sums(case, UNSHARDED), _sums(case, FULLY)
-    if unsharded and ours:
-        off = max(ours) / (unsharded[0] / case.ranks) - 1
+    unsharded, sharded = _sums(case, UNSHARDED), _sums(case, FULLY)
+    if unsharded and sharded:
+        off = max(sharded) / (unsharded[0] / case.ranks) - 1
         yield case.finding(
             "share",
             f"parameters, gradients and state take {bytes_(unsharded[0])} on every rank unsharded"
-            f" and at most {bytes_(max(ours))} fully sharded, {percent(off)} above an equal share.",
-            {"whole_bytes": unsharded[0], "most_bytes": max(ours), "off": off},
+            f" and at most {bytes_(max(sharded))} fully sharded, {percent(off)} above an equal"
+            " share.",
+            {"whole_bytes": unsharded[0], "most_bytes": max(sharded), "off": off},
             tone="good" if off <= CLOSE else "warn",
         )

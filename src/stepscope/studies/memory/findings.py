@@ -20,6 +20,7 @@ from stepscope.records.memory import (
 )
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import bytes_, count, number, percent
+from stepscope.studies.base import record_ids
 from stepscope.studies.memory.rows import (
     REGIMES,
     Accounted,
@@ -70,7 +71,7 @@ def _finding(
     return Finding(
         code=f"memory.{code}",
         values=dict(values),
-        records=tuple(dict.fromkeys(case.record.id for case in cases)),
+        records=record_ids(cases),
         text=text,
         tone=tone,
         conclusion=conclusion,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from stepscope.analysis.kernels.names import CLASSES
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Flame, Table, Timeline
+from stepscope.report.blocks import Block, Curve, Figure, Flame, Table, Timeline
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
 from stepscope.studies.base import Result
@@ -103,6 +104,17 @@ def _keys(all_groups: Sequence[Group]) -> list[Declared]:
         col("dtype", lambda r: r.workload.dtype, key=True),
         *([col("variant", lambda r: variant(r.workload), key=True)] if varies else []),
     ]
+
+
+class Valued(NamedTuple):
+    """A row of a table: a group, and what was computed for it."""
+
+    group: Group
+    value: Any
+
+    @property
+    def workload(self) -> ProfileCase:
+        return self.group.workload
 
 
 def _work(all_groups: Sequence[Group]) -> str:
@@ -238,33 +250,26 @@ def _sizes_table(all_groups: Sequence[Group]) -> Iterator[Table]:
 
 
 def _top_table(all_groups: Sequence[Group]) -> Table:
-    tops = {group.key(): top for group in all_groups if (top := top_kernel(group)) is not None}
-
-    def cell(name: str, group: Group) -> Cell:
-        value: Cell = getattr(tops[group.key()], name)
-        return value
-
+    work = _work(all_groups)
     return table(
         "profile-top",
-        f"The longest {_work(all_groups)} of the forward pass",
-        [group for group in all_groups if group.key() in tops],
+        f"The longest {work} of the forward pass",
+        [Valued(group, top) for group in all_groups if (top := top_kernel(group)) is not None],
         [
             *_keys(all_groups),
-            col(_work(all_groups), partial(cell, "kernel")),
-            col("unit", lambda r: cell("unit", r) or None),
+            col(work, lambda r: r.value.kernel),
+            col("unit", lambda r: r.value.unit or None),
             col(
                 "share",
-                partial(cell, "share"),
+                lambda r: r.value.share,
                 "percent",
-                hint=f"of the {_work(all_groups)} time of the forward pass",
+                hint=f"of the {work} time of the forward pass",
             ),
-            col("calls", partial(cell, "calls"), "count"),
-            col("calls explained", partial(cell, "story")),
+            col("calls", lambda r: r.value.calls, "count"),
+            col("calls explained", lambda r: r.value.story),
             col(
                 "also first with backward",
-                lambda r: {None: None, True: "yes", False: "no"}[
-                    tops[r.key()].also_first_in_backward
-                ],
+                lambda r: {None: None, True: "yes", False: "no"}[r.value.also_first_in_backward],
             ),
         ],
     )
@@ -272,23 +277,23 @@ def _top_table(all_groups: Sequence[Group]) -> Table:
 
 def _others_table(all_groups: Sequence[Group]) -> Table:
     """Kernels besides matmuls, of the mode with the most phases."""
-    listed = {
-        group.key(): ", ".join(
+
+    def longest(group: Group) -> str:
+        return ", ".join(
             f"{name} {percent(share)} ({count(calls)}×)"
             for name, share, calls in list(other_kernels(group.fullest()))[:3]
         )
-        for group in all_groups
-    }
+
     return table(
         "profile-others",
         f"Other {_work(all_groups)}s that matter",
-        [group for group in all_groups if listed[group.key()]],
+        [Valued(group, listed) for group in all_groups if (listed := longest(group))],
         [
             *_keys(all_groups),
-            col("mode", lambda r: r.fullest().workload.mode),
+            col("mode", lambda r: r.group.fullest().workload.mode),
             col(
                 "besides matmuls",
-                lambda r: listed[r.key()],
+                lambda r: r.value,
                 hint="share of all work, and calls per step",
             ),
         ],
@@ -320,45 +325,38 @@ def _share_table(all_groups: Sequence[Group]) -> Table:
 
 
 def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
-    cores = {
-        group.key(): core for group in all_groups if (core := attention_core(group)) is not None
-    }
-    if not cores:
+    rows = [
+        Valued(group, core) for group in all_groups if (core := attention_core(group)) is not None
+    ]
+    if not rows:
         return
 
-    def time(name: str, group: Group) -> float:
-        return float(getattr(cores[group.key()], name))
-
-    def of_copy(group: Group) -> float | None:
-        copy = group.fullest().record.ceiling("memory.copy")
-        moved = cores[group.key()].softmax_rate
+    def of_copy(row: Valued) -> float | None:
+        copy, moved = row.group.fullest().record.ceiling("memory.copy"), row.value.softmax_rate
         return moved / copy.value if copy and moved else None
 
-    times = {
-        "two matmuls": "matmul_ms",
-        "softmax": "softmax_ms",
-        "mask": "mask_ms",
-        "scale and casts": "rest_ms",
-    }
     yield table(
         "profile-softmax",
         "Inside attention: the softmax against the two matmuls",
-        [group for group in all_groups if group.key() in cores],
+        rows,
         [
             *_keys(all_groups),
-            *(col(title, partial(time, name), unit="ms") for title, name in times.items()),
+            col("two matmuls", lambda r: r.value.matmul_ms, unit="ms"),
+            col("softmax", lambda r: r.value.softmax_ms, unit="ms"),
+            col("mask", lambda r: r.value.mask_ms, unit="ms"),
+            col("scale and casts", lambda r: r.value.rest_ms, unit="ms"),
             col(
                 "softmax / matmuls, time",
-                lambda r: cores[r.key()].softmax_ms / cores[r.key()].matmul_ms,
+                lambda r: r.value.softmax_ms / r.value.matmul_ms,
                 "number",
             ),
             col(
                 "softmax / matmuls, FLOPs",
-                lambda r: cores[r.key()].softmax_flops / cores[r.key()].matmul_flops,
+                lambda r: r.value.softmax_flops / r.value.matmul_flops,
                 "number",
             ),
-            col("softmax moves", lambda r: cores[r.key()].softmax_bytes, "bytes"),
-            col("at", lambda r: cores[r.key()].softmax_rate, "rate", unit="B/s"),
+            col("softmax moves", lambda r: r.value.softmax_bytes, "bytes"),
+            col("at", lambda r: r.value.softmax_rate, "rate", unit="B/s"),
             col("of a copy's rate", of_copy, "percent"),
         ],
         caption="All layers in one forward pass; five FLOPs per score of the softmax, which reads"

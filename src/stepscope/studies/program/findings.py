@@ -274,7 +274,7 @@ def _no_ceilings(lead: Watched) -> Iterator[Finding]:
             code="inspect.no-ceilings",
             timed=False,
             text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
-            " the minimum time of this step is unknown. `stepscope advise` on these records, or on"
+            " the ideal time of this step is unknown. `stepscope advise` on these records, or on"
             " the script, measures them once.",
         )
 

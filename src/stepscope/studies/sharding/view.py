@@ -50,19 +50,20 @@ class ShardingResult(RankedResult[RankedStep]):
         return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
-        self, what: str, ours: str, theirs: str, words: str, *, judged: bool = False
+        self, what: str, strategy: str, baseline: str, words: str, *, rated: bool = False
     ) -> Iterator[Finding]:
-        """Finding with our step time over theirs; `words` has a placeholder for the ratio."""
-        base, mine = self.samples("step", theirs), self.samples("step", ours)
-        if base and mine:
-            ratio = ratio_interval(base, mine)
-            better: Tone = "good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info"
+        """Step time of a strategy over that of a baseline; `words` has a placeholder for the
+        ratio. If `rated`, the tone says which is faster."""
+        base, own = self.samples("step", baseline), self.samples("step", strategy)
+        if base and own:
+            ratio = ratio_interval(base, own)
+            tone: Tone = "good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info"
             yield self.finding(
                 what,
                 words.format(f"{number(ratio.value, 3)}×")
                 + f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
                 {"ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-                tone=better if judged else "info",
+                tone=tone if rated else "info",
             )
 
 
@@ -100,7 +101,7 @@ def _findings(case: ShardingResult) -> Iterator[Finding]:
         BROADCAST,
         TORCH,
         "a step takes {} the time of torch's ZeroRedundancyOptimizer",
-        judged=True,
+        rated=True,
     )
     yield from counter_finding(case, BROADCAST)
     yield from refused_findings(case, STRATEGIES)
@@ -130,8 +131,8 @@ def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
     sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
     if len(sizes) < len(COUNTERS):
         return
-    words = {name: f"{bytes_(base)} and {bytes_(ours)}" for name, (base, ours) in sizes.items()}
-    rises = {name: ours - base for name, (base, ours) in sizes.items()}
+    words = {name: f"{bytes_(base)} and {bytes_(own)}" for name, (base, own) in sizes.items()}
+    rises = {name: own - base for name, (base, own) in sizes.items()}
     yield case.finding(
         "counters",
         f"after a step, unsharded and {strategy}, a rank has allocated {words['allocated']} and"
@@ -150,17 +151,17 @@ def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
 
 
 def _shares(case: ShardingResult) -> Iterator[Finding]:
-    unsharded, ours = case.sizes(UNSHARDED, "state"), case.sizes(BROADCAST, "state")
-    if not (unsharded and ours and case.sizes(UNSHARDED, "parameters")):
+    unsharded, sharded = case.sizes(UNSHARDED, "state"), case.sizes(BROADCAST, "state")
+    if not (unsharded and sharded and case.sizes(UNSHARDED, "parameters")):
         return
-    ideal = unsharded[0] / case.ranks
-    off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
+    equal = unsharded[0] / case.ranks
+    off = max(abs(share - equal) for share in sharded) / equal if equal else 0.0
     yield case.finding(
         "share",
         f"the AdamW state takes {bytes_(unsharded[0])} on every rank unsharded and at most"
-        f" {bytes_(max(ours))} when parameters are assigned to ranks by size: {percent(off)} from"
-        " an equal share.",
-        {"whole_bytes": unsharded[0], "most_bytes": max(ours), "off": off},
+        f" {bytes_(max(sharded))} when parameters are assigned to ranks by size: {percent(off)}"
+        " from an equal share.",
+        {"whole_bytes": unsharded[0], "most_bytes": max(sharded), "off": off},
         tone="good" if off <= 0.02 else "info",
     )
     yield _difference(case)

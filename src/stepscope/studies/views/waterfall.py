@@ -11,7 +11,7 @@ from stepscope.analysis.limits import matrix_ceiling, median_ms
 from stepscope.analysis.power import Capped, power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
-from stepscope.model.config import precision
+from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
@@ -57,13 +57,16 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None
-    policy = precision(workload.dtype)
-    step = Step(
-        model, workload.batch, workload.context, policy, workload.mode, workload.run_again()
-    )
+    step = waterfall_step(workload, model, precision(workload.dtype))
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
     return Fall(workload, water, summary.on_device, power_capped(record), record.id)
+
+
+def waterfall_step(workload: Workload, model: ModelConfig, policy: Precision) -> Step:
+    """The step whose ideal time a waterfall starts from."""
+    w = workload
+    return Step(model, w.batch, w.context, policy, w.mode, w.run_again())
 
 
 def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
@@ -122,9 +125,10 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
         title=f"From the ideal to the measured step: {fall.workload.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Ideal: for each operation the longer of its FLOPs at the measured matmul rate and"
-        " its minimum bytes at the measured bandwidth. The rest is the time beyond, by cause; the"
-        " parts add up to the measured time.",
+        caption="A waterfall: each bar starts where the previous one ends. Ideal: for each"
+        " operation the longer of its FLOPs at the measured matmul rate and its minimum bytes at"
+        " the measured bandwidth. The rest is the time beyond, by cause; the parts add up to the"
+        " measured time.",
     )
 
 
@@ -138,7 +142,7 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
         falls,
         [
             *_STEP,
-            col("ideal", _of_the_limit, "percent"),
+            col("ideal", _ideal_share, "percent"),
             *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
         ],
     )
@@ -165,7 +169,7 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
             *_STEP,
             col("measured", _taken, unit="ms"),
             col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
-            col("of the limit", _of_the_limit, "percent", hint="ideal over measured"),
+            col("ideal / measured", _ideal_share, "percent"),
             *(col(_short(cause), partial(part, cause), unit="ms") for cause in CAUSES),
             col("largest", largest),
             col("what recovers it", recovers),
@@ -176,7 +180,7 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
     return keep_columns(full_table, _is_informative)
 
 
-def _of_the_limit(fall: Fall) -> float:
+def _ideal_share(fall: Fall) -> float:
     return fall.water.ideal_ms / fall.water.measured_ms
 
 
@@ -214,7 +218,7 @@ def _finding(fall: Fall) -> Finding:
         },
         records=(fall.record,) if fall.record else (),
         text=f"{fall.workload.name}: the ideal time of its operations is"
-        f" {duration(water.ideal_ms)}, {percent(_of_the_limit(fall))} of the"
+        f" {duration(water.ideal_ms)}, {percent(_ideal_share(fall))} of the"
         f" {duration(water.measured_ms)} that it takes.",
         conclusion=" ".join(_conclusions(fall, faster=faster, scaled=scaled, doubt=doubt)),
         tone="warn" if doubt or faster or scaled else "info",
