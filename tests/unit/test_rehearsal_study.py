@@ -299,13 +299,13 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": (0,)}, "ranks has 0"),
-        ({"check_ranks": (2, -1)}, "check_ranks has -1"),
+        ({"ranks": (0,)}, "ranks is 0"),
+        ({"check_ranks": (2, -1)}, "check_ranks is -1"),
         ({"link": ("infinyband",)}, "link 'infinyband' does not exist"),
         ({"bucket_mb": (0.0,)}, "bucket-mb is 0 "),
         ({"bucket_mb": ()}, "bucket-mb has no value"),
         ({"ranks": ()}, "no cluster to predict"),
-        ({"steps": 0}, "steps and rounds"),
+        ({"steps": 0}, "steps is 0"),
     ],
 )
 def test_invalid_flags_are_rejected(options: dict[str, Any], words: str) -> None:

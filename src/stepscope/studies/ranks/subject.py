@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Series
-from stepscope.studies.flag_checks import check_ranks
+from stepscope.studies.flag_checks import check_at_least, check_ranks
 from stepscope.studies.ranks.cases import RankedCase, default_ranks
 from stepscope.studies.training.model_names import check_name
 
@@ -79,8 +78,7 @@ class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks, self.batch)
-        if self.rounds < 1:
-            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+        check_at_least(1, rounds=self.rounds)
 
     def subjects(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
         """Checked fields of a `RankedStep` for each model and context."""

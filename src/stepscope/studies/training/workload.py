@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stepscope.attention.registry import implementation
-from stepscope.errors import UsageError, unknown_name
+from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, stretches
@@ -18,6 +18,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least, check_known
 from stepscope.studies.training.flags import (
     COMPILE,
     COMPILE_MODES,
@@ -71,8 +72,7 @@ class Workload(Case, frozen=True, kw_only=True):
     searched: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UsageError(f"batch is {self.batch}", "it must be at least 1")
+        check_at_least(1, batch=self.batch)
         for kind, value, known in (
             ("compile", self.compile, COMPILE),
             ("compile mode", self.compile_mode, COMPILE_MODES),
@@ -80,8 +80,7 @@ class Workload(Case, frozen=True, kw_only=True):
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("mode", self.mode, MODES),
         ):
-            if value not in known:
-                raise unknown_name(kind, value, known)
+            check_known(kind, (value,), known)
         implementation(self.attention)
         precision(self.dtype)
         if self.own:
