@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.links import Link, bus_factor, fit_link
-from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result, record_ids
-from stepscope.studies.ranks.results import RankedResult
+from stepscope.studies.ranks.results import RankedResult, variant_rows
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import Mine, published_tables
 
@@ -206,39 +205,27 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             )
 
 
-class Row(NamedTuple):
-    """A point of a sweep, or None for a failed case."""
-
-    record: Record
-    sweep: Sweep
-    point: Point | None
-
-
 def _table(sweeps: Sequence[Sweep]) -> Table:
     return table(
         "allreduce-times",
         "Collectives by size",
+        variant_rows(sweeps, lambda sweep: sweep.points),
         [
-            Row(sweep.record, sweep, point)
-            for sweep in sweeps
-            for point in (sweep.points if sweep.record.status == "ok" else [None])
-        ],
-        [
-            col("collective", lambda r: r.sweep.case.collective, key=True),
-            col("ranks", lambda r: r.sweep.case.ranks, "count", key=True),
-            col("backend", lambda r: r.sweep.backend, key=True),
-            col("size", lambda r: r.point.size, "bytes"),
-            col("count", lambda r: r.point.size // 4, "count"),
+            col("collective", lambda r: r.of.case.collective, key=True),
+            col("ranks", lambda r: r.of.case.ranks, "count", key=True),
+            col("backend", lambda r: r.of.backend, key=True),
+            col("size", lambda r: r.variant.size, "bytes"),
+            col("count", lambda r: r.variant.size // 4, "count"),
             col("dtype", lambda _: "float32"),
             col(
                 "time",
-                lambda r: interval(r.point.time),
+                lambda r: interval(r.variant.time),
                 unit="ms",
                 hint="of the slowest rank, after a barrier; median with its 95 % interval",
             ),
-            col("algbw", lambda r: r.point.algorithm_bandwidth, "rate", unit="B/s"),
-            col("busbw", lambda r: r.point.bus_bandwidth, "rate", unit="B/s"),
-            col("wrong", lambda r: r.point.wrong, "count", hint="elements with a wrong result"),
+            col("algbw", lambda r: r.variant.algorithm_bandwidth, "rate", unit="B/s"),
+            col("busbw", lambda r: r.variant.bus_bandwidth, "rate", unit="B/s"),
+            col("wrong", lambda r: r.variant.wrong, "count", hint="elements with a wrong result"),
         ],
         caption=f"algbw = size / time; {FORMULA}. Starting the processes is not timed.",
     )

@@ -19,7 +19,7 @@ from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
@@ -254,29 +254,29 @@ def _table(known: Sequence[DDPResult]) -> Table:
     return table(
         "ddp-steps",
         "A step with each strategy for averaging gradients",
-        strategy_rows(known, lambda timed: timed.names),
+        variant_rows(known, lambda timed: timed.names),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),
             col("ranks", lambda r: r.of.case.ranks, "count", key=True),
             col("dtype", lambda r: r.of.case.dtype, key=True),
-            col("strategy", lambda r: r.strategy, key=True),
+            col("strategy", lambda r: r.variant, key=True),
             step_column(),
-            *cols(PHASES, lambda r, phase: r.of.phases(r.strategy).get(phase), unit="ms"),
+            *cols(PHASES, lambda r, phase: r.of.phases(r.variant).get(phase), unit="ms"),
             col(
                 "communication",
-                lambda r: r.of.median("communication", r.strategy),
+                lambda r: r.of.median("communication", r.variant),
                 unit="ms",
                 hint="its reductions without overlap",
             ),
             col(
                 "exposed",
-                lambda r: None if r.strategy == ALONE else r.of.exposed(r.strategy),
+                lambda r: None if r.variant == ALONE else r.of.exposed(r.variant),
                 unit="ms",
                 hint="step minus the step without communication",
             ),
             col(
-                "reductions", lambda r: r.record.quantity("reductions", variant=r.strategy), "count"
+                "reductions", lambda r: r.record.quantity("reductions", variant=r.variant), "count"
             ),
         ],
         caption="Step times of the slowest rank in each round; all strategies are interleaved on"

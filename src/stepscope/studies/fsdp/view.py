@@ -41,7 +41,7 @@ def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
             " parameters are gathered for the forward pass and again for the backward pass, and"
             " gradients are reduced. Weights that stay gathered in between (the root module of"
             " torch's fully_shard) are gathered once.",
-            memory=[col("sum", lambda r: max(_sums(r.of, r.strategy), default=None), "bytes")],
+            memory=[col("sum", lambda r: max(_sums(r.of, r.variant), default=None), "bytes")],
         ),
         *station_table(done, FSDP_STRATEGIES),
     )

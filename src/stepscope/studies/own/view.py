@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
-from stepscope.report.blocks import Block, Finding, Interval, Table
+from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.format import bytes_, duration, number
-from stepscope.report.tables import col, failed_table, table
+from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
 from stepscope.studies.program.findings import memory_finding, rate_finding
@@ -83,10 +83,6 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
 
 
 def settings_table(results: Sequence[Own]) -> Table:
-    def timed(result: Own) -> Interval | None:
-        step = step_ms(result.record)
-        return Interval(value=step.median, low=step.low, high=step.high) if step else None
-
     def samples(result: Own) -> float | None:
         step = step_ms(result.record)
         return 1e3 * result.case.batch / step.median if step else None
@@ -107,7 +103,12 @@ def settings_table(results: Sequence[Own]) -> Table:
             col("compile", lambda r: r.case.compile, key=True),
             col("optimizer", lambda r: r.case.optimizer, key=True),
             *(col(name, lambda r, name=name: getattr(r.case, name), key=True) for name in changed),
-            col("step", timed, unit="ms", hint="median with its 95 % interval"),
+            col(
+                "step",
+                lambda r: interval(step_ms(r.record)),
+                unit="ms",
+                hint="median with its 95 % interval",
+            ),
             col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
             col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),
             col(

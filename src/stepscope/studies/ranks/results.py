@@ -69,11 +69,11 @@ class RankedResult(Result[R]):
         )
 
 
-class StrategyRow(NamedTuple):
-    """One variant of a record; a failed record has a single row without a variant."""
+class VariantRow(NamedTuple):
+    """A part of a record, such as a strategy; a failed record has a single row without a part."""
 
     of: Any
-    strategy: str | None
+    variant: Any
 
     @property
     def record(self) -> Record:
@@ -81,13 +81,13 @@ class StrategyRow(NamedTuple):
         return record
 
 
-def strategy_rows(
-    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[str]]
-) -> list[StrategyRow]:
+def variant_rows(
+    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[Any]]
+) -> list[VariantRow]:
     return [
-        StrategyRow(result, strategy)
+        VariantRow(result, variant)
         for result in results
-        for strategy in (variants(result) if result.record.status == "ok" else [None])
+        for variant in (variants(result) if result.record.status == "ok" else [None])
     ]
 
 
@@ -95,7 +95,7 @@ def step_column() -> Declared:
     """Column of the step time, for rows by variant."""
     return col(
         "step",
-        lambda r: interval(r.of.summary("step", r.strategy)),
+        lambda r: interval(r.of.summary("step", r.variant)),
         unit="ms",
         hint="median with its 95 % interval",
     )

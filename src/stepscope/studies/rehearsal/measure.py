@@ -98,7 +98,7 @@ def record_step(
     from stepscope.measure.gradients import record_gradients
 
     if workload.graph or workload.fuses_loss:
-        raise CaseSkipped("a rehearsal needs separate forward, loss and backward phases")
+        raise CaseSkipped("a simulation needs separate forward, loss and backward phases")
     step = make_step(workload, device)
     forward, loss, backward, optimizer = step.phases()
 

@@ -107,7 +107,7 @@ def measure_strategies(world: World, case: RankedStep, strategies: tuple[str, ..
         try:
             memory += _memory(world, name, origin, fed)
         except Exception as error:
-            # A peer that does not support this backend or device is left out, with the reason.
+            # A strategy of torch that does not support this backend is left out, with the reason.
             if name not in FROM_TORCH:
                 raise
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
 from stepscope.studies.views.figures import curves
@@ -224,29 +224,29 @@ def strategies_table(
     return table(
         name,
         title,
-        strategy_rows(known, lambda _: strategies),
+        variant_rows(known, lambda _: strategies),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
-            col("strategy", lambda r: r.strategy, key=True),
+            col("strategy", lambda r: r.variant, key=True),
             step_column(),
             *time,
             *cols(
                 KINDS,
-                lambda r, kind: r.of.most(r.strategy, kind),
+                lambda r, kind: r.of.most(r.variant, kind),
                 "bytes",
                 hint="on the rank with the most",
             ),
             *memory,
             col(
                 "sent, predicted",
-                lambda r: r.of.moved(r.strategy),
+                lambda r: r.of.moved(r.variant),
                 "bytes",
                 hint="per rank and step",
             ),
             col(
                 "sent, counted",
-                lambda r: r.of.most(r.strategy, "sent"),
+                lambda r: r.of.most(r.variant, "sent"),
                 "bytes",
                 hint="from the collectives that were called",
             ),
@@ -264,11 +264,11 @@ def _table(known: Sequence[ShardingResult]) -> Table:
         caption="Times of the slowest rank; all strategies are interleaved. Sent, predicted: an"
         " all-reduce sends 2(n-1)/n of the gradients, a reduce-scatter, an all-gather or a"
         " broadcast (n-1)/n.",
-        time=[col("optimizer", lambda r: r.of.median("optimizer", r.strategy), unit="ms")],
+        time=[col("optimizer", lambda r: r.of.median("optimizer", r.variant), unit="ms")],
         memory=[
             col(
                 "least state",
-                lambda r: min(r.of.sizes(r.strategy, "state"), default=None),
+                lambda r: min(r.of.sizes(r.variant, "state"), default=None),
                 "bytes",
                 hint="on the rank with the least",
             )
