@@ -9,8 +9,6 @@ from stepscope.report.blocks import (
     Block,
     Figure,
     Finding,
-    Lane,
-    LaneSpan,
     Table,
     Timeline,
     Tone,
@@ -20,7 +18,7 @@ from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
-from stepscope.studies.views.figures import curves
+from stepscope.studies.views.figures import curves, lane
 from stepscope.studies.views.published import published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
@@ -214,20 +212,15 @@ def _figures(timed: DDPResult) -> Iterator[Figure | Timeline]:
     )
     timeline = timed.record.attachment("timeline", Lanes) or {}
     lanes = [
-        Lane(
-            label=f"{name}: {lane}",
-            stretches=tuple(
-                LaneSpan(
-                    start=start,
-                    end=end,
-                    label=label,
-                    group=label if lane == "compute" else "reduction",
-                )
+        lane(
+            f"{name}: {what}",
+            (
+                (start, end, label, label if what == "compute" else "reduction")
                 for start, end, label in _without_covered_labels(spans)
             ),
         )
         for name, by_lane in timeline.items()
-        for lane, spans in by_lane.items()
+        for what, spans in by_lane.items()
         if spans
     ]
     if lanes:

@@ -12,8 +12,6 @@ from stepscope.report.blocks import (
     Cell,
     Figure,
     Finding,
-    Lane,
-    LaneSpan,
     LimitLine,
     Table,
     Timeline,
@@ -33,7 +31,7 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
-from stepscope.studies.views.figures import curves
+from stepscope.studies.views.figures import curves, lane
 
 BUCKETED = ("bucketed", "sharded", "fsdp")
 
@@ -370,16 +368,9 @@ def _rank_figure(
 def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
     lanes = []
     for name, step in prediction.steps.items():
-        lanes.append(Lane(label=f"{name}: compute", stretches=_compute(subject, step)))
-        lanes.append(
-            Lane(
-                label=f"{name}: links",
-                stretches=tuple(
-                    LaneSpan(start=m.start, end=m.end, label=bytes_(m.bytes), group="messages")
-                    for m in step.messages
-                ),
-            )
-        )
+        lanes.append(lane(f"{name}: compute", _compute(subject, step)))
+        messages = ((m.start, m.end, bytes_(m.bytes), "messages") for m in step.messages)
+        lanes.append(lane(f"{name}: links", messages))
     return Timeline(
         name=f"rehearsal-timeline-{subject.case}",
         title=f"Predicted overlap on {prediction.label}: {subject.name}",
@@ -389,7 +380,8 @@ def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
     )
 
 
-def _compute(subject: Subject, step: Replay) -> tuple[LaneSpan, ...]:
+def _compute(subject: Subject, step: Replay) -> list[tuple[float, float, str, str]]:
+    """Start, end, label and group of the phases of a predicted step."""
     optimizer = subject.recording.optimizer_ms
     gathers = [m for m in step.messages if m.ready > step.synchronized]
     ended = min((m.ready for m in gathers), default=step.step_ms)
@@ -400,8 +392,4 @@ def _compute(subject: Subject, step: Replay) -> tuple[LaneSpan, ...]:
         (step.synchronized, min(ended, step.synchronized + optimizer), "optimizer"),
         (ended, step.step_ms, "waiting"),
     )
-    return tuple(
-        LaneSpan(start=start, end=end, label=label, group=label)
-        for start, end, label in parts
-        if end > start
-    )
+    return [(start, end, label, label) for start, end, label in parts if end > start]

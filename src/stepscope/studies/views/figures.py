@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from stepscope.report.blocks import Curve, Lane, LaneSpan
@@ -18,8 +18,18 @@ def curves(values: Mapping[str, Mapping[X, float]]) -> tuple[Curve, ...]:
     )
 
 
+def lane(label: str, spans: Iterable[tuple[float, float, str, str]]) -> Lane:
+    """A lane of a timeline from start, end, label and group of its spans."""
+    return Lane(
+        label=label,
+        stretches=tuple(
+            LaneSpan(start=start, end=end, label=text, group=group)
+            for start, end, text, group in spans
+        ),
+    )
+
+
 def bar(label: str, start: float, ms: float, total_ms: float, group: str) -> Lane:
     """A lane with one bar, labeled with its time and its share of the total."""
     text = f"{duration(ms)}, {percent(ms / total_ms)}"
-    span = LaneSpan(start=start, end=start + ms, label=text, group=group)
-    return Lane(label=label, stretches=(span,))
+    return lane(label, [(start, start + ms, text, group)])
