@@ -135,16 +135,11 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
 
 
 def account_table(case: Account) -> Table:
-    lines = sorted(
-        {line for peak in case.phases for line in peak.lines},
-        key=lambda line: (-max(peak.lines.get(line, 0) for peak in case.phases), line),
-    )
     return lines_table(
         "memory-ledger",
         f"Live memory at the peak of each phase: {case.name}",
-        [peak.phase for peak in case.phases],
+        [(peak.phase, peak.lines) for peak in case.phases],
         [
-            *((line, *(peak.lines.get(line) for peak in case.phases)) for line in lines),
             ("unattributed", *(peak.residual for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
@@ -157,31 +152,22 @@ def _moments_table(case: Account) -> Iterator[Table]:
     """Live memory at the end of each phase; on CUDA up to the driver's figure."""
     if not case.ends:
         return
-    groups = [case.groups(end) for end in case.ends]
-    kinds = sorted(
-        {kind for group in groups for kind, size in group.items() if size},
-        key=lambda kind: (-max(group.get(kind, 0) for group in groups), kind),
-    )
-    rows: list[tuple[Cell, ...]] = [
-        *((kind, *(group.get(kind) or None for group in groups)) for kind in kinds),
-        ("allocated", *(end.allocated for end in case.ends)),
+    kinds = [
+        (end.phase, {kind: size for kind, size in case.groups(end).items() if size})
+        for end in case.ends
     ]
+    footer: list[tuple[Cell, ...]] = [("allocated", *(end.allocated for end in case.ends))]
     caption = "Memory of a training step before it begins and after each phase."
     driver_rows = [_outside_the_allocator(case, end) for end in case.ends]
     if all(driver_rows):
-        rows += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
+        footer += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
         caption += (
             " Up to `allocated` every line is counted in a recorded step; below are the allocator's"
             " cached blocks, what existed before the model, and the rest of the driver's figure of"
             " a plain step."
         )
-    yield lines_table(
-        "memory-moments",
-        f"Live memory at the end of each phase: {case.name}",
-        [end.phase for end in case.ends],
-        rows,
-        caption=caption,
-    )
+    title = f"Live memory at the end of each phase: {case.name}"
+    yield lines_table("memory-moments", title, kinds, footer, caption=caption)
 
 
 def _outside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:

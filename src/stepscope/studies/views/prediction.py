@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
@@ -19,11 +19,23 @@ _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the reques
 
 
 def lines_table(
-    name: str, title: str, phases: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str
+    name: str,
+    title: str,
+    phases: Sequence[tuple[str, Mapping[str, int]]],
+    footer: Iterable[Sequence[Cell]],
+    *,
+    caption: str,
 ) -> Table:
-    """Table of bytes by line and phase."""
-    sizes = (col(phase, itemgetter(index), "bytes") for index, phase in enumerate(phases, start=1))
-    return table(name, title, rows, [col("line", itemgetter(0)), *sizes], caption=caption)
+    """Table of bytes by line and phase, the largest line first, with the rows of `footer` below."""
+    lines = sorted(
+        {line for _, sizes in phases for line in sizes},
+        key=lambda line: (-max(sizes.get(line, 0) for _, sizes in phases), line),
+    )
+    rows = [(line, *(sizes.get(line) for _, sizes in phases)) for line in lines]
+    columns = [col(phase, itemgetter(i), "bytes") for i, (phase, _) in enumerate(phases, start=1)]
+    return table(
+        name, title, [*rows, *footer], [col("line", itemgetter(0)), *columns], caption=caption
+    )
 
 
 def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
@@ -65,19 +77,12 @@ def _at_peak(prediction: Prediction, phase: str) -> int | None:
 
 
 def ledger_table(prediction: Prediction) -> Table:
-    """Live memory at the peak of each phase, largest line first."""
-    order = sorted(
-        {line for moment in prediction.phases for line in moment.lines},
-        key=lambda line: -max(moment.lines.get(line, 0) for moment in prediction.phases),
-    )
+    """Live memory at the peak of each phase."""
     return lines_table(
         "predicted-ledger",
         "Live memory at the peak of each phase",
-        [moment.phase for moment in prediction.phases],
-        [
-            *((line, *(moment.lines.get(line) for moment in prediction.phases)) for line in order),
-            ("sum", *(sum(moment.lines.values()) for moment in prediction.phases)),
-        ],
+        [(moment.phase, moment.lines) for moment in prediction.phases],
+        [("sum", *(sum(moment.lines.values()) for moment in prediction.phases))],
         caption=f"{_BLOCKS if prediction.plan.device == 'cuda' else 'Tensors.'}"
         f" Lines that begin with “{SAVED.strip()}” are activations saved for backward, by the part"
         " of the model and the operator that saves them.",
