@@ -4,7 +4,6 @@ that recovers it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms
@@ -15,13 +14,15 @@ from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
-from stepscope.report.tables import Declared, col, keep_columns, table
+from stepscope.report.tables import Declared, col, cols, keep_columns, table
 from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
 from stepscope.studies.views.figures import bar
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_COLUMNS: dict[str, Cause] = {_SHORT_NAMES.get(cause, cause): cause for cause in CAUSES}
+"""Causes by the title of their column."""
 _FASTER_FROM = 0.01
 _SCALED_FROM = 1.05
 _KINDS = {
@@ -133,8 +134,8 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:
-    def share(cause: Cause, fall: Fall) -> float:
-        return fall.water.parts[cause] / fall.water.measured_ms
+    def share(fall: Fall, title: str) -> float:
+        return fall.water.parts[_COLUMNS[title]] / fall.water.measured_ms
 
     full_table = table(
         f"{name}-waterfall-shares",
@@ -143,19 +144,16 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
         [
             *_STEP,
             col("ideal", _ideal_share, "percent"),
-            *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
+            *cols(_COLUMNS, share, "percent"),
         ],
     )
     return keep_columns(full_table, _is_informative)
 
 
 def _times_table(falls: Sequence[Fall], name: str) -> Table:
-    def part(cause: Cause, fall: Fall) -> float:
-        return fall.water.parts[cause]
-
     def largest(fall: Fall) -> Cause | None:
-        largest_part = fall.water.largest()
-        return largest_part[0] if largest_part else None
+        part = fall.water.largest()
+        return part[0] if part else None
 
     def recovers(fall: Fall) -> str | None:
         cause = largest(fall)
@@ -170,7 +168,7 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
             col("measured", _taken, unit="ms"),
             col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
             col("ideal / measured", _ideal_share, "percent"),
-            *(col(_short(cause), partial(part, cause), unit="ms") for cause in CAUSES),
+            *cols(_COLUMNS, lambda fall, title: fall.water.parts[_COLUMNS[title]], unit="ms"),
             col("largest", largest),
             col("what recovers it", recovers),
         ],
@@ -184,15 +182,11 @@ def _ideal_share(fall: Fall) -> float:
     return fall.water.ideal_ms / fall.water.measured_ms
 
 
-def _short(cause: Cause) -> str:
-    return _SHORT_NAMES.get(cause, cause)
-
-
 def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
     """True unless a cause takes no time in any step, or all steps have the same mode."""
     if column.title == "mode":
         return len(set(cells)) > 1
-    if column.title in map(_short, CAUSES):
+    if column.title in _COLUMNS:
         return not all(isinstance(cell, float) and abs(cell) < 1e-6 for cell in cells)
     return True
 
