@@ -38,7 +38,7 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
     assert least_ms(Watched(watched())) == {
-        "matmuls at the measured rate": pytest.approx(2.0),
+        "matmuls at the ceiling": pytest.approx(2.0),
         "optimizer bytes, moved once": pytest.approx(0.28),
     }
     assert least_ms(Watched(watched(ceilings=()))) == {}

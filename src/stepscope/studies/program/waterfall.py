@@ -35,7 +35,7 @@ def least_ms(lead: Watched) -> dict[str, float]:
     flops, rate = record.quantity("flops"), matrix_ceiling(record)
     if not flops or rate is None or rate.value <= 0:
         return {}
-    least = {"matmuls at the measured rate": 1e3 * flops / rate.value}
+    least = {"matmuls at the ceiling": 1e3 * flops / rate.value}
     parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
     if parameters and bandwidth is not None and bandwidth.value > 0:
         least["optimizer bytes, moved once"] = 1e3 * parameters * ADAMW_BYTES / bandwidth.value
