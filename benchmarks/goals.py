@@ -32,7 +32,7 @@ from stepscope.report.blocks import Interval
 from stepscope.report.format import number
 from stepscope.studies.base import results_of
 from stepscope.studies.ddp import STUDY as DDP
-from stepscope.studies.ddp.view import Ways, against_torch
+from stepscope.studies.ddp.view import DDPResult, against_torch
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.flash.races import (
     Comparison,
@@ -216,7 +216,7 @@ def _attention_short_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for result in DDP.results(evidence.of("ddp")):
-        strategies = Ways(*result)
+        strategies = DDPResult(*result)
         if (ratio := against_torch(strategies)) is not None:
             yield _value(strategies.title, ratio[1])
 
@@ -240,7 +240,7 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
         if (check := check_of(*result)) is not None:
-            yield _error(check.title, check.verdict.worst)
+            yield _error(check.title, check.comparison.worst)
 
 
 def _error(case: str, row: Row) -> Value:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from stepscope.analysis.rehearsal.recording import Recording
 from stepscope.studies.rehearsal.cases import CheckCase
-from stepscope.studies.rehearsal.checks import Verdict, judge
-from stepscope.studies.rehearsal.measure import Samples, record_step, run_ways, series_of
+from stepscope.studies.rehearsal.checks import Comparison, compare
+from stepscope.studies.rehearsal.measure import Samples, record_step, run_strategies, series_of
 
 NOT_PERMITTED = 77
 BURST_BYTES = 32 * 1024
@@ -125,7 +125,7 @@ def as_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment("gloo", "cpu")
     with world.connected(SECONDS):
-        samples = run_ways(world, recording, case)
+        samples = run_strategies(world, recording, case)
     (folder / f"result-{world.rank}").write_bytes(pickle.dumps(samples))
 
 
@@ -187,46 +187,48 @@ def record(case: CheckCase) -> Recording:
     return Recording.of_samples(series, times)
 
 
-def verdict_of(case: CheckCase, results: list[Samples], recording: Recording) -> Verdict:
-    verdict = judge(recording, series_of(results), case.bucket_mb)
-    assert verdict is not None
-    return verdict
+def comparison_of(case: CheckCase, results: list[Samples], recording: Recording) -> Comparison:
+    comparison = compare(recording, series_of(results), case.bucket_mb)
+    assert comparison is not None
+    return comparison
 
 
-def facts(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> dict[str, object]:
+def facts(
+    ranks: int, mbit: float, recording: Recording, comparison: Comparison
+) -> dict[str, object]:
     return {
         "ranks": ranks,
         "mbit": mbit,
         "gradient_bytes": recording.gradient_bytes,
         "compute_ms": recording.compute_ms,
-        "bytes_per_ms": verdict.channel.line.bytes_per_ms,
-        "latency_ms": verdict.channel.line.latency_ms,
-        "all_alone_ms": verdict.channel.alone(recording.gradient_bytes),
+        "bytes_per_ms": comparison.channel.line.bytes_per_ms,
+        "latency_ms": comparison.channel.line.latency_ms,
+        "all_alone_ms": comparison.channel.alone(recording.gradient_bytes),
         "ways": {
-            row.way: {
+            row.strategy: {
                 "predicted_ms": row.predicted_ms,
                 "measured_ms": row.measured.median,
                 "error": row.error,
             }
-            for row in verdict.rows
+            for row in comparison.rows
         },
     }
 
 
-def print_verdict(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None:
-    link = verdict.channel.line
+def print_comparison(ranks: int, mbit: float, recording: Recording, comparison: Comparison) -> None:
+    link = comparison.channel.line
     print(
         f"{ranks} ranks at {mbit:g} Mbit/s: {recording.compute_ms:.1f} ms of compute,"
         f" {recording.gradient_bytes / 2**20:.1f} MiB of gradients; a reduction takes"
         f" {link.latency_ms:.2f} ms and carries {link.bytes_per_ms / 1e3:.1f} MB/s"
     )
-    for row in verdict.rows:
+    for row in comparison.rows:
         print(
-            f"  {row.way:18} predicted {row.predicted_ms:8.1f} ms, measured"
+            f"  {row.strategy:18} predicted {row.predicted_ms:8.1f} ms, measured"
             f" {row.measured.median:8.1f} [{row.measured.low:.1f}, {row.measured.high:.1f}],"
             f" error {row.error:+.1%}"
         )
-    print(f"  worst {abs(verdict.worst.error):.1%}")
+    print(f"  worst {abs(comparison.worst.error):.1%}")
 
 
 def main() -> int:
@@ -254,11 +256,11 @@ def main() -> int:
         except NotPermittedError as error:
             print(f"network namespaces are not available: {error}", file=sys.stderr)
             return NOT_PERMITTED
-        verdict = verdict_of(case, results, recording)
+        comparison = comparison_of(case, results, recording)
         if options.json:
-            print(json.dumps(facts(ranks, options.mbit, recording, verdict)))
+            print(json.dumps(facts(ranks, options.mbit, recording, comparison)))
         else:
-            print_verdict(ranks, options.mbit, recording, verdict)
+            print_comparison(ranks, options.mbit, recording, comparison)
     return 0
 
 

@@ -25,9 +25,9 @@ def is_run_and_predicted(rehearsed: Record) -> None:
     check, recording = check_of(*result), recording_of(rehearsed)
     assert check is not None
     assert recording is not None
-    assert [row.way for row in check.verdict.rows] == list(STRATEGIES[1:])
-    assert all(row.predicted_ms > recording.compute_ms for row in check.verdict.rows)
-    assert check.verdict.channel.line.bytes_per_ms > 0
+    assert [row.strategy for row in check.comparison.rows] == list(STRATEGIES[1:])
+    assert all(row.predicted_ms > recording.compute_ms for row in check.comparison.rows)
+    assert check.comparison.channel.line.bytes_per_ms > 0
 
 
 def test_every_strategy_is_run_with_real_compute_and_predicted() -> None:

@@ -121,13 +121,13 @@ def test_workspaces_and_temporaries_within_operators_are_lines() -> None:
     done = measured("train-step", "float32", context=1024)
     backward = next(p for p in done.attachments["ledger"] if p.phase == "backward")
     assert backward.lines[LIBRARIES] > 0
-    # The backward of softmax has a temporary for gradient times output.
+    # The backward pass of softmax has a temporary for gradient times output.
     assert backward.lines[WITHIN_OPERATORS] >= 0
 
 
 def test_a_snapshot_is_written_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRACES, str(tmp_path))
-    # A context at which activations are the peak: tensors of the backward have no Python stack.
+    # A context at which activations are the peak: tensors of backward passes have no Python stack.
     done = measured("train-step", "float32", context=1024)
     assert "snapshot_missing" not in done.notes
     assert {"plain", "history"} <= {series.name for series in done.series}

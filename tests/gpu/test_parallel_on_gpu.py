@@ -138,7 +138,7 @@ def test_sharding_reduces_the_memory_of_a_gpu(study: str) -> None:
         assert share == pytest.approx(0.5, abs=0.02)
         peak = value("allocated", "unsharded", rank, "peak")
         assert after < value("allocated", variant_name, rank, "peak") < peak
-    # Collectives of the backward run in another thread than those of the forward.
+    # Collectives of the backward pass run in another thread than those of the forward pass.
     size = value("parameters", "unsharded", 0)
     assert value("sent", variant_name, 0) == pytest.approx(1.5 * size, rel=0.02)
 

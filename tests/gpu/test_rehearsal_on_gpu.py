@@ -1,4 +1,4 @@
-"""A step recorded on a GPU: events in the order of the backward, which add up to the step."""
+"""A step recorded on a GPU: events in the order of the backward pass, which add up to the step."""
 
 from __future__ import annotations
 

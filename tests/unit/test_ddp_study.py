@@ -11,7 +11,7 @@ from parallel_records import ddp_record
 from stepscope.errors import UsageError
 from stepscope.records.schema import Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
-from stepscope.studies.ddp.view import Ways, _without_covered_labels
+from stepscope.studies.ddp.view import DDPResult, _without_covered_labels
 from stepscope.studies.registry import find_study
 
 
@@ -107,7 +107,7 @@ def test_phases_are_those_of_one_round_and_add_up_to_its_step() -> None:
         for phase, values in phases.items()
     )
     (result,) = find_study("ddp").results([msgspec.structs.replace(base, series=series)])
-    ways = Ways(*result)
+    ways = DDPResult(*result)
     # The slowest took 12, 20 and 33; the median is rank 0's second round.
     assert ways.median("step", "flat") == 20.0
     assert ways.phases("flat") == {"forward": 1.0, "backward": 19.0}

@@ -48,7 +48,7 @@ COMMANDS = (
 @pytest.fixture(autouse=True)
 def no_last_resort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let exceptions of the views reach the test."""
-    monkeypatch.setattr(page, "_LAST_RESORT", ())
+    monkeypatch.setattr(page, "_UNEXPECTED", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

@@ -61,7 +61,7 @@ def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
         " rank 2 10.0 ms, rank 1 6.00 ms."
     )
     alike = finding("inspect.ranks-alike", [[0], [20 * ms]], [[10], [20 * ms]])
-    assert alike.text == "The 2 ranks are equally fast: none delays the others."
+    assert alike.text == "The 2 ranks are equally fast: none delays another."
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_mean_number_of_calls_is_called_a_mean(counted: float, expected: str) ->
 
 def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
     record = inspected_record(step=1.0)
-    for issue, output in ((0.5, "takes 2 times that"), (2.0, "the host is the bottleneck")):
+    for issue, output in ((0.5, "takes 2 times that"), (2.0, "the CPU is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
         series = (*record.series, issued)
         lead = Watched(msgspec.structs.replace(record, series=series))

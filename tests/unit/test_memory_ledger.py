@@ -208,7 +208,7 @@ def test_the_shares_of_an_allocator_are_lines() -> None:
 
 
 def test_a_forward_without_backward_frees_its_memory() -> None:
-    """No backward frees the graph of a forward; softmax and exp save their outputs."""
+    """No backward frees the graph of a forward pass; softmax and exp save their outputs."""
     ledger = StorageLedger(CPU, None)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
     with ledger.watching(model, torch.optim.SGD(model.parameters())):
@@ -219,7 +219,7 @@ def test_a_forward_without_backward_frees_its_memory() -> None:
 
 
 def test_a_thread_without_python_frames_gets_the_line_of_the_main_thread() -> None:
-    """Like autograd's thread for the backward on a GPU, which has no Python frames."""
+    """Like autograd's thread for the backward pass on a GPU, which has no Python frames."""
     ledger, done = StorageLedger(CPU, None), _thread.allocate_lock()
     done.acquire()
     engine: dict[str, Any] = {"ledger": ledger, "done": done}

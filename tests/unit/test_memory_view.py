@@ -104,7 +104,7 @@ def test_a_cpu_also_shows_the_growth_of_the_process() -> None:
     on_host = memory_record(environment=on_cpu, extra=sizes(resident_bytes=123 << 20))
     assert table([on_host], "memory-peaks").columns[-1].title == "resident"
     assert table([on_host], "memory-peaks").rows[0][-1] == 123 << 20
-    assert table([memory_record()], "memory-peaks").columns[-1].title == "residual"
+    assert table([memory_record()], "memory-peaks").columns[-1].title == "unattributed"
 
 
 def test_four_and_eight_times_the_model_are_explained() -> None:
@@ -132,7 +132,7 @@ def test_the_error_of_the_prediction_is_reported() -> None:
     assert by_code([good])["prediction"].tone == "good"
 
 
-def test_a_residual_is_shown_and_judged() -> None:
+def test_an_unattributed_part_is_shown_and_reported() -> None:
     closed = memory_record(peak=1000)
     holed = memory_record(peak=1000, lines={"parameters": 300})
     assert cases_of([closed])[0].residual_share == 0
@@ -141,7 +141,7 @@ def test_a_residual_is_shown_and_judged() -> None:
     assert "leaves at most 20.0 % of the peak unattributed" in ledger_finding.text
     assert (ledger_finding.values["residual"], ledger_finding.tone) == (pytest.approx(0.2), "warn")
     ledger = table([holed], "memory-ledger")
-    assert ("residual", 200, 200, 200, 200) in ledger.rows
+    assert ("unattributed", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
 
 
@@ -153,10 +153,10 @@ def test_lines_of_one_size_have_one_order() -> None:
     assert [name for name in rows if name in names] == sorted(names)
 
 
-def test_on_a_cpu_closing_is_not_a_success() -> None:
+def test_on_a_cpu_a_ledger_that_adds_up_is_not_a_success() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
     finding = by_code([memory_record(environment=on_cpu)])
-    assert "closes by construction" in finding["account"].text
+    assert "adds up by construction" in finding["account"].text
     assert finding["account"].tone == "info"
     assert "driver" not in finding
 
@@ -246,12 +246,12 @@ def test_bfloat16_that_needs_more_is_explained() -> None:
         "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
     )
     finding = by_code([wide, narrow])["autocast-more"]
-    assert "needs more memory than float32 in 1 of 1 forwards" in finding.text
+    assert "needs more memory than float32 in 1 of 1 forward passes" in finding.text
     assert "the copies are 6.00 GiB" in finding.text
     assert "peak 22.0 GiB against 18.0 GiB" in finding.text
     assert set(finding.records) == ids(wide, narrow)
     lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
-    assert "in none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
+    assert "in none of 1 forward passes" in by_code([wide, lower])["autocast-less"].text
 
     def pair(context: int, *peaks: int) -> list[Record]:
         return [
@@ -268,11 +268,11 @@ def test_bfloat16_that_needs_more_is_explained() -> None:
     assert more.values["more_up_to"] == 512
 
 
-def test_a_ledger_that_closes_to_the_byte_is_reported() -> None:
+def test_a_ledger_that_adds_up_to_the_byte_is_reported() -> None:
     cases = [memory_record(), memory_record(context=256)]
     finding = by_code(cases)
     assert finding["account"].text == (
-        "The ledger closes to the byte, at the peak and at the end of every phase of all 2 cases."
+        "The ledger adds up to the byte, at the peak and at the end of every phase of all 2 cases."
     )
     assert (finding["account"].tone, finding["account"].timed) == ("good", False)
     assert finding["driver"].text.endswith(

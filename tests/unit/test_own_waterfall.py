@@ -38,7 +38,7 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
     assert least_ms(Watched(watched())) == {
-        "matmuls at the limit": pytest.approx(2.0),
+        "matmuls at the ceiling": pytest.approx(2.0),
         "optimizer bytes, moved once": pytest.approx(0.28),
     }
     assert least_ms(Watched(watched(ceilings=()))) == {}
@@ -62,10 +62,10 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
     )
     least = {"matmuls": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
-        "matmuls beyond the minimum": pytest.approx(2.0),
+        "matmuls beyond the ideal": pytest.approx(2.0),
         "memory-bound operations": 0.5,
         "copies and casts": 0.25,
-        "optimizer beyond the minimum": pytest.approx(0.72),
+        "optimizer beyond the ideal": pytest.approx(0.72),
         "exposed communication": 0.5,
         "outside of the model": 0.125,
         "idle: host launches late": 2.0,
@@ -87,7 +87,7 @@ def test_profiler_overhead_is_idle_time(
     assert beyond["idle: host launches late"] == pytest.approx(late)
     assert beyond["idle: waits"] == pytest.approx(waits)
     # If operators alone take longer than the step, the machine was slower: all are scaled.
-    assert beyond["matmuls beyond the minimum"] == pytest.approx(matmuls)
+    assert beyond["matmuls beyond the ideal"] == pytest.approx(matmuls)
     assert beyond["not in the traced steps"] == pytest.approx(0.0)
 
 
@@ -152,7 +152,7 @@ def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     finding = coded(blocks, "inspect.waterfall")
     assert "optimizer update is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
     assert finding.conclusion.startswith(
-        f"The largest part beyond the minimum is {finding.values['cause']}: "
+        f"The largest part beyond the ideal is {finding.values['cause']}: "
     )
     assert finding.values["step_ms"] == pytest.approx(10.0)
     assert finding.records == (watched().id,)

@@ -77,7 +77,7 @@ SENTENCES = {
     "inspect.no-ceilings": (
         [inspected_record(ceilings=())],
         "The matmul rates and the bandwidth of this machine have not been measured yet, so the"
-        " minimum time of this step is unknown. `stepscope advise` on these records, or on the"
+        " ideal time of this step is unknown. `stepscope advise` on these records, or on the"
         " script, measures them once.",
     ),
     "inspect.loop": (
@@ -87,15 +87,15 @@ SENTENCES = {
     ),
     "inspect.trace-missing": ([with_notes()], "The steps were not traced: why."),
     "inspect.traced-fewer": ([with_notes()], "Fewer steps were traced than requested: why."),
-    "inspect.memory-missing": ([with_notes()], "There is no memory ledger: why."),
+    "inspect.memory-missing": ([with_notes()], "There is no memory breakdown: why."),
     "inspect.snapshot-missing": ([with_notes()], "No memory snapshot was taken: why."),
     "inspect.recording-failed": ([with_notes()], "The recording failed: why."),
     "inspect.rate-too-low": (
         [above_its_rate()],
-        "Matmuls at the limit would take 2.00 ms at the rates measured here, but took 160 µs:"
+        "Matmuls at the ceiling would take 2.00 ms at the rates measured here, but took 160 µs:"
         " these rates were measured too low, perhaps on a busy machine (`stepscope run` with"
         " --new-ceilings measures them again), or the FLOPs are overestimated. The measured time"
-        " is used as the minimum.",
+        " is used as the ideal.",
     ),
     "advise.timed-apart": (
         [tried(notes={"apart": "they do not fit"})],

@@ -53,7 +53,7 @@ def table(name: str, *records: Record) -> list[dict[str, object]]:
 
 
 def busy_step(blocks: int = 12) -> ChromeTrace:
-    """A forward that keeps the device busy: seven matmuls and an attention per block."""
+    """A forward pass that keeps the device busy: seven matmuls and an attention per block."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 3_000)
     trace.range("forward", 0, 3_000)
@@ -104,9 +104,9 @@ def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     finding = by_code(record)["top-kernel"]
     assert (finding.values["kernel"], finding.values["calls"]) == (SGEMM, 85)
     assert finding.sentence == (
-        f"In the forward of small at context 512 in float32, {SGEMM} (FP32 cores) takes the most"
-        " time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3) + 1"
-        " (head)."
+        f"In the forward pass of small at context 512 in float32, {SGEMM} (FP32 cores) takes the"
+        " most time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3)"
+        " + 1 (head)."
     )
     assert count_story(group.fullest().summary, "no such kernel", 12) == ""
 
@@ -123,7 +123,7 @@ def test_the_longest_kernel_of_the_backward_may_differ() -> None:
         finding = by_code(forward, fuller)["top-kernel"]
         assert finding.values["also_first_in_backward"] is same
         assert finding.records == (forward.id, fuller.id)
-        assert finding.conclusion == f"With the backward, the longest {words}."
+        assert finding.conclusion == f"With the backward pass, the longest {words}."
 
 
 def test_the_softmax_is_compared_with_the_matmuls_in_time_flops_and_bytes() -> None:
@@ -145,7 +145,7 @@ def test_the_softmax_is_compared_with_the_matmuls_in_time_flops_and_bytes() -> N
         "Inside attention of small at context 512 in float32 the softmax takes 0.50 times as long"
         " as the two matmuls with 2.0 % of their FLOPs. Reading and writing every score takes"
         " 302 µs at the 4.00 TB/s that a copy reaches here, longer than it takes: part of the"
-        " scores stays in the device's cache."
+        " scores stays in the cache."
     )
 
 
@@ -166,12 +166,12 @@ def test_timer_and_profiler_are_compared() -> None:
     assert agrees.values["apart"] == pytest.approx(0.185 / 0.180 - 1, rel=1e-3)
     assert (agrees.tone, agrees.sentence) == (
         "good",
-        "The forward of small at context 512 in float32 takes 180 µs by the timer and 185 µs under"
-        " the profiler (+3 %): they agree.",
+        "The forward pass of small at context 512 in float32 takes 180 µs by the timer and 185 µs"
+        " under the profiler (+3 %): they agree.",
     )
     differs = by_code(profile_record("forward", step=0.4))["timer-differs"]
     assert differs.values["apart"] == pytest.approx(0.185 / 0.4 - 1, rel=1e-3)
-    assert "(-54 %): they do not agree. The profiler slows the host down" in differs.sentence
+    assert "(-54 %): they do not agree. The profiler slows the CPU down" in differs.sentence
 
 
 def test_the_host_limits_only_if_both_experiments_agree() -> None:
@@ -189,7 +189,7 @@ def test_the_host_limits_only_if_both_experiments_agree() -> None:
     assert finding.values["larger_batch_ratio"] == pytest.approx(1.1)
     assert finding.values["graph_ratio"] == pytest.approx(0.38)
     assert finding.sentence == (
-        "small at context 512 in float32, forward: the host limits this step; the device is idle"
+        "small at context 512 in float32, forward: the CPU limits this step; the GPU is idle"
         " for 76.0 % of it, and in the trace nothing was launched in time for 28.0 %. A lower"
         " precision cannot help until there are fewer launches: 4 times the batch takes 1.10 times"
         " as long, and a graph replay takes 0.38 times as long."
@@ -230,7 +230,7 @@ def test_either_experiment_may_show_that_the_host_limits(
     assert ("host-limits" in finding) is (says is not False)
     assert ("host-does-not-limit" in finding) is (says is False)
     if says is False:
-        assert "forward: the host does not limit this step" in finding["host-does-not-limit"].text
+        assert "forward: the CPU does not limit this step" in finding["host-does-not-limit"].text
 
 
 def test_of_many_host_limited_steps_the_clearest_is_shown_in_full() -> None:
@@ -308,9 +308,7 @@ def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
     finding = by_code(wide)["softmax"]
     assert float(str(finding.values["of_copy_rate"])) > 1
-    assert (
-        "longer than it takes: part of the scores stays in the device's cache" in finding.conclusion
-    )
+    assert "longer than it takes: part of the scores stays in the cache" in finding.conclusion
 
 
 def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:
@@ -319,16 +317,16 @@ def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:
     record = msgspec.structs.replace(record, series=(*record.series, issue))
     finding = by_code(record)["host-limits"]
     assert finding.values["issue_ms"] == pytest.approx(0.9)
-    assert "the host takes 900 µs to issue what the device runs in 240 µs." in finding.text
+    assert "the CPU takes 900 µs to issue what the GPU runs in 240 µs." in finding.text
 
 
 def test_the_attributed_share_is_reported() -> None:
     finding = by_code(profile_record(), profile_record("forward", trace=busy_step()))["attributed"]
-    # All 100 µs of the backward belong to a block.
+    # All 100 µs of the backward pass belong to a block.
     assert finding.values == {"class": 1.0, "backward_part": 1.0}
     assert finding.sentence == (
         "At least 100.0 % of the work of every step has a class, and at least 100.0 % of every"
-        " backward a part of the model."
+        " backward pass a part of the model."
     )
     odd = training_step()
     odd.kernel("mystery", 870, 930, launch=(860, 865))
@@ -369,7 +367,7 @@ def test_an_open_ledger_is_reported_for_its_step() -> None:
     assert findings["ledger-open"].records == (broken.id,)
     assert findings["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
     assert findings["ledger-open"].text.startswith(
-        "The ledger of small at context 128 in float32 (train-step) does not close: "
+        "The time of small at context 128 in float32 (train-step) does not add up: "
     )
     assert "accounted" not in findings
     accounted = by_code(sound)["accounted"]

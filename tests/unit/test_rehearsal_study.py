@@ -130,7 +130,7 @@ def test_the_recorded_step_is_reported() -> None:
     assert match.sentence == (
         "small at context 128 in bfloat16: recorded on NVIDIA H200, a step computes for 100 ms"
         " (60.0 ms of it backward, at 100 TFLOP/s) and has 6.00 MiB of gradients, half of which"
-        " are ready after 50.0 % of the backward."
+        " are ready after 50.0 % of the backward pass."
     )
 
 
@@ -228,9 +228,9 @@ def test_a_batch_of_one_is_not_divided() -> None:
 def test_a_correct_prediction_has_a_small_error() -> None:
     check = check_of(check_record())
     assert check is not None
-    assert check.verdict.channel.alone(2**20) == pytest.approx(2.0)
-    assert check.verdict.upkeep.agree == 0.5
-    assert [row.error for row in check.verdict.rows] == pytest.approx([0.0] * 4, abs=2e-3)
+    assert check.comparison.channel.alone(2**20) == pytest.approx(2.0)
+    assert check.comparison.upkeep.agree == 0.5
+    assert [row.error for row in check.comparison.rows] == pytest.approx([0.0] * 4, abs=2e-3)
     (finding,) = findings(check_record())
     assert finding.code == "rehearsal.prediction-error"
     assert finding.values["error"] == pytest.approx(0.0, abs=2e-3)
@@ -270,10 +270,10 @@ def test_contention_of_packing_and_reductions() -> None:
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
     recording = recording_of(record)
     assert recording is not None
-    verdict = checks.judge(recording, series, [2.0])
-    assert verdict is not None
-    assert (verdict.upkeep.slowed, verdict.upkeep.drag) == pytest.approx((1.5, 0.5))
-    assert check_of(record).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
+    comparison = checks.compare(recording, series, [2.0])
+    assert comparison is not None
+    assert (comparison.upkeep.slowed, comparison.upkeep.drag) == pytest.approx((1.5, 0.5))
+    assert check_of(record).comparison.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
     alone = msgspec.structs.replace(record, series=(*recorded_record().series, *series))
     assert [one.conclusion for one in findings(record)] == [""]
     assert [one.conclusion for one in findings(alone)] == [
@@ -299,13 +299,13 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": (0,)}, "ranks has 0"),
-        ({"check_ranks": (2, -1)}, "check_ranks has -1"),
+        ({"ranks": (0,)}, "ranks is 0"),
+        ({"check_ranks": (2, -1)}, "check_ranks is -1"),
         ({"link": ("infinyband",)}, "link 'infinyband' does not exist"),
         ({"bucket_mb": (0.0,)}, "bucket-mb is 0 "),
         ({"bucket_mb": ()}, "bucket-mb has no value"),
         ({"ranks": ()}, "no cluster to predict"),
-        ({"steps": 0}, "steps and rounds"),
+        ({"steps": 0}, "steps is 0"),
     ],
 )
 def test_invalid_flags_are_rejected(options: dict[str, Any], words: str) -> None:

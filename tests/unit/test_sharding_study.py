@@ -16,7 +16,7 @@ from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.registry import find_study
 from stepscope.studies.sharding import measure
-from stepscope.studies.sharding.cases import WAYS
+from stepscope.studies.sharding.cases import STRATEGIES
 from stepscope.studies.sharding.measure import RankResult
 from stepscope.studies.sharding.traffic import Traffic
 from stepscope.studies.sharding.view import moved
@@ -194,10 +194,10 @@ def test_if_torch_crashes_a_rank_ours_are_still_measured(
 ) -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(ranks=(2,)))
-    ranks = Ranks(dies=WAYS.index("torch ZeRO"))
+    ranks = Ranks(dies=STRATEGIES.index("torch ZeRO"))
     monkeypatch.setattr(measure, "on_ranks", ranks)
     done = study.measure(case, QuietBench())
-    assert ranks.requests == [WAYS, WAYS[:-1]]
+    assert ranks.requests == [STRATEGIES, STRATEGIES[:-1]]
     assert done.attachments["refused"] == {"torch ZeRO": "rank 0 died of SIGSEGV at step 3"}
     monkeypatch.setattr(measure, "on_ranks", Ranks(dies=0))
     with pytest.raises(RankFailed):

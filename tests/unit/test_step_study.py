@@ -435,10 +435,10 @@ def test_the_quick_preset_depends_on_the_device() -> None:
 
 def test_the_memory_study_refuses_a_graph() -> None:
     from stepscope.studies.base import CaseSkipped
-    from stepscope.studies.memory.measure import measure_memory
+    from stepscope.studies.memory.measure import measure
 
     study = find_study("memory")
     flags = study.flags(size=("tiny",), context=(8,), graph=True, mode=("train-step",))
     (case,) = study.cases(flags)
     with pytest.raises(CaseSkipped, match="nothing to record"):
-        measure_memory(case, None)  # type: ignore[arg-type]
+        measure(case, None)  # type: ignore[arg-type]

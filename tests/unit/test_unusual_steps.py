@@ -66,7 +66,7 @@ def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
     assert len(result.summary.steps) == 2, "one was far longer"
     output = coded(inspected_findings([result]), "inspect.evaluates-in-every-step")
     assert output.text.startswith(
-        "All traced steps also ran the model without gradients: the time ledger"
+        "All traced steps also ran the model without gradients: the time breakdown"
     )
 
 

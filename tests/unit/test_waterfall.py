@@ -259,8 +259,8 @@ class TestView:
         shares_drawn = [cell for cell in shares.rows[0] if isinstance(cell, float)]
         assert sum(shares_drawn) == pytest.approx(1.0)
         assert len(shares_drawn) == len(shares.columns) - 1
-        of_the_limit = [column.title for column in table.columns].index("of the limit")
-        assert shares_drawn[0] == table.rows[0][of_the_limit]
+        ideal_share = [column.title for column in table.columns].index("ideal / measured")
+        assert shares_drawn[0] == table.rows[0][ideal_share]
 
     def test_the_slowest_is_drawn_next_to_the_fastest_of_the_same_case(self) -> None:
         (slow,), (fast,) = self.falls(step=40.0), self.falls(step=20.0)

@@ -252,7 +252,7 @@ def test_a_graph_is_refused_where_it_is_not_supported() -> None:
     step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
     with pytest.raises(CaseSkipped, match="NVIDIA GPUs"):
         step.phases()
-    with pytest.raises(CaseSkipped, match="reads its step count on the host"):
+    with pytest.raises(CaseSkipped, match="reads its step count on the CPU"):
         TransformerStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
 
 

@@ -22,11 +22,31 @@ class OfStep(Protocol):
 _ALWAYS = ("size", "context")
 _BUILT_IN_ONLY = ("context", "attention", "table")
 """Fields that a user's model does not have."""
-_YES = {
+_PHRASES = {
+    "batch": "batch {}",
+    "attention": "{} attention",
+    "compile": "compiled by {}",
+    "optimizer": "Stepscope's AdamW",
+    "compile_mode": "compile mode {}",
+    "loss": "loss {}",
     "fused": "fused kernels",
     "joined": "fused projections",
     "searched": "autotuned GEMMs",
+    "keep": "saves {}",
     "graph": "as a CUDA graph",
+    "checkpoint": "checkpointed: {}",
+    "table": "sizes of {}",
+}
+"""Phrase for a value that all rows share."""
+_SPECIAL = {
+    ("compile", "no"): "eager",
+    ("optimizer", "torch"): "torch's AdamW",
+    ("optimizer", "torch-fused"): "torch's fused AdamW",
+    ("optimizer", "stepscope-fused"): "Stepscope's AdamW in one launch",
+    ("compile_mode", "default"): "",
+    ("loss", "plain"): "",
+    ("keep", ALL): "",
+    ("checkpoint", "no"): "",
 }
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
@@ -51,9 +71,9 @@ _IDENTITY: dict[str, Column] = {
 def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
     """The columns in which these rows differ, and a phrase for what they have in common."""
     varying, shared = [], []
-    ours = any(not row.workload.own for row in rows)
+    built_in = any(not row.workload.own for row in rows)
     for name, column in _IDENTITY.items():
-        if not ours and name in _BUILT_IN_ONLY:
+        if not built_in and name in _BUILT_IN_ONLY:
             continue
         values = {getattr(row.workload, name) for row in rows}
         if name in _ALWAYS or len(values) > 1:
@@ -76,23 +96,6 @@ def _cell(name: str, row: OfStep) -> Cell:
 
 
 def _in_words(name: str, value: Any) -> str:
-    if name == "compile":
-        return "eager" if value == "no" else f"compiled by {value}"
-    if name == "optimizer":
-        return {
-            "torch": "torch's AdamW",
-            "torch-fused": "torch's fused AdamW",
-            "stepscope-fused": "Stepscope's AdamW in one launch",
-        }.get(value, "Stepscope's AdamW")
-    if name in ("compile_mode", "loss"):
-        usual = {"compile_mode": "default", "loss": "plain"}[name]
-        return "" if value == usual else f"{name.replace('_', ' ')} {value}"
-    if isinstance(value, bool):
-        return _YES[name] if value else ""
-    if name == "keep":
-        return "" if value == ALL else f"saves {value}"
-    if name == "checkpoint":
-        return "" if value == "no" else f"checkpointed: {value}"
-    if name == "table":
-        return f"sizes of {value}"
-    return {"batch": f"batch {value}", "attention": f"{value} attention"}.get(name, str(value))
+    if value is False:
+        return ""
+    return _SPECIAL.get((name, value), _PHRASES.get(name, "{}").format(value))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 
 import msgspec
 
@@ -12,8 +14,9 @@ from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Cell, Column, Finding, Page, Section, Table
+from stepscope.report.blocks import Finding, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
+from stepscope.report.tables import col, table
 from stepscope.studies.registry import viewables
 from stepscope.studies.trusted import banner, tempered
 
@@ -40,8 +43,8 @@ _SHOWN = {
     "dirty": "uncommitted changes",
 }
 
-_LONGEST = 2_000
-_LAST_RESORT: tuple[type[Exception], ...] = (
+_MAX_CHARACTERS = 2_000
+_UNEXPECTED: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -84,7 +87,7 @@ def study_answers(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     """The title and the answer of each study: its first finding, a success before the others."""
     for section in study_sections(records):
         findings = [block for block in section.blocks if isinstance(block, Finding)]
-        best = next((one for one in findings if one.tone == "good"), None)
+        best = next((finding for finding in findings if finding.tone == "good"), None)
         answer = best or next(iter(findings), None)
         count = sum(record.study == section.name for record in records)
         yield section.title, answer.sentence if answer else counted(count, "record")
@@ -114,7 +117,7 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
 @contextmanager
 def explained(study: str) -> Iterator[None]:
     """Report malformed records of a study as a one-line error, whatever is wrong with them."""
-    expected: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
+    expected: tuple[type[Exception], ...] = (msgspec.DecodeError, *_UNEXPECTED)
     try:
         yield
     except expected as error:
@@ -143,26 +146,24 @@ def headline(records: Sequence[Record]) -> Table | None:
     for study in viewables().values():
         own = [plausible(record) for record in records if record.study == study.name]
         with explained(study.name):
-            table = study.headline(own)
-        if table is not None:
-            return table
+            first = study.headline(own)
+        if first is not None:
+            return first
     return None
 
 
 def _status_table(records: Sequence[Record]) -> Table:
     """Number of cases by study and status, for records without a headline table."""
-    counted: dict[tuple[str, str], int] = {}
-    for record in records:
-        counted[record.study, record.status] = counted.get((record.study, record.status), 0) + 1
-    return Table(
-        name="headline",
-        title="Cases by outcome",
-        columns=(
-            Column(title="study"),
-            Column(title="status"),
-            Column(title="cases", kind="count"),
-        ),
-        rows=tuple((study, status, times) for (study, status), times in counted.items()),
+    cases = Counter((record.study, record.status) for record in records)
+    return table(
+        "headline",
+        "Cases by outcome",
+        [(study, status, count) for (study, status), count in cases.items()],
+        [
+            col("study", itemgetter(0)),
+            col("status", itemgetter(1)),
+            col("cases", itemgetter(2), "count"),
+        ],
     )
 
 
@@ -193,69 +194,54 @@ def _environment_table(environment: Environment, name: str) -> Table:
             return "yes" if value else "no"
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    return Table(
-        name=name,
-        title="Environment",
-        columns=(Column(title="what"), Column(title="value")),
-        rows=tuple(
-            (label, text(field))
-            for field, label in _SHOWN.items()
-            if getattr(environment, field) is not None
-        ),
-    )
+    shown = [field for field in _SHOWN if getattr(environment, field) is not None]
+    return table(name, "Environment", shown, [col("what", _SHOWN.get), col("value", text)])
 
 
 def _ceilings_table(record: Record, name: str) -> Table:
-    return Table(
-        name=name,
-        title="Ceilings",
-        columns=(
-            Column(title="limit"),
-            Column(title="value"),
-            Column(title="source"),
-            Column(title="how"),
-        ),
-        rows=tuple((c.name, rate(c.value, c.unit), c.source, c.detail) for c in record.ceilings),
+    return table(
+        name,
+        "Ceilings",
+        record.ceilings,
+        [
+            col("limit", lambda ceiling: ceiling.name),
+            col("value", lambda ceiling: rate(ceiling.value, ceiling.unit)),
+            col("source", lambda ceiling: ceiling.source),
+            col("how", lambda ceiling: ceiling.detail),
+        ],
         caption="Measured here: the best of several shapes and repetitions on random data."
         " The data sheet's peak is listed too if the device is known.",
     )
 
 
 def _records_section(records: Sequence[Record]) -> Section:
-    def row(record: Record) -> tuple[Cell, ...]:
-        lints = ", ".join(lint.code for lint in lint_record(record))
-        samples = len(record.series[0].values) if record.series else 0
-        return (
-            record.id,
-            record.study,
-            record.case,
-            record.status,
-            samples,
-            duration(record.elapsed_s * 1e3),
-            lints or record.reason,
-        )
+    def lints(record: Record) -> str:
+        return ", ".join(lint.code for lint in lint_record(record)) or record.reason
 
-    table = Table(
-        name="records",
-        title="Every record",
-        columns=(
-            Column(title="record"),
-            Column(title="study"),
-            Column(title="case"),
-            Column(title="status"),
-            Column(title="samples", kind="count"),
-            Column(title="took"),
-            Column(title="lints or reason"),
-        ),
-        rows=tuple(row(record) for record in records),
-        details=tuple(_details(record) for record in records),
+    def samples(record: Record) -> int:
+        return len(record.series[0].values) if record.series else 0
+
+    every_record = table(
+        "records",
+        "Every record",
+        records,
+        [
+            col("record", lambda record: record.id, key=True),
+            col("study", lambda record: record.study, key=True),
+            col("case", lambda record: record.case, key=True),
+            col("status", lambda record: record.status, key=True),
+            col("samples", samples, "count", key=True),
+            col("took", lambda record: duration(record.elapsed_s * 1e3), key=True),
+            col("failed checks or reason", lints, key=True),
+        ],
+        details=_details,
         caption="Open a row for its raw samples, quantities and readings.",
     )
     return Section(
         name="records",
         title="Records",
         question="What exactly was measured?",
-        blocks=(table,),
+        blocks=(every_record,),
     )
 
 
@@ -277,7 +263,7 @@ def _details(record: Record) -> str:
 
 def _short(text: str) -> str:
     """An attachment may be an entire profile, which the page shows in a better form."""
-    return text if len(text) <= _LONGEST else f"{len(text):,} characters, see the record"
+    return text if len(text) <= _MAX_CHARACTERS else f"{len(text):,} characters, see the record"
 
 
 def _json(value: object) -> str:

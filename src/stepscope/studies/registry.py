@@ -78,7 +78,7 @@ def _study_of_user(module: str) -> Study[Any, Any]:
 
 def all_studies() -> dict[str, Study[Any, Any]]:
     """The studies with cases that `stepscope run` measures."""
-    return {name: one for name, one in viewables().items() if isinstance(one, Study)}
+    return {name: study for name, study in viewables().items() if isinstance(study, Study)}
 
 
 def find_study(name: str) -> Study[Any, Any]:
@@ -89,7 +89,7 @@ def find_study(name: str) -> Study[Any, Any]:
 
 def find_measurable(name: str) -> Measurable[Any]:
     """The study or trial that measures a case sent to a worker."""
-    one = viewables().get(name)
-    if not isinstance(one, Measurable):
+    study = viewables().get(name)
+    if not isinstance(study, Measurable):
         raise unknown_name("study", name, viewables())
-    return one
+    return study

@@ -7,6 +7,7 @@ ranking, a recommendation). Its sentence says what was wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -24,7 +25,7 @@ _ENDS = ".!"
 def tempered(blocks: Sequence[Block], records: Sequence[Record]) -> tuple[Block, ...]:
     """Limit the findings of a section by the trust in all records of its study."""
     trusts = {record.id: trust_of(record) for record in records if record.status == "ok"}
-    if all(one.good for one in trusts.values()):
+    if all(trust.good for trust in trusts.values()):
         return tuple(blocks)
     return tuple(temper(block, trusts) if isinstance(block, Finding) else block for block in blocks)
 
@@ -35,11 +36,11 @@ def temper(finding: Finding, trusts: Mapping[str, Trust]) -> Finding:
     A finding that names no records rests on all of them; a finding that rests on no times is only
     affected by invalid records.
     """
-    named = [one for one in finding.records if one in trusts]
-    used = {one: trusts[one] for one in (named if finding.records else trusts)}
+    named = [id_ for id_ in finding.records if id_ in trusts]
+    used = {id_: trusts[id_] for id_ in (named if finding.records else trusts)}
     doubted = {
-        one: trust
-        for one, trust in used.items()
+        id_: trust
+        for id_, trust in used.items()
         if trust.level == "invalid" or (finding.timed and not trust.good)
     }
     if not doubted:
@@ -57,7 +58,7 @@ def temper(finding: Finding, trusts: Mapping[str, Trust]) -> Finding:
 
 def doubt(all_of: Sequence[Trust], doubted: Sequence[Trust]) -> str:
     """The most frequent problem of records that are not good, as a clause with its count."""
-    reasons = [reason(one.codes[0]) for one in doubted]
+    reasons = [reason(trust.codes[0]) for trust in doubted]
     most = max(dict.fromkeys(reasons), key=reasons.count)
     if len(all_of) == 1:
         return most
@@ -72,17 +73,17 @@ def all_good(records: Iterable[Record]) -> bool:
 def banner(records: Sequence[Record]) -> str:
     """One sentence for the top of a page; empty where every measurement is good."""
     trusts = [trust_of(record) for record in records if record.status == "ok"]
-    doubted = [one for one in trusts if not one.good]
+    doubted = [trust for trust in trusts if not trust.good]
     if not doubted:
         return ""
-    noisy = [one for one in doubted if one.level == "noisy"]
+    noisy = [trust for trust in doubted if trust.level == "noisy"]
     parts = []
     if noisy:
         parts.append(
             f"{_sentence(doubt(trusts, noisy))}; times are unreliable: end other work on this"
             " machine and measure again."
         )
-    if invalid := [one for one in doubted if one.level == "invalid"]:
+    if invalid := [trust for trust in doubted if trust.level == "invalid"]:
         parts.append(f"{_sentence(doubt(trusts, invalid))}; its numbers are not used.")
     return " ".join(parts)
 
@@ -93,8 +94,5 @@ def _sentence(clause: str) -> str:
 
 def tally(records: Sequence[Record]) -> dict[str, int]:
     """Number of measurements at each level of trust, for programs."""
-    counts = {"good": 0, "noisy": 0, "invalid": 0}
-    for record in records:
-        if record.status == "ok":
-            counts[trust_of(record).level] += 1
-    return counts
+    levels = Counter(trust_of(record).level for record in records if record.status == "ok")
+    return {level: levels[level] for level in ("good", "noisy", "invalid")}

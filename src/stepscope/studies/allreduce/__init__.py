@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stepscope.analysis.links import COLLECTIVES
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
+from stepscope.records.schema import Environment
 from stepscope.studies.allreduce.cases import AllReduceCase, AllReduceFlags
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Study
 
 
 class AllReduce(Study[AllReduceFlags, AllReduceCase]):
@@ -42,16 +41,6 @@ class AllReduce(Study[AllReduceFlags, AllReduceCase]):
             for backend in flags.backend
             for collective in flags.collective
         )
-
-    def measure(self, case: AllReduceCase, bench: Bench) -> Measurement:
-        from stepscope.studies.allreduce.measure import measure_case
-
-        return measure_case(self.name, case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.allreduce.view import collective_blocks
-
-        return collective_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AllReduceFlags]]:
         seeds = (2**20, 2**22, 2**24, 2**26, 2**28, 2**30)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepscope.analysis.links import COLLECTIVES
-from stepscope.errors import UsageError, unknown_name
-from stepscope.studies.flag_checks import check_each
+from stepscope.studies.flag_checks import check_at_least, check_each, check_known
 from stepscope.studies.ranks.cases import RankedCase, default_ranks
 
 BACKENDS = ("auto", "gloo", "nccl")
@@ -27,17 +26,12 @@ class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of each size."""
 
     def __post_init__(self) -> None:
-        for name in self.collective:
-            if name not in COLLECTIVES:
-                raise unknown_name("collective", name, COLLECTIVES)
-        for name in self.backend:
-            if name not in BACKENDS:
-                raise unknown_name("backend", name, BACKENDS)
+        check_known("collective", self.collective, COLLECTIVES)
+        check_known("backend", self.backend, BACKENDS)
         check_each("ranks", self.ranks, lambda ranks: ranks >= 1, "give numbers from 1 on")
         least = 4 * max(self.ranks)
         check_each("sizes", self.sizes, lambda size: size >= least, "every rank needs 4 bytes")
-        if self.rounds < 1:
-            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+        check_at_least(1, rounds=self.rounds)
 
 
 class AllReduceCase(RankedCase, frozen=True, kw_only=True):

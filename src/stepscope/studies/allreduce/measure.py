@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.subject import settle
+from stepscope.studies.ranks.subject import Laps
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +29,8 @@ class RankTimes(NamedTuple):
     backend: str
 
 
-def measure_case(study: str, case: AllReduceCase, bench: Bench) -> Measurement:
-    ranks: list[RankTimes] = on_ranks(study, case, bench, time_collective)
+def measure(case: AllReduceCase, bench: Bench) -> Measurement:
+    ranks: list[RankTimes] = on_ranks("allreduce", case, bench, time_collective)
     series = tuple(
         Series(name="collective", size=size, unit="ms", rank=rank, values=values, warmup=warmup)
         for size in case.sizes
@@ -53,8 +52,8 @@ def measure_case(study: str, case: AllReduceCase, bench: Bench) -> Measurement:
 def time_collective(world: World, case: AllReduceCase) -> RankTimes:
     """Time the collective at every size; runs on each rank."""
     times, wrong = {}, {}
-    for number, size in enumerate(case.sizes):
-        world.step(number)
+    for index, size in enumerate(case.sizes):
+        world.step(index)
         run, wrong_elements = prepare(world, case.collective, size)
         samples = [_sample(world, run) for _ in range(WARMUP + case.rounds)]
         times[size] = tuple(samples[WARMUP:]), tuple(samples[:WARMUP])
@@ -63,14 +62,10 @@ def time_collective(world: World, case: AllReduceCase) -> RankTimes:
 
 
 def _sample(world: World, run: Callable[[], object]) -> float:
-    import torch.distributed as dist
-
-    settle(world)
-    dist.barrier()
-    start = time.perf_counter()
+    laps = Laps(world)
     run()
-    settle(world)
-    return (time.perf_counter() - start) * 1e3
+    laps.mark("collective")
+    return laps.total_ms
 
 
 def prepare(

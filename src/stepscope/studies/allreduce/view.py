@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.links import Link, bus_factor, fit_link
-from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
+from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
-from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult
+from stepscope.studies.base import Result, record_ids
+from stepscope.studies.ranks.results import RankedResult, variant_rows
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import Mine, published_tables
 
 FORMULA = (
@@ -26,7 +26,7 @@ class Sweep(RankedResult[AllReduceCase]):
 
     @property
     def title(self) -> str:
-        return f"{self.case.collective}, {self.place}"
+        return f"{self.case.collective}, {self.label}"
 
     @property
     def points(self) -> list[Point]:
@@ -74,7 +74,7 @@ class Point(NamedTuple):
         return self.algorithm_bandwidth * factor if case.ranks > 1 else None
 
 
-def collective_blocks(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
     sweeps = [Sweep(*result) for result in results]
     mine = [
         Mine(
@@ -108,8 +108,8 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 },
                 tone="warn",
             )
-    for place, group in _by_ranks(sweeps).items():
-        yield _single(group[0]) if len(group) == 1 else _compared(place, group)
+    for label, group in _by_ranks(sweeps).items():
+        yield _single(group[0]) if len(group) == 1 else _compared(label, group)
 
 
 def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
@@ -117,7 +117,7 @@ def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
     groups: dict[str, list[Sweep]] = {}
     for sweep in sweeps:
         if sweep.points:
-            groups.setdefault(sweep.place, []).append(sweep)
+            groups.setdefault(sweep.label, []).append(sweep)
     return groups
 
 
@@ -150,7 +150,7 @@ def _single(sweep: Sweep) -> Finding:
     )
 
 
-def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
+def _compared(label: str, sweeps: Sequence[Sweep]) -> Finding:
     """Compare several collectives on the same ranks; their linear fits are in a table."""
     quick, *_, slow = sorted(sweeps, key=lambda sweep: sweep.points[0].time.median)
     first, last = quick.points[0], slow.points[0]
@@ -173,28 +173,28 @@ def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
             "slowest_ms": last.time.median,
             **{f"busbw of {name}": width for name, width in reached.items()},
         },
-        records=tuple(sweep.record.id for sweep in sweeps),
-        text=f"{place}: {bytes_(first.size)} take {duration(first.time.median)}"
+        records=record_ids(sweeps),
+        text=f"{label}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",
     )
 
 
 def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
-    for place, group in _by_ranks(sweeps).items():
+    for label, group in _by_ranks(sweeps).items():
         first = group[0]
         if first.case.ranks > 1:
             yield Figure(
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
-                title=f"Bus bandwidth: {place}",
+                title=f"Bus bandwidth: {label}",
                 kind="lines",
-                curves=tuple(
-                    Curve(
-                        label=sweep.case.collective,
-                        x=tuple(float(point.size) for point in sweep.points),
-                        y=tuple((point.bus_bandwidth or 0.0) / 1e9 for point in sweep.points),
-                    )
-                    for sweep in group
+                curves=curves(
+                    {
+                        sweep.case.collective: {
+                            float(p.size): (p.bus_bandwidth or 0.0) / 1e9 for p in sweep.points
+                        }
+                        for sweep in group
+                    }
                 ),
                 x_label="message size",
                 y_label="busbw, GB/s",
@@ -205,39 +205,27 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             )
 
 
-class Row(NamedTuple):
-    """A point of a sweep, or None for a failed case."""
-
-    record: Record
-    sweep: Sweep
-    point: Point | None
-
-
 def _table(sweeps: Sequence[Sweep]) -> Table:
     return table(
         "allreduce-times",
         "Collectives by size",
+        variant_rows(sweeps, lambda sweep: sweep.points),
         [
-            Row(sweep.record, sweep, point)
-            for sweep in sweeps
-            for point in (sweep.points if sweep.record.status == "ok" else [None])
-        ],
-        [
-            col("collective", lambda r: r.sweep.case.collective, key=True),
-            col("ranks", lambda r: r.sweep.case.ranks, "count", key=True),
-            col("backend", lambda r: r.sweep.backend, key=True),
-            col("size", lambda r: r.point.size, "bytes"),
-            col("count", lambda r: r.point.size // 4, "count"),
+            col("collective", lambda r: r.of.case.collective, key=True),
+            col("ranks", lambda r: r.of.case.ranks, "count", key=True),
+            col("backend", lambda r: r.of.backend, key=True),
+            col("size", lambda r: r.variant.size, "bytes"),
+            col("count", lambda r: r.variant.size // 4, "count"),
             col("dtype", lambda _: "float32"),
             col(
                 "time",
-                lambda r: interval(r.point.time),
+                lambda r: interval(r.variant.time),
                 unit="ms",
                 hint="of the slowest rank, after a barrier; median with its 95 % interval",
             ),
-            col("algbw", lambda r: r.point.algorithm_bandwidth, "rate", unit="B/s"),
-            col("busbw", lambda r: r.point.bus_bandwidth, "rate", unit="B/s"),
-            col("wrong", lambda r: r.point.wrong, "count", hint="elements with a wrong result"),
+            col("algbw", lambda r: r.variant.algorithm_bandwidth, "rate", unit="B/s"),
+            col("busbw", lambda r: r.variant.bus_bandwidth, "rate", unit="B/s"),
+            col("wrong", lambda r: r.variant.wrong, "count", hint="elements with a wrong result"),
         ],
         caption=f"algbw = size / time; {FORMULA}. Starting the processes is not timed.",
     )

@@ -1,11 +1,11 @@
-"""The ddp study: cost of averaging gradients, and its overlap with the backward.
+"""The ddp study: cost of averaging gradients, and its overlap with the backward pass.
 
     stepscope run ddp --size small --context 128 --ranks 2
 
 All strategies for averaging gradients run interleaved on the same ranks: every round has one step
 of each, in shuffled order, and one step without communication. `exposed` is the step time minus the
-time without communication; the wait after the backward is split into waiting for the slowest rank
-and waiting for the transfer.
+time without communication; the wait after the backward pass is split into waiting for the slowest
+rank and waiting for the transfer.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
 from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 
 
 class DataParallel(Study[DDPFlags, DDPCase]):
     name = "ddp"
     title = "Data parallelism"
-    question = "What does averaging gradients cost, and how much of it overlaps with the backward?"
+    question = (
+        "What does averaging gradients cost, and how much of it overlaps with the backward pass?"
+    )
     examples = (
         "stepscope run ddp --size small --context 128 --ranks 2",
         "stepscope run ddp --size medium --ranks 2 4 --bucket-mb 1 10 100 1000",
@@ -38,16 +39,6 @@ class DataParallel(Study[DDPFlags, DDPCase]):
                 flags.subjects(flags.context), flags.ranks, flags.backend, flags.dtype
             )
         )
-
-    def measure(self, case: DDPCase, bench: Bench) -> Measurement:
-        from stepscope.studies.ddp.measure import measure_case
-
-        return measure_case(self.name, case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.ddp.view import ddp_blocks
-
-        return ddp_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
         if environment.device_kind == "cpu":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.errors import unknown_name
-from stepscope.studies.flag_checks import check_each
+from stepscope.studies.flag_checks import check_each, check_known
 from stepscope.studies.ranks.subject import RankedFlags, RankedStep
 
 DTYPES = ("float32", "bfloat16", "bfloat16-pure")
@@ -28,9 +27,7 @@ class DDPFlags(RankedFlags, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.dtype:
-            if name not in DTYPES:
-                raise unknown_name("dtype", name, DTYPES)
+        check_known("dtype", self.dtype, DTYPES)
         check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
 
 

@@ -17,6 +17,7 @@ from stepscope.studies.ranks.cases import on_ranks
 from stepscope.studies.ranks.subject import (
     WARMUP,
     Fed,
+    Laps,
     RankedStep,
     RankSubject,
     Samples,
@@ -63,8 +64,8 @@ class GradientStrategy:
         self.averages_itself = hasattr(model, "finish_gradient_synchronization")
 
 
-def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
-    ranks: list[RankSteps] = on_ranks(study, case, bench, time_strategies)
+def measure(case: DDPCase, bench: Bench) -> Measurement:
+    ranks: list[RankSteps] = on_ranks("ddp", case, bench, time_strategies)
     first = ranks[0]
     return Measurement(
         series=series_of([result.samples for result in ranks]),
@@ -133,7 +134,7 @@ def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str
 def make_strategies(
     alone: nn.Module, dtype: str, bucket_mb: Sequence[float]
 ) -> list[GradientStrategy]:
-    """Strategies: without communication, then our four, then torch's DDP."""
+    """Strategies: without communication, then those of Stepscope, then torch's DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
@@ -142,64 +143,47 @@ def make_strategies(
         # Copying is faster than initializing weights again.
         return copy.deepcopy(alone)
 
-    def ours(name: str, wrapped: DDP) -> GradientStrategy:
-        return GradientStrategy(name, wrapped, wrapped.module, dtype)
-
-    strategies = [GradientStrategy(ALONE, alone, alone, dtype)]
-    for strategy in ("naive", "flat", "overlap"):
-        strategies.append(ours(strategy, DDP(model(), strategy)))
+    wrapped: dict[str, DDP | DistributedDataParallel] = {
+        strategy: DDP(model(), strategy) for strategy in ("naive", "flat", "overlap")
+    }
     for size in bucket_mb:
-        strategies.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
-    theirs = model()
-    wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    strategies.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
-    return strategies
+        wrapped[f"bucketed {size:g} MiB"] = DDP(model(), "bucketed", size)
+    wrapped[TORCH] = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    return [
+        GradientStrategy(ALONE, alone, alone, dtype),
+        *(GradientStrategy(name, ddp, ddp.module, dtype) for name, ddp in wrapped.items()),
+    ]
 
 
 def one_step(world: World, strategy: GradientStrategy, fed: Fed) -> dict[str, float]:
     """Run one step and return the times of its phases in ms; the device is idle at each mark."""
     import torch
-    import torch.distributed as dist
 
-    settle(world)
-    dist.barrier()
-    began = time.perf_counter()
+    laps = Laps(world)
     with torch.autocast(world.device.type, torch.bfloat16, enabled=strategy.autocast):
         loss = fed.loss_of(strategy.model)
-    settle(world)
-    forward = time.perf_counter()
+    laps.mark("forward")
     loss.backward()  # type: ignore[no-untyped-call]
-    # On a GPU this waits for the backward and for overlapping reductions, like the calls below.
-    settle(world)
-    backward = time.perf_counter()
-    marks = {}
+    # On a GPU this waits for the backward pass and overlapping reductions, like the calls below.
+    laps.mark("backward")
+    waits = {}
     if strategy.averages_itself:
         strategy.model.finish_gradient_synchronization()  # type: ignore[operator]
         settle(world)
         timing: Any = strategy.model.timing
-        marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
-    waited = time.perf_counter()
+        waits = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
+    laps.mark("waited")
     strategy.optimizer.step()
     strategy.optimizer.zero_grad()
-    settle(world)
-    ended = time.perf_counter()
-    return {
-        "step": (ended - began) * 1e3,
-        "forward": (forward - began) * 1e3,
-        "backward": (backward - forward) * 1e3,
-        "waited": (waited - backward) * 1e3,
-        "optimizer": (ended - waited) * 1e3,
-        **marks,
-    }
+    laps.mark("optimizer")
+    return {"step": laps.total_ms, **laps.ms, **waits}
 
 
 def _communication_ms(world: World, strategy: GradientStrategy, messages: list[Tensor]) -> float:
     """Time of a step's reductions without overlap, in ms."""
     import torch.distributed as dist
 
-    settle(world)
-    dist.barrier()
-    began = time.perf_counter()
+    laps = Laps(world)
     pending = []
     for message in messages:
         work = dist.all_reduce(message, async_op=True)
@@ -209,8 +193,8 @@ def _communication_ms(world: World, strategy: GradientStrategy, messages: list[T
             pending.append(work)
     for work in pending:
         work.wait()
-    settle(world)
-    return (time.perf_counter() - began) * 1e3
+    laps.mark("communication")
+    return laps.total_ms
 
 
 def _typical_lanes(world: World, strategy: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from stepscope.records.stats import Ratio, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
-    Curve,
     Figure,
     Finding,
-    Lane,
-    LaneSpan,
     Table,
     Timeline,
     Tone,
@@ -20,7 +17,8 @@ from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
+from stepscope.studies.views.figures import curves, lane
 from stepscope.studies.views.published import published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
@@ -29,7 +27,7 @@ Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """Timeline of a step by strategy and lane: start, end, label."""
 
 
-class Ways(RankedResult[DDPCase]):
+class DDPResult(RankedResult[DDPCase]):
     """All strategies timed in one case."""
 
     @property
@@ -39,24 +37,24 @@ class Ways(RankedResult[DDPCase]):
     @property
     def title(self) -> str:
         at = f" at context {self.case.context}" if self.case.context else ""
-        return f"{self.case.size}{at}, {self.place}, {self.case.dtype}"
+        return f"{self.case.size}{at}, {self.label}, {self.case.dtype}"
 
     def phases(self, strategy: str) -> dict[str, float]:
         """Phases of the slowest rank in the median round; they add up to its step time."""
         steps = [s for s in self.record.series if (s.variant, s.name) == (strategy, "step")]
         rounds = [
-            max((series.values[number], series.rank, number) for series in steps)
-            for number in range(min((len(series.values) for series in steps), default=0))
+            max((series.values[index], series.rank, index) for series in steps)
+            for index in range(min((len(series.values) for series in steps), default=0))
         ]
         if not rounds:
             return {}
-        _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
-        # There is no wait after a backward that averages inside or not at all.
+        _, rank, index = sorted(rounds)[(len(rounds) - 1) // 2]
+        # There is no wait after a backward pass that averages inside or not at all.
         shown = [
             phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
         ]
         series = {phase: self.record.find(phase, variant=strategy, rank=rank) for phase in shown}
-        return {phase: s.values[number] for phase, s in series.items() if s is not None}
+        return {phase: s.values[index] for phase, s in series.items() if s is not None}
 
     def exposed(self, strategy: str) -> float | None:
         """Step time minus that of the step without communication."""
@@ -64,36 +62,39 @@ class Ways(RankedResult[DDPCase]):
         return step - alone if step is not None and alone is not None else None
 
 
-def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
-    known = [Ways(*result) for result in results]
-    done = [ways for ways in known if ways.record.status == "ok"]
+def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
+    known = [DDPResult(*result) for result in results]
+    done = [timed for timed in known if timed.record.status == "ok"]
     return (
-        *(finding for ways in done for finding in _findings(ways)),
-        *(figure for ways in done for figure in _figures(ways)),
+        *(finding for timed in done for finding in _findings(timed)),
+        *(figure for timed in done for figure in _figures(timed)),
         _table(known),
         *_rank_table(done),
         *published_tables(
             "ddp",
             [
-                ranked_step(*ways, strategy, ways.median("step", strategy))
-                for ways in done
-                for strategy in ways.names
+                ranked_step(*timed, strategy, timed.median("step", strategy))
+                for timed in done
+                for strategy in timed.names
             ],
         ),
     )
 
 
-def _findings(ways: Ways) -> Iterator[Finding]:
-    ours = [name for name in ways.names if name not in (ALONE, TORCH)]
-    steps = {name: step for name in ours if (step := ways.median("step", name)) is not None}
-    alone = ways.median("step", ALONE)
+def _findings(timed: DDPResult) -> Iterator[Finding]:
+    steps = {
+        name: step
+        for name in timed.names
+        if name not in (ALONE, TORCH) and (step := timed.median("step", name)) is not None
+    }
+    alone = timed.median("step", ALONE)
     if not steps or alone is None:
         return
     # Negative values are noise: communication does not make a step faster.
-    exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
-    if ways.case.ranks == 1:
+    exposed = {name: max(0.0, timed.exposed(name) or 0.0) for name in steps}
+    if timed.case.ranks == 1:
         cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
-        yield ways.finding(
+        yield timed.finding(
             "one-rank",
             "with one rank there is no communication; this is the overhead of the wrappers. A step"
             f" takes {duration(alone)} without a wrapper; the overhead is {cost}.",
@@ -101,21 +102,21 @@ def _findings(ways: Ways) -> Iterator[Finding]:
         )
     else:
         best = min(steps, key=lambda name: steps[name])
-        yield _fastest(ways, best, steps, exposed, alone)
-        yield from _hidden(ways, best, exposed[best])
-    yield from _against_torch(ways)
+        yield _fastest(timed, best, steps, exposed, alone)
+        yield from _hidden(timed, best, exposed[best])
+    yield from _against_torch(timed)
 
 
 def _fastest(
-    ways: Ways, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
+    timed: DDPResult, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
 ) -> Finding:
-    size = ways.record.quantity("gradient_bytes") or 0.0
+    size = timed.record.quantity("gradient_bytes") or 0.0
     # Rounds are interleaved, so the samples of two strategies are paired.
-    samples = ways.samples("step", best)
+    samples = timed.samples("step", best)
     alike = [
         name
         for name in steps
-        if name != best and paired_ratio(samples, ways.samples("step", name)).low <= 1
+        if name != best and paired_ratio(samples, timed.samples("step", name)).low <= 1
     ]
     rank = "has the lowest median," if alike else "is the fastest at"
     more = [f"Statistically indistinguishable: {', '.join(alike)}."] if alike else []
@@ -124,7 +125,7 @@ def _fastest(
             f"Exposed communication: {duration(exposed[best])} with {best},"
             f" {duration(exposed['naive'])} with naive."
         )
-    return ways.finding(
+    return timed.finding(
         "fastest",
         f"{best} {rank} {duration(steps[best])} per step for {bytes_(size)} of gradients; without"
         f" communication a step takes {duration(alone)}.",
@@ -141,18 +142,18 @@ def _fastest(
     )
 
 
-def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
-    """Report the share of the best strategy's reductions that overlaps with the backward."""
-    communication = ways.median("communication", best)
+def _hidden(timed: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
+    """Share of the best strategy's reductions that overlaps with the backward pass."""
+    communication = timed.median("communication", best)
     if not communication:
         return
     share = min(1.0, 1 - exposed / communication)
     words = (
-        f"{percent(share)} of that overlaps with the backward."
+        f"{percent(share)} of that overlaps with the backward pass."
         if share > 0
         else f"its step is longer by {duration(exposed)}, so none of that overlaps."
     )
-    yield ways.finding(
+    yield timed.finding(
         "hidden",
         f"the reductions of {best} take {duration(communication)} without overlap; {words}",
         {"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
@@ -166,22 +167,22 @@ _OUTCOMES: dict[int, tuple[str, Tone]] = {
 }
 
 
-def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
+def against_torch(timed: DDPResult) -> tuple[str, Ratio] | None:
     """The fastest bucketed strategy and its step time over that of torch's DDP."""
-    theirs = ways.samples("step", TORCH)
-    buckets = [name for name in ways.names if name.startswith("bucketed")]
-    if not buckets or not theirs:
+    baseline = timed.samples("step", TORCH)
+    buckets = [name for name in timed.names if name.startswith("bucketed")]
+    if not buckets or not baseline:
         return None
-    best = min(buckets, key=lambda name: ways.median("step", name) or 0.0)
-    return best, ratio_interval(theirs, ways.samples("step", best))
+    best = min(buckets, key=lambda name: timed.median("step", name) or 0.0)
+    return best, ratio_interval(baseline, timed.samples("step", best))
 
 
-def _against_torch(ways: Ways) -> Iterator[Finding]:
-    if (result := against_torch(ways)) is None:
+def _against_torch(timed: DDPResult) -> Iterator[Finding]:
+    if (result := against_torch(timed)) is None:
         return
     best, ratio = result
     outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
-    yield ways.finding(
+    yield timed.finding(
         "against-torch",
         f"{best} takes {number(ratio.value, 3)}× the step time of torch's DistributedDataParallel"
         f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
@@ -190,53 +191,46 @@ def _against_torch(ways: Ways) -> Iterator[Finding]:
     )
 
 
-def _figures(ways: Ways) -> Iterator[Figure | Timeline]:
-    phases = {name: ways.phases(name) for name in ways.names if ways.summary("forward", name)}
+def _figures(timed: DDPResult) -> Iterator[Figure | Timeline]:
+    phases = {name: timed.phases(name) for name in timed.names if timed.summary("forward", name)}
     if not phases:
         return
     yield Figure(
-        name=f"ddp-phases-{ways.record.case}",
-        title=f"Phases of a step: {ways.title}",
+        name=f"ddp-phases-{timed.record.case}",
+        title=f"Phases of a step: {timed.title}",
         kind="stacks",
-        curves=tuple(
-            Curve(
-                label=phase,
-                x=tuple(phases),
-                y=tuple(times.get(phase, 0.0) for times in phases.values()),
-            )
-            for phase in PHASES
+        curves=curves(
+            {
+                phase: {name: times.get(phase, 0.0) for name, times in phases.items()}
+                for phase in PHASES
+            }
         ),
         x_label="strategy",
         y_label="ms",
         caption="The slowest rank in the median round; `waited` is the time from the end of the"
-        " backward until the gradients are averaged. torch's DDP waits inside its backward.",
+        " backward pass until the gradients are averaged. torch's DDP waits inside that pass.",
     )
-    timeline = ways.record.attachment("timeline", Lanes) or {}
+    timeline = timed.record.attachment("timeline", Lanes) or {}
     lanes = [
-        Lane(
-            label=f"{name}: {lane}",
-            stretches=tuple(
-                LaneSpan(
-                    start=start,
-                    end=end,
-                    label=label,
-                    group=label if lane == "compute" else "reduction",
-                )
+        lane(
+            f"{name}: {what}",
+            (
+                (start, end, label, label if what == "compute" else "reduction")
                 for start, end, label in _without_covered_labels(spans)
             ),
         )
         for name, by_lane in timeline.items()
-        for lane, spans in by_lane.items()
+        for what, spans in by_lane.items()
         if spans
     ]
     if lanes:
         yield Timeline(
-            name=f"ddp-timeline-{ways.record.case}",
-            title=f"Timeline of reductions: {ways.title}",
+            name=f"ddp-timeline-{timed.record.case}",
+            title=f"Timeline of reductions: {timed.title}",
             lanes=tuple(lanes),
             x_label="ms",
             caption="One step of rank 0 for each strategy, the closest to the median of a few."
-            " Reductions drawn below the backward overlap with it.",
+            " Reductions drawn below the backward pass overlap with it.",
         )
 
 
@@ -249,51 +243,53 @@ def _without_covered_labels(
         yield start, end, "" if covered else label
 
 
-def _table(known: Sequence[Ways]) -> Table:
+def _table(known: Sequence[DDPResult]) -> Table:
     return table(
         "ddp-steps",
         "A step with each strategy for averaging gradients",
-        strategy_rows(known, lambda ways: ways.names),
+        variant_rows(known, lambda timed: timed.names),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),
             col("ranks", lambda r: r.of.case.ranks, "count", key=True),
             col("dtype", lambda r: r.of.case.dtype, key=True),
-            col("strategy", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.variant, key=True),
             step_column(),
-            *cols(PHASES, lambda r, phase: r.of.phases(r.way).get(phase), unit="ms"),
+            *cols(PHASES, lambda r, phase: r.of.phases(r.variant).get(phase), unit="ms"),
             col(
                 "communication",
-                lambda r: r.of.median("communication", r.way),
+                lambda r: r.of.median("communication", r.variant),
                 unit="ms",
                 hint="its reductions without overlap",
             ),
             col(
                 "exposed",
-                lambda r: None if r.way == ALONE else r.of.exposed(r.way),
+                lambda r: None if r.variant == ALONE else r.of.exposed(r.variant),
                 unit="ms",
                 hint="step minus the step without communication",
             ),
-            col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
+            col(
+                "reductions", lambda r: r.record.quantity("reductions", variant=r.variant), "count"
+            ),
         ],
         caption="Step times of the slowest rank in each round; all strategies are interleaved on"
         " the same ranks. Phases are those of the median round.",
     )
 
 
-def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
+def _rank_table(done: Sequence[DDPResult]) -> Iterator[Table]:
     rows = [
-        (ways, strategy, rank, waited, transfer)
-        for ways in done
-        for strategy in ways.names
-        for rank in range(ways.case.ranks)
-        if (waited := ways.record.find("slowest", variant=strategy, rank=rank))
-        and (transfer := ways.record.find("transfer", variant=strategy, rank=rank))
+        (timed, strategy, rank, waited, transfer)
+        for timed in done
+        for strategy in timed.names
+        for rank in range(timed.case.ranks)
+        if (waited := timed.record.find("slowest", variant=strategy, rank=rank))
+        and (transfer := timed.record.find("transfer", variant=strategy, rank=rank))
     ]
     if rows:
         yield table(
             "ddp-waits",
-            "Wait of each rank after the backward",
+            "Wait of each rank after the backward pass",
             rows,
             [
                 col("case", lambda r: r[0].title),
@@ -302,6 +298,6 @@ def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
                 col("slowest rank", lambda r: summarize(r[3].values).median, unit="ms"),
                 col("transfer", lambda r: summarize(r[4].values).median, unit="ms"),
             ],
-            caption="After the backward: time until the slowest rank arrives, then time until the"
-            " gradients are averaged.",
+            caption="After the backward pass: time until the slowest rank arrives, then time until"
+            " the gradients are averaged.",
         )

@@ -8,12 +8,8 @@ then all strategies run interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Block
 from stepscope.studies.sharding import Sharding
-from stepscope.studies.sharding.cases import FULLY_WAYS
+from stepscope.studies.sharding.cases import FSDP_STRATEGIES
 
 
 class FullySharded(Sharding):
@@ -21,12 +17,7 @@ class FullySharded(Sharding):
     title = "Fully sharded data parallelism"
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
-    strategies = FULLY_WAYS
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.fsdp.view import fsdp_blocks
-
-        return fsdp_blocks(self.results(records))
+    strategies = FSDP_STRATEGIES
 
 
 STUDY = FullySharded()

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+import msgspec
+
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Bench, Study
 from stepscope.studies.memory.cases import MemoryCase, MemoryFlags
 from stepscope.studies.training.post_mortem import step_post_mortem
 from stepscope.studies.training.workload import case_of, workloads
@@ -37,92 +38,41 @@ class Memory(Study[MemoryFlags, MemoryCase]):
 
     def cases(self, flags: MemoryFlags) -> tuple[MemoryCase, ...]:
         return tuple(
-            case_of(workload, MemoryCase, steps=flags.steps, snapshot=flags.snapshot)
-            for workload in workloads(flags, flags.mode)
+            case_of(workload, MemoryCase, flags) for workload in workloads(flags, flags.mode)
         )
-
-    def measure(self, case: MemoryCase, bench: Bench) -> Measurement:
-        from stepscope.studies.memory.measure import measure_memory
-
-        return measure_memory(case, bench)
 
     def post_mortem(self, case: MemoryCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case, bench, message)
 
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.memory.view import memory_blocks
-
-        return memory_blocks(self.results(records))
-
     def presets(self, environment: Environment) -> Mapping[str, Sequence[MemoryFlags]]:
-        sizes_2025 = ("small", "medium", "large", "xl", "2.7b")
-        both = ("float32", "bfloat16")
+        change = msgspec.structs.replace
         quick: tuple[MemoryFlags, ...]
+        both = ("float32", "bfloat16")
+        three = (*both, "bfloat16-pure")
         if environment.device_kind == "cpu":
+            tiny = MemoryFlags(size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2)
             quick = (
-                MemoryFlags(
-                    size=("tiny",),
-                    context=(128,),
-                    batch=(2,),
-                    vocab=512,
-                    steps=2,
-                    attention=("reference", "sdpa"),
-                    mode=("train-step",),
-                ),
-                # In addition to the first: its figure shows what a step adds to a forward.
-                MemoryFlags(
-                    size=("tiny",),
-                    context=(128,),
-                    batch=(2,),
-                    vocab=512,
-                    steps=2,
-                    mode=("forward",),
-                ),
+                change(tiny, attention=("reference", "sdpa"), mode=("train-step",)),
+                # In addition to the first: its figure shows what a step adds to a forward pass.
+                change(tiny, mode=("forward",)),
                 # So short that the copies of the weights outweigh the halved activations.
-                MemoryFlags(
-                    size=("tiny",),
-                    context=(16,),
-                    batch=(2,),
-                    vocab=512,
-                    steps=2,
-                    dtype=both,
-                    mode=("forward",),
-                ),
+                change(tiny, context=(16,), dtype=both, mode=("forward",)),
             )
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
-        # One snapshot with stacks is enough; a file for every case would be gigabytes.
-        three = (*both, "bfloat16-pure")
-        course = MemoryFlags(
-            size=sizes_2025,
-            context=(128, 256, 512),
-            dtype=three,
-            mode=("train-step",),
-            snapshot="no",
-        )
-        forwards = MemoryFlags(
-            size=("2.7b",), context=(128, 256, 512), dtype=three, mode=("forward",), snapshot="no"
-        )
         master = MemoryFlags(size=("small",), mode=("train-step",), dtype=("bfloat16-master",))
+        # One snapshot with stacks is enough; a file for every case would be gigabytes.
+        step = MemoryFlags(mode=("train-step",), snapshot="no")
+        sizes = ("small", "medium", "large", "xl", "2.7b")
+        course = change(step, size=sizes, context=(128, 256, 512), dtype=three)
+        forwards = change(course, size=("2.7b",), mode=("forward",))
         # Each dtype up to the first context that does not fit on one H200.
-        longer = tuple(
-            MemoryFlags(
-                size=(size,), context=contexts, dtype=dtypes, mode=("train-step",), snapshot="no"
-            )
-            for size, contexts, dtypes in (
-                ("small", (1024, 2048, 4096, 8192), ("float32",)),
-                ("2.7b", (1024, 2048), both),
-                ("2.7b", (1024, 2048, 4096), ("bfloat16-pure",)),
-            )
+        longer = (
+            change(step, context=(1024, 2048, 4096, 8192)),
+            change(step, size=("2.7b",), context=(1024, 2048), dtype=both),
+            change(step, size=("2.7b",), context=(1024, 2048, 4096), dtype=("bfloat16-pure",)),
         )
-        flash = MemoryFlags(
-            size=("2.7b",),
-            context=(1024, 2048),
-            dtype=("bfloat16",),
-            attention=("sdpa",),
-            mode=("train-step",),
-            snapshot="no",
-        )
+        flash = change(longer[1], dtype=("bfloat16",), attention=("sdpa",))
         course_2026 = MemoryFlags(
             size=("xl",), table="2026", context=(128, 512, 2048), dtype=both, snapshot="no"
         )

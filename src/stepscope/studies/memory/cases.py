@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from stepscope.errors import UsageError
+from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.training.workload import Mode, Workload, WorkloadFlags
 
 Snapshot = Literal["yes", "no"]
@@ -21,8 +21,7 @@ class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Write a memory_viz snapshot of one more step, with stacks (CUDA only)."""
 
     def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
+        check_at_least(2, steps=self.steps)
 
 
 class MemoryCase(Workload, frozen=True, kw_only=True):

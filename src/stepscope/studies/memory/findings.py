@@ -20,6 +20,7 @@ from stepscope.records.memory import (
 )
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import bytes_, count, number, percent
+from stepscope.studies.base import record_ids
 from stepscope.studies.memory.rows import (
     REGIMES,
     Accounted,
@@ -35,7 +36,7 @@ _CLOSED = 0.01
 _PREDICTED = 0.05
 _COPIED = 0.5
 """Share of the parameters from which temporaries count as copies of them."""
-_MOST_POST_MORTEMS = 4
+_MAX_POST_MORTEMS = 4
 """Most post-mortems per page: each takes a second or two, because every change is predicted."""
 
 Pair = tuple[Accounted, Accounted]
@@ -70,7 +71,7 @@ def _finding(
     return Finding(
         code=f"memory.{code}",
         values=dict(values),
-        records=tuple(dict.fromkeys(case.record.id for case in cases)),
+        records=record_ids(cases),
         text=text,
         tone=tone,
         conclusion=conclusion,
@@ -116,7 +117,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     if not worst.on_cuda:
         text = (
             "On a CPU there is no allocator to query: the peak is the count of all tensors itself,"
-            " so the ledger closes by construction."
+            " so the ledger adds up by construction."
         )
     elif share:
         text = (
@@ -125,7 +126,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
         )
     else:
         text = (
-            "The ledger closes to the byte, at the peak and at the end of every phase of all"
+            "The ledger adds up to the byte, at the peak and at the end of every phase of all"
             f" {len(cases)} cases."
         )
     tone: Tone = "good" if worst.on_cuda else "info"
@@ -241,7 +242,8 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
             "autocast-less",
             used,
             {"forwards": len(pairs)},
-            f"bfloat16 autocast needs more memory than float32 in none of {len(pairs)} forwards.",
+            "bfloat16 autocast needs more memory than float32 in none of"
+            f" {len(pairs)} forward passes.",
         )
         return
     wide, narrow = min(above, key=lambda pair: pair[0].workload.context)
@@ -262,9 +264,9 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
             **values,
         },
         f"bfloat16 autocast needs more memory than float32 in {len(above)} of {len(pairs)}"
-        f" forwards: the weights stay in float32 and autocast caches a bfloat16 copy of each at any"
-        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the saved activations"
-        f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
+        f" forward passes: the weights stay in float32 and autocast caches a bfloat16 copy of each"
+        f" at any context. For {narrow.name}, the copies are {bytes_(copies)}, while the saved"
+        f" activations shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
         f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{longer}",
     )
 
@@ -335,7 +337,7 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         conclusion="The scores that it does not store grow with the square of the context."
         " In traffic the difference is larger: by the shapes of what each operator reads and"
         f" writes, naive attention moves {bytes_(naive_bytes)} in"
-        f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
+        f" {'a forward pass' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
         f" least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less.",
     )
 
@@ -479,15 +481,15 @@ def _post_mortems(full: Sequence[Planned]) -> Iterator[Finding]:
         for each in full
         if can_be_predicted(each.workload, each.record.environment.device_kind)
     ]
-    for each in known[:_MOST_POST_MORTEMS]:
+    for each in known[:_MAX_POST_MORTEMS]:
         record, note = each.record, each.record.attachment(NOTE, PostMortem)
         if note is None:
             here = record.environment
             refusal = read_refusal(record.reason)
             note = examined(each.workload, here.device_kind, here.device_memory_bytes, refusal)
         yield _post_mortem(each, note)
-    if len(known) > _MOST_POST_MORTEMS:
-        more = known[_MOST_POST_MORTEMS:]
+    if len(known) > _MAX_POST_MORTEMS:
+        more = known[_MAX_POST_MORTEMS:]
         text = f"{len(more)} more cases ran out of memory."
         yield _finding("more-ran-out", more, {"cases": len(more)}, text)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _TURNS = 5
 
 
-def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
+def measure(case: MemoryCase, bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.ledger import StorageLedger
 

@@ -35,8 +35,8 @@ from stepscope.studies.memory.cases import MemoryCase
 class Account:
     """The memory ledger of one recorded step, of any program."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, name: str = "") -> None:
+        self.record, self.name = record, name or record.case
 
     @cached_property
     def phases(self) -> tuple[PhasePeak, ...]:
@@ -45,10 +45,6 @@ class Account:
     @cached_property
     def saved(self) -> tuple[SavedTensor, ...]:
         return self.record.required("saved", Saved)
-
-    @property
-    def name(self) -> str:
-        return self.record.case
 
     @property
     def on_cuda(self) -> bool:
@@ -97,7 +93,7 @@ class Account:
             kind = kind_of(line)
             sizes[kind] = sizes.get(kind, 0) + size
         if peak.residual:
-            sizes["residual"] = peak.residual
+            sizes["unattributed"] = peak.residual
         return sizes
 
 
@@ -112,18 +108,14 @@ class Accounted(Account):
     """A case of the memory study that ran."""
 
     def __init__(self, result: Result[MemoryCase]) -> None:
-        super().__init__(result.record)
+        mode = "" if result.case.mode == "train-step" else f", {result.case.mode}"
+        super().__init__(result.record, f"{result.case.name}{mode}")
         self.workload = result.case
 
     @cached_property
     def course(self) -> tuple[Point, ...]:
         """Memory over the recorded step; empty in records of older versions."""
         return self.record.attachment("course", Course) or ()
-
-    @property
-    def name(self) -> str:
-        mode = "" if self.workload.mode == "train-step" else f", {self.workload.mode}"
-        return f"{self.workload.name}{mode}"
 
     @property
     def driver_residual(self) -> float | None:
@@ -177,7 +169,7 @@ def accounted(results: Sequence[Result[MemoryCase]]) -> list[Accounted]:
 
 
 def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
-    """The case that figures and ledgers show, and the forward alone of the same step.
+    """The case that figures and ledgers show, and the forward pass alone of the same step.
 
     It is the train step with the highest forward, so that activations are visible; without
     forwards the highest train step.
@@ -195,10 +187,10 @@ def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
     return max(steps or cases, key=lambda case: (len(case.phases), case.peak)), None
 
 
-def but_for_context(one: OfStep, other: OfStep) -> bool:
+def but_for_context(first: OfStep, second: OfStep) -> bool:
     """True if both are the same step at any context."""
-    alike = msgspec.structs.replace(one.workload, context=other.workload.context)
-    return alike.key == other.workload.key
+    alike = msgspec.structs.replace(first.workload, context=second.workload.context)
+    return alike.key == second.workload.key
 
 
 class Regime:

@@ -35,6 +35,7 @@ from stepscope.studies.memory.rows import (
     highest_steps,
     leading,
 )
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.prediction import lines_table
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
@@ -53,7 +54,7 @@ _LEFT_OVER = "left over"
 _DRIVER = "driver (nvidia-smi)"
 
 
-def memory_blocks(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
     cases = accounted(results)
     lost = [Planned(*result) for result in results if result.record.status != "ok"]
     blocks: list[Block] = [*memory_findings(cases, lost)]
@@ -108,10 +109,10 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
             hint="predicted over measured, minus one",
         ),
         col(
-            "residual",
+            "unattributed",
             lambda case: case.residual_share,
             "percent",
-            hint="largest unattributed share of the peak, at any peak or end of a phase",
+            hint="largest share of the peak, at any peak or end of a phase",
         ),
     ]
     # Only a CPU process has the tensors in its resident memory.
@@ -134,21 +135,16 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
 
 
 def account_table(case: Account) -> Table:
-    lines = sorted(
-        {line for peak in case.phases for line in peak.lines},
-        key=lambda line: (-max(peak.lines.get(line, 0) for peak in case.phases), line),
-    )
     return lines_table(
         "memory-ledger",
         f"Live memory at the peak of each phase: {case.name}",
-        [peak.phase for peak in case.phases],
+        [(peak.phase, peak.lines) for peak in case.phases],
         [
-            *((line, *(peak.lines.get(line) for peak in case.phases)) for line in lines),
-            ("residual", *(peak.residual for peak in case.phases)),
+            ("unattributed", *(peak.residual for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
         caption="Activations saved for backward are named by the part of the model and the operator"
-        " that saves them. Only the residual is a remainder.",
+        " that saves them. Only `unattributed` is a remainder.",
     )
 
 
@@ -156,31 +152,22 @@ def _moments_table(case: Account) -> Iterator[Table]:
     """Live memory at the end of each phase; on CUDA up to the driver's figure."""
     if not case.ends:
         return
-    groups = [case.groups(end) for end in case.ends]
-    kinds = sorted(
-        {kind for group in groups for kind, size in group.items() if size},
-        key=lambda kind: (-max(group.get(kind, 0) for group in groups), kind),
-    )
-    rows: list[tuple[Cell, ...]] = [
-        *((kind, *(group.get(kind) or None for group in groups)) for kind in kinds),
-        ("allocated", *(end.allocated for end in case.ends)),
+    kinds = [
+        (end.phase, {kind: size for kind, size in case.groups(end).items() if size})
+        for end in case.ends
     ]
+    footer: list[tuple[Cell, ...]] = [("allocated", *(end.allocated for end in case.ends))]
     caption = "Memory of a training step before it begins and after each phase."
     driver_rows = [_outside_the_allocator(case, end) for end in case.ends]
     if all(driver_rows):
-        rows += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
+        footer += [(line, *(sizes[line] for sizes in driver_rows)) for line in driver_rows[0]]
         caption += (
             " Up to `allocated` every line is counted in a recorded step; below are the allocator's"
             " cached blocks, what existed before the model, and the rest of the driver's figure of"
             " a plain step."
         )
-    yield lines_table(
-        "memory-moments",
-        f"Live memory at the end of each phase: {case.name}",
-        [end.phase for end in case.ends],
-        rows,
-        caption=caption,
-    )
+    title = f"Live memory at the end of each phase: {case.name}"
+    yield lines_table("memory-moments", title, kinds, footer, caption=caption)
 
 
 def _outside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
@@ -294,24 +281,27 @@ def saved_table(
         "memory-saved",
         f"{title}: {case.name}",
         case.saved,
-        [one for one in columns if repeated or one.column.title != "times"],
+        [declared for declared in columns if repeated or declared.column.title != "times"],
         caption="Recorded by autograd's hooks for saved tensors; each storage counts once, for the"
         " operator that saved it first; parameters and autocast's copies of them are left out.",
     )
 
 
 def stack_figure(case: Account) -> Figure:
-    groups = [case.groups(peak) for peak in case.phases]
-    kinds = _shown_kinds(groups)
-    x = tuple(peak.phase for peak in case.phases)
+    groups = {peak.phase: case.groups(peak) for peak in case.phases}
+    kinds = _shown_kinds([*groups.values()])
     unit, unit_name = _unit(case)
     return Figure(
         name="memory-stack",
         title=f"The peak of each phase by kind of memory: {case.name}",
         kind="stacks",
-        curves=tuple(
-            Curve(label=kind, x=x, y=tuple(max(0, _size_of(kind, g, kinds)) / unit for g in groups))
-            for kind in kinds
+        curves=curves(
+            {
+                kind: {
+                    x: max(0, _size_of(kind, sizes, kinds)) / unit for x, sizes in groups.items()
+                }
+                for kind in kinds
+            }
         ),
         x_label="phase",
         y_label=f"memory, {unit_name}",
@@ -319,10 +309,10 @@ def stack_figure(case: Account) -> Figure:
 
 
 def _course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figure]:
-    """Memory over one step, preceded by the forward alone of the same model."""
+    """Memory over one step, preceded by the forward pass alone of the same model."""
     drawn = [case for case in (forward, lead) if case is not None and case.course]
     if drawn:
-        # The same kinds in the same order, so that their colours match.
+        # The same kinds in the same order, so that their colors match.
         kinds = _shown_kinds([point.kinds for case in drawn for point in case.course])
         yield from (_course_figure(case, kinds) for case in drawn)
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.report.blocks import Table
+from stepscope.studies.base import Study
 from stepscope.studies.own.cases import STUDY_NAME, OwnCase, OwnFlags
 
 
@@ -40,38 +40,13 @@ class Own(Study[OwnFlags, OwnCase]):
     def cases(self, flags: OwnFlags) -> tuple[OwnCase, ...]:
         if not flags.model:
             raise UsageError("no model was given", "use --model package.module:function")
+        settings = {name: getattr(flags, name) for name in OwnCase.__struct_fields__}
+        settings["dtype"] = tuple(precision(dtype).name for dtype in flags.dtype)
+        swept = [name for name, value in settings.items() if isinstance(value, tuple)]
         return tuple(
-            OwnCase(
-                model=flags.model,
-                batch=batch,
-                dtype=precision(dtype).name,
-                compile=compiled,
-                optimizer=optimizer,
-                attention=attention,
-                checkpoint=checkpoint,
-                warmup=flags.warmup,
-                steps=flags.steps,
-                traced=flags.traced,
-            )
-            for batch, dtype, compiled, optimizer, attention, checkpoint in itertools.product(
-                flags.batch,
-                flags.dtype,
-                flags.compile,
-                flags.optimizer,
-                flags.attention,
-                flags.checkpoint,
-            )
+            OwnCase(**settings | dict(zip(swept, values, strict=True)))
+            for values in itertools.product(*(settings[name] for name in swept))
         )
-
-    def measure(self, case: OwnCase, bench: Bench) -> Measurement:
-        from stepscope.studies.own.measure import measure_own
-
-        return measure_own(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.own.view import own_blocks
-
-        return own_blocks(records, self.results(records))
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.own.view import settings_table

@@ -64,7 +64,7 @@ def build(name: str) -> Built:
         raise UsageError(
             f"the model returned by {name} is {_described(model)}", "it must be an nn.Module"
         )
-    for what, function in (("make_batch", make_batch), *(("loss", one) for one in rest)):
+    for what, function in (("make_batch", make_batch), *(("loss", loss) for loss in rest)):
         if not callable(function):
             raise UsageError(
                 f"the {what} returned by {name} is {_described(function)}",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.errors import UsageError, unknown_name
 from stepscope.model.config import precision
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least, check_known
 from stepscope.studies.training.model_names import check_dtype, check_name
 
 STUDY_NAME = "own"
@@ -48,12 +48,10 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Steps under the profiler."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.traced < 1 or self.warmup < 0 or min(self.batch, default=1) < 1:
-            raise UsageError(
-                f"batch {self.batch}, steps {self.steps}, traced {self.traced}, warmup"
-                f" {self.warmup}",
-                "warmup cannot be negative, the others must be at least 1",
-            )
+        check_at_least(0, warmup=self.warmup)
+        check_at_least(1, steps=self.steps, traced=self.traced)
+        for size in self.batch:
+            check_at_least(1, batch=size)
 
 
 class OwnStep(Case, frozen=True, kw_only=True):
@@ -75,8 +73,7 @@ class OwnStep(Case, frozen=True, kw_only=True):
             ("attention", self.attention, ATTENTION),
             ("checkpoint", self.checkpoint, CHECKPOINT),
         ):
-            if value not in known:
-                raise unknown_name(kind, value, known)
+            check_known(kind, (value,), known)
         check_dtype(self.model, self.dtype)
 
     @property

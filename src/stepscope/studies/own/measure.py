@@ -18,18 +18,18 @@ from stepscope.studies.training.timed import time_steps
 if TYPE_CHECKING:
     from stepscope.measure.ledger import StorageLedger
 
-_MOST_SAVED = 200
+_MAX_SAVED = 200
 
 
-def measure_own(case: OwnCase, bench: Bench) -> Measurement:
+def measure(case: OwnCase, bench: Bench) -> Measurement:
     from stepscope.measure.energy import energy_quantities, measure_energy
 
     device = bench.device
     step = own_step(case, device)
     # Count FLOPs while it is eager, so that attention counts, fused or not.
     counted = [
-        msgspec.structs.replace(one, name="batch") if one.name == "samples" else one
-        for one in step.quantities()
+        msgspec.structs.replace(quantity, name="batch") if quantity.name == "samples" else quantity
+        for quantity in step.quantities()
     ]
     step.compile()
     device.reset_peak()
@@ -43,7 +43,7 @@ def measure_own(case: OwnCase, bench: Bench) -> Measurement:
     bench.progress(0, 1, "memory")
     if case.compile == "no":
         ledger = _memory_ledger(step)
-        largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+        largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MAX_SAVED]
         attachments = {"ledger": ledger.peaks, "saved": largest}
         if device.kind == "cpu":
             peak = max(each.allocated for each in ledger.peaks)

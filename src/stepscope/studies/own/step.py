@@ -59,7 +59,7 @@ def own_step(case: OwnStep, device: Device) -> UserStep:
 class UserStep(TrainingStep):
     """Training step of a user's model, eager until `compile` is called.
 
-    The forward includes the loss, which the model may return itself.
+    The forward pass includes the loss, which the model may return itself.
     """
 
     def __init__(
@@ -106,12 +106,14 @@ class UserStep(TrainingStep):
         import torch
         from torch.utils._pytree import tree_leaves
 
-        return tuple(one for one in tree_leaves(self.batch) if isinstance(one, torch.Tensor))
+        return tuple(
+            tensor for tensor in tree_leaves(self.batch) if isinstance(tensor, torch.Tensor)
+        )
 
     def token_count(self) -> int | None:
         """Number of elements of the first two-dimensional integer input, or None."""
         sequences = (t for t in self.inputs if t.dim() == 2 and not t.is_floating_point())
-        return next((one.numel() for one in sequences), None)
+        return next((tensor.numel() for tensor in sequences), None)
 
     def named_parts(self) -> AbstractContextManager[Any]:
         from stepscope.measure.modules import ModuleRanges

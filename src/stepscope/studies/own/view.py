@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Finding, Interval, Table
+from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.format import bytes_, duration, number
-from stepscope.report.tables import col, failed_table, table
+from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
 from stepscope.studies.program.findings import memory_finding, rate_finding
@@ -21,17 +20,17 @@ from stepscope.studies.views.energy import energy_finding
 Own = Result[OwnCase]
 
 
-def own_blocks(records: Sequence[Record], results: Sequence[Own]) -> tuple[Block, ...]:
-    done = [one for one in results if one.record.status == "ok"]
-    lead = [Watched(one.record) for one in done[:1]]
+def view(results: Sequence[Own]) -> tuple[Block, ...]:
+    done = [result for result in results if result.record.status == "ok"]
+    lead = [Watched(result.record) for result in done[:1]]
     return (
         *_changes(done),
-        *(finding for one in lead for finding in resting_on(one, _findings(one))),
+        *(finding for result in lead for finding in resting_on(result, _findings(result))),
         *([settings_table(done)] if len(done) > 1 else []),
-        *(block for one in lead for block in waterfall_blocks(one, STUDY_NAME)),
-        *(block for one in lead for block in trace_parts(one, STUDY_NAME)),
-        *(block for one in lead for block in account_blocks(one)),
-        *failed_table(STUDY_NAME, records),
+        *(block for result in lead for block in waterfall_blocks(result, STUDY_NAME)),
+        *(block for result in lead for block in trace_parts(result, STUDY_NAME)),
+        *(block for result in lead for block in account_blocks(result)),
+        *failed_table(STUDY_NAME, results),
     )
 
 
@@ -58,7 +57,7 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
         (setting,) = differ
         value, base_value = getattr(other.case, setting), getattr(first.case, setting)
         speedup = before.median / after.median * other.case.batch / first.case.batch
-        peaks = [one.record.quantity("peak_bytes") for one in (first, other)]
+        peaks = [result.record.quantity("peak_bytes") for result in (first, other)]
         memory = ""
         if peaks[0] and peaks[1]:
             memory = f", and the peak memory goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
@@ -84,18 +83,14 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
 
 
 def settings_table(results: Sequence[Own]) -> Table:
-    def timed(one: Own) -> Interval | None:
-        step = step_ms(one.record)
-        return Interval(value=step.median, low=step.low, high=step.high) if step else None
-
-    def samples(one: Own) -> float | None:
-        step = step_ms(one.record)
-        return 1e3 * one.case.batch / step.median if step else None
+    def samples(result: Own) -> float | None:
+        step = step_ms(result.record)
+        return 1e3 * result.case.batch / step.median if step else None
 
     changed = [
         name
         for name in ("attention", "checkpoint")
-        if any(getattr(one.case, name) != AS_IS for one in results)
+        if any(getattr(result.case, name) != AS_IS for result in results)
     ]
     return table(
         "own-settings",
@@ -108,7 +103,12 @@ def settings_table(results: Sequence[Own]) -> Table:
             col("compile", lambda r: r.case.compile, key=True),
             col("optimizer", lambda r: r.case.optimizer, key=True),
             *(col(name, lambda r, name=name: getattr(r.case, name), key=True) for name in changed),
-            col("step", timed, unit="ms", hint="median with its 95 % interval"),
+            col(
+                "step",
+                lambda r: interval(step_ms(r.record)),
+                unit="ms",
+                hint="median with its 95 % interval",
+            ),
             col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
             col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),
             col(

@@ -2,9 +2,9 @@
 
     stepscope run profile --size small xl --context 128 512
 
-Each mode is a separate case in a separate process, because a profiler leaves the host slower than
+Each mode is a separate case in a separate process, because a profiler leaves the CPU slower than
 before. The step is timed first, without the profiler; then it is traced, and the trace is
-summarized. On a GPU two experiments show whether the host limits the step: four times the batch,
+summarized. On a GPU two experiments show whether the CPU limits the step: four times the batch,
 which has the same number of launches, and the replay of the step as a CUDA graph, which has one.
 """
 
@@ -17,8 +17,7 @@ import msgspec
 
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Bench, Study
 from stepscope.studies.profile.cases import ProfileCase, ProfileFlags
 from stepscope.studies.training.post_mortem import step_post_mortem
 from stepscope.studies.training.workload import case_of, workloads
@@ -42,39 +41,20 @@ class Profile(Study[ProfileFlags, ProfileCase]):
 
     def cases(self, flags: ProfileFlags) -> tuple[ProfileCase, ...]:
         return tuple(
-            case_of(
-                workload,
-                ProfileCase,
-                warmup=flags.warmup,
-                steps=flags.steps,
-                enough_seconds=flags.enough_seconds,
-                traced=flags.traced,
-                experiments=flags.experiments,
-            )
-            for workload in workloads(flags, flags.mode)
+            case_of(workload, ProfileCase, flags) for workload in workloads(flags, flags.mode)
         )
 
-    def measure(self, case: ProfileCase, bench: Bench) -> Measurement:
-        from stepscope.studies.profile.measure import measure_profile
-
-        return measure_profile(case, bench)
-
     def post_mortem(self, case: ProfileCase, bench: Bench, message: str) -> dict[str, Any]:
-        return step_post_mortem(case.config, bench, message)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.profile.view import profile_blocks
-
-        return profile_blocks(self.results(records))
+        return step_post_mortem(case, bench, message)
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
         from stepscope.studies.profile.rows import groups, leading
         from stepscope.studies.views.verdict import step_verdict
 
         own = [record for record in records if record.study == self.name]
-        if not (found := groups(self.results(own))):
+        if not (all_groups := groups(self.results(own))):
             return None
-        lead = leading(found).fullest()
+        lead = leading(all_groups).fullest()
         return step_verdict(lead.record, lead.workload, lead.summary)
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ProfileFlags]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepscope.errors import UsageError
+from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadFlags
 
 
@@ -20,15 +21,11 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
     traced: int = 3
     """Steps under the profiler."""
     experiments: bool = True
-    """On a GPU: also run a larger batch and a CUDA graph, to see if the host limits the step."""
+    """On a GPU: also run a larger batch and a CUDA graph, to see if the CPU limits the step."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.traced < 1:
-            raise UsageError(
-                f"steps is {self.steps} and traced {self.traced}", "both must be at least 1"
-            )
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_at_least(1, steps=self.steps, traced=self.traced)
+        check_at_least(0, warmup=self.warmup)
         if not self.enough_seconds > 0:
             raise UsageError(f"enough-seconds is {self.enough_seconds}", "it must be above 0")
 

@@ -1,4 +1,4 @@
-"""Two experiments that show whether the host limits a step: a larger batch and fewer launches."""
+"""Two experiments that show whether the CPU limits a step: a larger batch and fewer launches."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
+from stepscope.studies.base import record_ids
 from stepscope.studies.profile.rows import (
     AGREES_WITHIN,
     Group,
@@ -21,16 +22,16 @@ from stepscope.studies.trace.findings import HOST_LIMITS_FROM
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 _CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
 def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
-    """Findings on the longest traced step, and on the steps that the host limits."""
+    """Findings on the longest traced step, and on the steps that the CPU limits."""
     if not groups:
         return
     lead = leading(groups)
-    traced = [one for group in groups for one in group.modes.values()]
+    traced = [step for group in groups for step in group.modes.values()]
     yield _closing(traced)
     yield _attributed(traced)
     yield from _host_limits([group.fullest() for group in groups])
@@ -41,75 +42,71 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
     yield from _softmax(lead)
 
 
-def _ids(traced: Iterable[Traced]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.record.id for one in traced))
-
-
 def _closing(traced: Sequence[Traced]) -> Finding:
-    def unexplained(one: Traced) -> float:
-        return one.summary.residual_ms / one.summary.wall_ms
+    def unexplained(step: Traced) -> float:
+        return step.summary.residual_ms / step.summary.wall_ms
 
-    still_open = [one for one in traced if one.summary.doubt]
+    still_open = [step for step in traced if step.summary.doubt]
     if not still_open:
         worst = max(map(unexplained, traced))
         return Finding(
             code="profile.accounted",
             values={"steps": len(traced), "residual": worst},
-            records=_ids(traced),
+            records=record_ids(traced),
             text=f"The time of all {len(traced)} traced steps is attributed: at most"
             f" {percent(worst)} of a step is unexplained.",
             tone="good",
         )
     worst_open = max(still_open, key=unexplained)
-    named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
+    named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
-    more = f" Of {len(traced)} steps, it is open for {_listed(others)} too." if others else ""
+    more = f" The same holds for {_listed(others)}, of {len(traced)} steps." if others else ""
     return Finding(
         code="profile.ledger-open",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
-        records=_ids(still_open),
-        text=f"The ledger of {named[0]} does not close: {worst_open.summary.doubt}.{more}",
+        records=record_ids(still_open),
+        text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",
         tone="warn",
     )
 
 
 def _attributed(traced: Sequence[Traced]) -> Finding:
     """Smallest share of the work, over all steps, whose class and part are known."""
-    kind = min(one.summary.shares.kind for one in traced)
+    kind = min(step.summary.shares.kind for step in traced)
     backward = min(
         (
-            one.summary.shares.backward_module
-            for one in traced
-            if one.summary.phase_ms("backward") > 0
+            step.summary.shares.backward_module
+            for step in traced
+            if step.summary.phase_ms("backward") > 0
         ),
         default=None,
     )
     text = f"At least {percent(kind)} of the work of every step has a class"
     if backward is not None:
-        text += f", and at least {percent(backward)} of every backward a part of the model"
+        text += f", and at least {percent(backward)} of every backward pass a part of the model"
     good = kind >= _CLASSED_FROM and (backward is None or backward >= _PLACED_FROM)
     return Finding(
         code="profile.attributed",
         values={"class": kind, "backward_part": backward},
-        records=_ids(traced),
+        records=record_ids(traced),
         text=f"{text}.",
         tone="good" if good else "warn",
     )
 
 
 def _listed(names: Sequence[str]) -> str:
-    left = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+    left = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
     """The clearest step in full, the others by name."""
-    limited = [one for one in steps if one.host_limits(HOST_LIMITS_FROM)]
+    limited = [step for step in steps if step.host_limits(HOST_LIMITS_FROM)]
     if limited:
         lead = min(limited, key=_clearness)
         bare, late = lead.idle_without_profiler, lead.host_share()
         share = late if bare is None else bare
-        others = [one.workload.name for one in limited if one is not lead]
+        others = [step.workload.name for step in limited if step is not lead]
         yield Finding(
             code="profile.host-limits",
             values={
@@ -119,24 +116,24 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
                 "others": len(others),
                 **_experiments(lead),
             },
-            records=_ids(limited),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the host limits this step; the"
-            f" device is idle for {percent(share)} of it, and in the trace nothing was launched in"
+            records=record_ids(limited),
+            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU limits this step; the"
+            f" GPU is idle for {percent(share)} of it, and in the trace nothing was launched in"
             f" time for {percent(late)}{_issued(lead)}.",
             conclusion="A lower precision cannot help until there are fewer launches"
             f"{_proof(lead)}."
             + (f" The same holds for {_listed(others)}, of {len(steps)}." if others else ""),
             tone="warn",
         )
-    free = [one for one in steps if one not in limited and one.experiments_say() is False]
+    free = [step for step in steps if step not in limited and step.experiments_say() is False]
     if free:
-        lead = max(free, key=lambda one: one.summary.wall_ms)
-        others = [one.workload.name for one in free if one is not lead]
+        lead = max(free, key=lambda step: step.summary.wall_ms)
+        others = [step.workload.name for step in free if step is not lead]
         yield Finding(
             code="profile.host-does-not-limit",
             values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},
-            records=_ids(free),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the host does not limit"
+            records=record_ids(free),
+            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU does not limit"
             f" this step{_issued(lead)}{_proof(lead)}."
             + (f" Nor does it for {_listed(others)}." if others else ""),
         )
@@ -152,12 +149,12 @@ def _experiments(traced: Traced) -> dict[str, Value]:
 
 
 def _issued(traced: Traced) -> str:
-    """Issue time of the host and busy time of the device, where both are known."""
+    """Issue time of the CPU and busy time of the GPU, where both are known."""
     issue = traced.issue_ms()
     if issue is None:
         return ""
     return (
-        f"; the host takes {duration(issue)} to issue what the device runs in"
+        f"; the CPU takes {duration(issue)} to issue what the GPU runs in"
         f" {duration(traced.summary.busy_ms)}"
     )
 
@@ -189,13 +186,13 @@ def _agreement(group: Group) -> Iterator[Finding]:
     yield Finding(
         code="profile.timer-agrees" if agree else "profile.timer-differs",
         values={"step": group.name, "timer_ms": timer, "profiler_ms": seen, "apart": differ},
-        records=_ids([group.forward]),
-        text=f"The forward of {group.name} takes {duration(timer)} by the timer and"
+        records=record_ids([group.forward]),
+        text=f"The forward pass of {group.name} takes {duration(timer)} by the timer and"
         f" {duration(seen)} under the profiler ({round(differ * 100):+d} %):"
         f" {'they agree' if agree else 'they do not agree'}.",
         conclusion=""
         if agree
-        else "The profiler slows the host down for each operator, so quote the timer's time and"
+        else "The profiler slows the CPU down for each operator, so quote the timer's time and"
         " the profile's shares.",
         tone="good" if agree else "info",
     )
@@ -209,7 +206,7 @@ def _top(group: Group) -> Iterator[Finding]:
     again = ""
     if top.also_first_in_backward is not None:
         same = "is the same" if top.also_first_in_backward else "is a different one"
-        again = f"With the backward, the longest {same}."
+        again = f"With the backward pass, the longest {same}."
     yield Finding(
         code="profile.top-kernel",
         values={
@@ -219,8 +216,8 @@ def _top(group: Group) -> Iterator[Finding]:
             "calls": top.calls,
             "also_first_in_backward": top.also_first_in_backward,
         },
-        records=_ids(group.modes.values()),
-        text=f"In the forward of {group.name}, {top.kernel}{unit} takes the most time:"
+        records=record_ids(group.modes.values()),
+        text=f"In the forward pass of {group.name}, {top.kernel}{unit} takes the most time:"
         f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.",
         conclusion=again,
     )
@@ -234,7 +231,7 @@ def _others(group: Group) -> Iterator[Finding]:
         yield Finding(
             code="profile.other-kernels",
             values={"step": group.name, **others},
-            records=_ids([full]),
+            records=record_ids([full]),
             text=f"Besides matmuls in {full.workload.mode} of {group.name}: {listed}.",
         )
 
@@ -249,7 +246,7 @@ def _shares(group: Group) -> Iterator[Finding]:
     yield Finding(
         code="profile.matmul-share",
         values={"step": group.name, "inference": less, "full": more, "grew": kind, "by": by},
-        records=_ids([forward, full]),
+        records=record_ids([forward, full]),
         text=f"Matmuls are {percent(less)} of the work in inference and {percent(more)} in"
         f" {full.workload.mode} of {group.name}; {kind} grew most instead,"
         f" by {by * 100:.1f} points.",
@@ -274,14 +271,14 @@ def _softmax(group: Group) -> Iterator[Finding]:
             f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
         if share > 1:
-            limit += ", longer than it takes: part of the scores stays in the device's cache."
+            limit += ", longer than it takes: part of the scores stays in the cache."
         else:
             by_bytes = ", so it is limited by bytes, not FLOPs" * (share >= _BYTES_SET_THE_TIME)
             limit += f": {percent(share)} of its time{by_bytes}."
     yield Finding(
         code="profile.softmax",
         values={"step": group.name, **values},
-        records=_ids([group.forward]),
+        records=record_ids([group.forward]),
         text=f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as"
         f" long as the two matmuls with {percent(in_flops)} of their FLOPs.",
         conclusion=limit,

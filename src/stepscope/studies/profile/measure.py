@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepscope.measure.timer import Timing
 
 
-def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
+def measure(case: ProfileCase, bench: Bench) -> Measurement:
     device = bench.device
     step = make_step(case, device)
     timing = time_steps(step, bench, case, enough_seconds=case.enough_seconds)

@@ -41,8 +41,8 @@ def main(words: list[str]) -> None:
         step.reset()
     mark_for_nsight(True)
     torch.cuda.cudart().cudaProfilerStart()  # type: ignore[no-untyped-call]
-    for number in range(config.traced):
-        with named(f"step {number}"):
+    for index in range(config.traced):
+        with named(f"step {index}"):
             run()
         step.reset()
         device.synchronize()

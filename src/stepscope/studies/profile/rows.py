@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
-from stepscope.kernels.activation_policy import ALL
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
 from stepscope.records.schema import Record
 from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.trace.findings import top_kernels
-from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.training.workload import MODES, Mode, Workload, unusual_settings
 
 AGREES_WITHIN = 0.1
 """Largest relative difference at which the profiler's and the timer's forward agree."""
@@ -37,7 +36,7 @@ class Traced(NamedTuple):
     summary: Summary
 
     def timer_ms(self, phase: str) -> float | None:
-        """Time without the profiler; the step from start to idle by the host's clock."""
+        """Time without the profiler; the step from start to idle by the CPU's clock."""
         if phase == "step":
             return median_ms(self.record, "step", "host")
         if phase == "forward" and self.workload.mode == "forward":
@@ -54,7 +53,7 @@ class Traced(NamedTuple):
         return None if not bare else self.summary.wall_ms / bare - 1
 
     def issue_ms(self) -> float | None:
-        """Time that the host takes to issue the step without the profiler; None on a CPU."""
+        """Time that the CPU takes to issue the step without the profiler; None without a GPU."""
         return median_ms(self.record, "issue", "host")
 
     def host_share(self) -> float:
@@ -123,7 +122,7 @@ class Group(NamedTuple):
 
     @property
     def forward(self) -> Traced:
-        """The forward alone, or else the forward phase of a longer step."""
+        """The forward pass alone, or else the forward phase of a longer step."""
         return self.modes.get("forward") or self.fullest()
 
     @property
@@ -137,21 +136,12 @@ class Group(NamedTuple):
 
 def variant(w: Workload) -> str:
     """Description of everything but size, context, batch and dtype."""
-    extras = [
-        *([] if w.table == "2025" else [w.table]),
-        *([] if w.attention == "reference" else [w.attention]),
-        *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
-        *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
-        *([] if w.compile_mode == "default" else [w.compile_mode]),
-        *(["fused loss"] if w.loss == "fused" else []),
-        *(["fused kernels"] if w.fused else []),
-        *(["fused projections"] if w.joined else []),
-        *(["autotuned GEMMs"] if w.searched else []),
-        *([] if w.keep == ALL else [f"saves {w.keep}"]),
-        *(["graph"] if w.graph else []),
-        *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
-    ]
-    return ", ".join(extras)
+    settings = unusual_settings(
+        w,
+        *("table", "attention", "compile", "optimizer", "compile_mode", "loss"),
+        *("fused", "joined", "searched", "keep", "graph"),
+    )
+    return ", ".join((*settings, *(f"{k} {value}" for k, value in sorted(w.overrides.items()))))
 
 
 def groups(results: Sequence[Result[ProfileCase]]) -> list[Group]:
@@ -221,7 +211,7 @@ class TopKernel(NamedTuple):
 
 
 class AttentionCore(NamedTuple):
-    """Scores, softmax and weighted values of all layers in one forward."""
+    """Scores, softmax and weighted values of all layers in one forward pass."""
 
     matmul_ms: float
     softmax_ms: float
@@ -239,10 +229,10 @@ class AttentionCore(NamedTuple):
 
 
 def top_kernel(group: Group) -> TopKernel | None:
-    """The longest kernel of the forward, its number of calls and their explanation."""
+    """The longest kernel of the forward pass, its number of calls and their explanation."""
     traced = group.forward
     ranked = top_kernels(traced.summary, "forward")
-    total = sum(one[1] for one in ranked)
+    total = sum(ms for _, ms, _ in ranked)
     if total <= 0:
         return None
     name, ms, calls = ranked[0]
@@ -304,7 +294,7 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
         for kind in CLASSES
         if kind != "matmul"
     }
-    kind = max(changes, key=lambda one: changes[one])
+    kind = max(changes, key=lambda kind: changes[kind])
     return kind, changes[kind]
 
 
@@ -332,7 +322,7 @@ def attention_core(group: Group) -> AttentionCore | None:
 
 
 def _core_part(use: Use) -> str:
-    """Role of a use in the forward's attention: matmul, softmax, mask or rest; else empty.
+    """Role of a use in the forward attention: matmul, softmax, mask or rest; else empty.
 
     The cast that autocast puts before a softmax is not part of it, so that the softmax's bytes are
     the same as without autocast.

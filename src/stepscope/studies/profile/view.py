@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from stepscope.analysis.kernels.names import CLASSES
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Flame, Table, Timeline
+from stepscope.report.blocks import Block, Curve, Figure, Flame, Table, Timeline
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
 from stepscope.studies.base import Result
@@ -42,13 +43,13 @@ from stepscope.studies.training.workload import MODES, Mode, Workload
 from stepscope.studies.views.flame import flame_blocks
 from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
-_MOST_STACKS = 12
-_MOST_COMPARISONS = 6
-_FEWEST_SIZES = 3
-_SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_MAX_STACKS = 12
+_MAX_COMPARISONS = 6
+_MIN_SIZES = 3
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
     all_groups = groups(results)
     blocks: list[Block] = [*profile_findings(all_groups)]
     if all_groups:
@@ -65,7 +66,7 @@ def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
             *_comparison_tables(all_groups),
             *_in_full(leading(all_groups).fullest()),
         ]
-    return (*blocks, *failed_table("profile", [result.record for result in results]))
+    return (*blocks, *failed_table("profile", results))
 
 
 def _in_full(lead: Traced) -> Iterator[Block]:
@@ -105,6 +106,17 @@ def _keys(all_groups: Sequence[Group]) -> list[Declared]:
     ]
 
 
+class Valued(NamedTuple):
+    """A row of a table: a group, and what was computed for it."""
+
+    group: Group
+    value: Any
+
+    @property
+    def workload(self) -> ProfileCase:
+        return self.group.workload
+
+
 def _work(all_groups: Sequence[Group]) -> str:
     """Name of a unit of work: a CPU has no kernels."""
     return "kernel" if any(g.fullest().summary.on_device for g in all_groups) else "operator"
@@ -127,7 +139,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
             col("step", lambda r: r.summary.wall_ms, unit="ms", hint="under the profiler"),
             col("working", partial(share, "busy_ms"), "percent"),
             col(
-                "residual",
+                "unattributed",
                 partial(share, "residual_ms"),
                 "percent",
                 hint="what the trace does not explain",
@@ -140,7 +152,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
                 "waits",
                 partial(idle, "synchronisation"),
                 "percent",
-                hint="idle while the host waits",
+                hint="idle while the CPU waits",
             ),
             col(
                 "queue", partial(idle, "queue"), "percent", hint="idle between two launched kernels"
@@ -160,7 +172,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
             ),
             col("larger batch", _larger_batch, hint="time with that many times the batch over now"),
         ],
-        caption="Busy time, idle time and the residual add up to the step.",
+        caption="Busy, idle and unattributed time add up to the step.",
     )
     return keep_columns(full_table, lambda _, cells: any(cell is not None for cell in cells))
 
@@ -190,7 +202,7 @@ def _timer_table(all_groups: Sequence[Group]) -> Table:
 
 
 def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
-    """Columns of both phases by timer and profiler; the forward alone or within a longer step."""
+    """Columns of both phases by timer and profiler; the forward pass alone or in a longer step."""
 
     def of(phase: str, group: Group) -> tuple[float | None, float | None]:
         both = group.modes.get("forward-backward") or group.fullest()
@@ -216,8 +228,8 @@ def _sizes_table(all_groups: Sequence[Group]) -> Iterator[Table]:
     sizes: dict[int, set[str]] = {}
     for group in traced:
         sizes.setdefault(group.workload.context, set()).add(group.workload.size)
-    context = min(sizes, key=lambda one: (-len(sizes[one]), one), default=0)
-    if len(sizes.get(context, ())) < _FEWEST_SIZES:
+    context = min(sizes, key=lambda step: (-len(sizes[step]), step), default=0)
+    if len(sizes.get(context, ())) < _MIN_SIZES:
         return
     shown = [group for group in traced if group.workload.context == context]
     yield table(
@@ -238,33 +250,26 @@ def _sizes_table(all_groups: Sequence[Group]) -> Iterator[Table]:
 
 
 def _top_table(all_groups: Sequence[Group]) -> Table:
-    tops = {group.key(): top for group in all_groups if (top := top_kernel(group)) is not None}
-
-    def cell(name: str, group: Group) -> Cell:
-        value: Cell = getattr(tops[group.key()], name)
-        return value
-
+    work = _work(all_groups)
     return table(
         "profile-top",
-        f"The longest {_work(all_groups)} of the forward",
-        [group for group in all_groups if group.key() in tops],
+        f"The longest {work} of the forward pass",
+        [Valued(group, top) for group in all_groups if (top := top_kernel(group)) is not None],
         [
             *_keys(all_groups),
-            col(_work(all_groups), partial(cell, "kernel")),
-            col("unit", lambda r: cell("unit", r) or None),
+            col(work, lambda r: r.value.kernel),
+            col("unit", lambda r: r.value.unit or None),
             col(
                 "share",
-                partial(cell, "share"),
+                lambda r: r.value.share,
                 "percent",
-                hint=f"of the forward's {_work(all_groups)} time",
+                hint=f"of the {work} time of the forward pass",
             ),
-            col("calls", partial(cell, "calls"), "count"),
-            col("calls explained", partial(cell, "story")),
+            col("calls", lambda r: r.value.calls, "count"),
+            col("calls explained", lambda r: r.value.story),
             col(
                 "also first with backward",
-                lambda r: {None: None, True: "yes", False: "no"}[
-                    tops[r.key()].also_first_in_backward
-                ],
+                lambda r: {None: None, True: "yes", False: "no"}[r.value.also_first_in_backward],
             ),
         ],
     )
@@ -272,23 +277,23 @@ def _top_table(all_groups: Sequence[Group]) -> Table:
 
 def _others_table(all_groups: Sequence[Group]) -> Table:
     """Kernels besides matmuls, of the mode with the most phases."""
-    listed = {
-        group.key(): ", ".join(
+
+    def longest(group: Group) -> str:
+        return ", ".join(
             f"{name} {percent(share)} ({count(calls)}×)"
             for name, share, calls in list(other_kernels(group.fullest()))[:3]
         )
-        for group in all_groups
-    }
+
     return table(
         "profile-others",
         f"Other {_work(all_groups)}s that matter",
-        [group for group in all_groups if listed[group.key()]],
+        [Valued(group, listed) for group in all_groups if (listed := longest(group))],
         [
             *_keys(all_groups),
-            col("mode", lambda r: r.fullest().workload.mode),
+            col("mode", lambda r: r.group.fullest().workload.mode),
             col(
                 "besides matmuls",
-                lambda r: listed[r.key()],
+                lambda r: r.value,
                 hint="share of all work, and calls per step",
             ),
         ],
@@ -320,64 +325,57 @@ def _share_table(all_groups: Sequence[Group]) -> Table:
 
 
 def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
-    cores = {
-        group.key(): core for group in all_groups if (core := attention_core(group)) is not None
-    }
-    if not cores:
+    rows = [
+        Valued(group, core) for group in all_groups if (core := attention_core(group)) is not None
+    ]
+    if not rows:
         return
 
-    def time(name: str, group: Group) -> float:
-        return float(getattr(cores[group.key()], name))
-
-    def of_copy(group: Group) -> float | None:
-        copy = group.fullest().record.ceiling("memory.copy")
-        moved = cores[group.key()].softmax_rate
+    def of_copy(row: Valued) -> float | None:
+        copy, moved = row.group.fullest().record.ceiling("memory.copy"), row.value.softmax_rate
         return moved / copy.value if copy and moved else None
 
-    times = {
-        "two matmuls": "matmul_ms",
-        "softmax": "softmax_ms",
-        "mask": "mask_ms",
-        "scale and casts": "rest_ms",
-    }
     yield table(
         "profile-softmax",
         "Inside attention: the softmax against the two matmuls",
-        [group for group in all_groups if group.key() in cores],
+        rows,
         [
             *_keys(all_groups),
-            *(col(title, partial(time, name), unit="ms") for title, name in times.items()),
+            col("two matmuls", lambda r: r.value.matmul_ms, unit="ms"),
+            col("softmax", lambda r: r.value.softmax_ms, unit="ms"),
+            col("mask", lambda r: r.value.mask_ms, unit="ms"),
+            col("scale and casts", lambda r: r.value.rest_ms, unit="ms"),
             col(
                 "softmax / matmuls, time",
-                lambda r: cores[r.key()].softmax_ms / cores[r.key()].matmul_ms,
+                lambda r: r.value.softmax_ms / r.value.matmul_ms,
                 "number",
             ),
             col(
                 "softmax / matmuls, FLOPs",
-                lambda r: cores[r.key()].softmax_flops / cores[r.key()].matmul_flops,
+                lambda r: r.value.softmax_flops / r.value.matmul_flops,
                 "number",
             ),
-            col("softmax moves", lambda r: cores[r.key()].softmax_bytes, "bytes"),
-            col("at", lambda r: cores[r.key()].softmax_rate, "rate", unit="B/s"),
+            col("softmax moves", lambda r: r.value.softmax_bytes, "bytes"),
+            col("at", lambda r: r.value.softmax_rate, "rate", unit="B/s"),
             col("of a copy's rate", of_copy, "percent"),
         ],
-        caption="All layers in one forward; five FLOPs per score of the softmax, which reads and"
-        " writes every score once. Scores that stay in the device's cache move faster than a copy.",
+        caption="All layers in one forward pass; five FLOPs per score of the softmax, which reads"
+        " and writes every score once. Scores that stay in the cache move faster than a copy.",
     )
 
 
 def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
     """Classes that shrank or grew with the dtype or the compiler."""
     tables: list[Table] = []
-    for first, second in comparison_pairs(all_groups)[:_MOST_COMPARISONS]:
+    for first, second in comparison_pairs(all_groups)[:_MAX_COMPARISONS]:
         mode = next(m for m in reversed(MODES) if m in first.modes and m in second.modes)
         before, after = first.modes[mode], second.modes[mode]
         wanted = ("dtype", "compile")
         labels = tuple(
-            ", ".join(str(getattr(one.workload, name)) for name in wanted)
+            ", ".join(str(getattr(step.workload, name)) for name in wanted)
             .replace(", no", ", eager")
             .replace(", block", ", compiled by block")
-            for one in (before, after)
+            for step in (before, after)
         )
         comparison = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
         w = before.workload
@@ -395,10 +393,10 @@ def _comparison_tables(all_groups: Sequence[Group]) -> list[Table]:
 def _class_figure(all_groups: Sequence[Group]) -> Figure:
     shown = [group.fullest() for group in all_groups]
     caption = ""
-    if len(shown) > _MOST_STACKS:
-        contexts = [one.workload.context for one in shown if one.workload.mode == "train-step"]
-        context = statistics.mode(contexts or [one.workload.context for one in shown])
-        shown = [one for one in shown if one.workload.context == context][:_MOST_STACKS]
+    if len(shown) > _MAX_STACKS:
+        contexts = [step.workload.context for step in shown if step.workload.mode == "train-step"]
+        context = statistics.mode(contexts or [step.workload.context for step in shown])
+        shown = [step for step in shown if step.workload.context == context][:_MAX_STACKS]
         caption = f"Steps at context {context}; the table above has all."
     names = [_short_name(traced, shown) for traced in shown]
     curves = []
@@ -430,15 +428,15 @@ def _class_figure(all_groups: Sequence[Group]) -> Figure:
 def _short_name(traced: Traced, shown: Sequence[Traced]) -> str:
     """Label short enough for a bar: what all steps share is left out."""
     w = traced.workload
-    batches = len({one.workload.batch for one in shown}) > 1
-    name = f"{w.size} {w.context} {_SHORT_FORMATS.get(w.dtype, w.dtype)}"
+    batches = len({step.workload.batch for step in shown}) > 1
+    name = f"{w.size} {w.context} {_SHORT_DTYPES.get(w.dtype, w.dtype)}"
     name += f" b{w.batch}" if batches else ""
     name += " compiled" if w.compile != "no" else ""
-    alike = [one for one in shown if _same_label(one.workload, w)]
+    alike = [step for step in shown if _same_label(step.workload, w)]
     return name if len(alike) == 1 else f"{name} #{alike.index(traced) + 1}"
 
 
-def _same_label(one: Workload, other: Workload) -> bool:
+def _same_label(step: Workload, other: Workload) -> bool:
     fields = ("size", "context", "dtype", "batch")
-    compiled = (one.compile != "no") == (other.compile != "no")
-    return compiled and all(getattr(one, name) == getattr(other, name) for name in fields)
+    compiled = (step.compile != "no") == (other.compile != "no")
+    return compiled and all(getattr(step, name) == getattr(other, name) for name in fields)

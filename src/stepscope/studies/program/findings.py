@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.limits import achieved_flops, mfu
 from stepscope.analysis.lints import lint_record
+from stepscope.analysis.trace.collectives import times_last
 from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
+from stepscope.studies.base import record_ids
 from stepscope.studies.program.rows import (
     Watched,
-    last_to_come,
     lateness,
     resting_on,
     slowest,
-    wait_worth,
+    starts,
+    wait_matters,
 )
 from stepscope.studies.trace.findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
 from stepscope.studies.views.energy import energy_finding
@@ -24,25 +26,20 @@ from stepscope.studies.views.energy import energy_finding
 _MISSING = {
     "trace_missing": "The steps were not traced",
     "traced_fewer": "Fewer steps were traced than requested",
-    "memory_missing": "There is no memory ledger",
+    "memory_missing": "There is no memory breakdown",
     "snapshot_missing": "No memory snapshot was taken",
     "recording_failed": "The recording failed",
     "cut_short": "The recording is incomplete",
 }
-_SEVERAL = 4
-_COUNTED_IN = "counted operator by operator"
+_MAX_RANKS = 4
 
 
 def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
     """Findings of all ranks; those that name no record rest on that of the first rank."""
     lead = ranks[0]
-    return resting_on(lead, _findings(lead, ranks))
-
-
-def _findings(lead: Watched, ranks: Sequence[Watched]) -> tuple[Finding, ...]:
-    return (
+    findings = (
         *_time(lead),
-        *_verdict(lead),
+        *_launches(lead),
         *_issue(lead),
         *_ranks(ranks),
         *_trace(lead),
@@ -52,9 +49,10 @@ def _findings(lead: Watched, ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *energy_finding(lead.record, lead.name),
         *_evaluations(lead),
         *_loop(lead),
-        *(finding for one in ranks for finding in _missing(one, len(ranks) > 1)),
-        *_lints(lead),
+        *(finding for rank in ranks for finding in _missing(rank, len(ranks) > 1)),
+        *_failed_checks(lead),
     )
+    return resting_on(lead, findings)
 
 
 def _time(lead: Watched) -> Iterator[Finding]:
@@ -62,10 +60,10 @@ def _time(lead: Watched) -> Iterator[Finding]:
     if series is None or not series.values:
         return
     spread = summarize(series.values)
-    whose = "by the device's clock" if series.clock == "device" else "by the host's clock"
+    clock = "GPU" if series.clock == "device" else "CPU"
     text = (
-        f"A step of {lead.name} takes {duration(spread.median)} {whose}: the median of"
-        f" {len(series.values)} steps, half of which are between {duration(spread.q1)} and"
+        f"A step of {lead.name} takes {duration(spread.median)} by the {clock}'s clock: the median"
+        f" of {len(series.values)} steps, half of which are between {duration(spread.q1)} and"
         f" {duration(spread.q3)}."
     )
     more = lead.summary.wall_ms / spread.median - 1 if lead.summary is not None else 0.0
@@ -90,11 +88,9 @@ def _time(lead: Watched) -> Iterator[Finding]:
     )
 
 
-def _verdict(lead: Watched) -> Iterator[Finding]:
+def _launches(lead: Watched) -> Iterator[Finding]:
     idle = lead.host_idle
-    if idle is None or lead.summary is None:
-        return
-    if idle < HOST_LIMITS_FROM:
+    if idle is not None and lead.summary is not None and idle < HOST_LIMITS_FROM:
         launches = round(lead.summary.launches)
         yield Finding(
             code="inspect.not-launch-bound",
@@ -118,65 +114,64 @@ def _trace(lead: Watched) -> Iterator[Finding]:
             code="inspect.traced-longer",
             values={"steps": len(longer), "longest_ms": max(longer), "usual_ms": usual},
             text=f"{len(longer)} of the traced steps took {', '.join(map(duration, longer))}, while"
-            f" the others take {duration(usual)}: excluded from the time ledger.",
+            f" the others take {duration(usual)}: excluded from the time breakdown.",
         )
 
 
 def _evaluations(lead: Watched) -> Iterator[Finding]:
     """Report steps that, unlike the others, also ran the model without gradients."""
-    left_out = int(lead.record.notes.get("left_out", 0))
-    traced = len(lead.traced_validations)
-    if left_out:
+    timed = int(lead.record.notes.get("left_out", 0))
+    traced = len(lead.traced_validations) if lead.summary is not None else 0
+    also = "also ran the model without gradients"
+    if timed:
         yield Finding(
             code="inspect.timed-evaluations",
-            values={"steps": left_out},
+            values={"steps": timed},
             timed=False,
-            text=f"{left_out} of the timed steps also ran the model without gradients, as in a"
-            " validation: they are excluded from the step time.",
+            text=f"{timed} of the timed steps {also}, as in a validation: they are excluded from"
+            " the step time.",
         )
-    if traced and lead.summary is not None:
+    if traced:
         yield Finding(
             code="inspect.traced-evaluations",
             values={"steps": traced},
             timed=False,
-            text=f"{traced} of the traced steps also ran the model without gradients: they are"
-            " excluded from the time ledger.",
+            text=f"{traced} of the traced steps {also}: they are excluded from the time breakdown.",
         )
     if "validates_throughout" in lead.record.notes and lead.summary is not None:
         yield Finding(
             code="inspect.evaluates-in-every-step",
             timed=False,
-            text="All traced steps also ran the model without gradients: the time ledger includes"
-            " that work.",
+            text=f"All traced steps {also}: the time breakdown includes that work.",
             tone="warn",
         )
 
 
 def _issue(lead: Watched) -> Iterator[Finding]:
-    """Report the host's issue time, which is hidden as long as the device is slower."""
+    """Report the CPU's issue time, which is hidden as long as the GPU is slower."""
     took = lead.issue_ms
     if not took or lead.step_ms is None:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
-    so = f"the step takes no longer ({duration(lead.step_ms)}), so the host is the bottleneck"
-    if lead.step_ms >= total:
-        so = (
-            f"the step takes {lead.step_ms / total:.3g} times that; faster device work alone cannot"
-            " make the step shorter than the host's time"
-        )
+    consequence = (
+        f"the step takes {lead.step_ms / total:.3g} times that; faster GPU work alone cannot make"
+        " the step shorter than the CPU's time"
+        if lead.step_ms >= total
+        else f"the step takes no longer ({duration(lead.step_ms)}), so the CPU is the bottleneck"
+    )
     yield Finding(
         code="inspect.issue",
         values={"issue_ms": total, "step_ms": lead.step_ms, **took},
-        text=f"The host takes {duration(total)} to issue a step to an idle device, without the"
-        f" profiler ({parts}): {so}.",
+        text=f"The CPU takes {duration(total)} to issue a step to an idle GPU, without the profiler"
+        f" ({parts}): {consequence}.",
     )
 
 
 def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
     planned = ranks[0].case.ranks
     if planned > len(ranks):
-        here = {one.rank for one in ranks}
+        here = {present.rank for present in ranks}
         gone = ", ".join(str(rank) for rank in range(planned) if rank not in here)
         yield Finding(
             code="inspect.ranks-missing",
@@ -190,18 +185,17 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
     late, last = lateness(ranks), slowest(ranks)
     if not late:
         code, text = "no-collectives", "The ranks ran no collectives that could be compared."
-    elif not wait_worth(ranks):
-        code, text = (
-            "ranks-alike",
-            f"The {len(ranks)} ranks are equally fast: none delays the others.",
-        )
+    elif not wait_matters(ranks):
+        code, text = "ranks-alike", f"The {len(ranks)} ranks are equally fast: none delays another."
     elif last is None:
-        code, text = "ranks-late", _several_late(late, last_to_come(ranks))
+        code, text = "ranks-late", _several_late(late, times_last(starts(ranks)))
     else:
-        code = "slowest-rank"
-        text = (
-            f"Rank {last.rank} is the slowest: on average it arrives at a collective"
-            f" {duration(late[last.rank])} after the first rank, and the others wait for it."
+        code, text = (
+            "slowest-rank",
+            (
+                f"Rank {last.rank} is the slowest: on average it arrives at a collective"
+                f" {duration(late[last.rank])} after the first rank, and the others wait for it."
+            ),
         )
     yield Finding(
         code=f"inspect.{code}",
@@ -210,23 +204,23 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
             "slowest": last.rank if last else None,
             **{f"rank{rank}_late_ms": ms for rank, ms in late.items()},
         },
-        records=tuple(one.record.id for one in ranks),
+        records=record_ids(ranks),
         text=text,
         tone="warn" if last else "info",
         timed=bool(late),
     )
 
 
-def _several_late(late: dict[int, float], times_last: dict[int, int]) -> str:
+def _several_late(late: dict[int, float], last: dict[int, int]) -> str:
     """Describe late ranks if none is clearly later than all others."""
-    often = sorted((r for r in times_last if times_last[r]), key=lambda r: -times_last[r])
+    often = sorted((rank for rank in last if last[rank]), key=lambda rank: -last[rank])
     if len(often) > 1:
-        listed = ", ".join(f"rank {rank} for {times_last[rank]}" for rank in often[:_SEVERAL])
+        listed = ", ".join(f"rank {rank} for {last[rank]}" for rank in often[:_MAX_RANKS])
         return (
             "Different ranks are late at different collectives, and the others wait for them. Of"
-            f" {sum(times_last.values())} collectives, the last to arrive was {listed}."
+            f" {sum(last.values())} collectives, the last to arrive was {listed}."
         )
-    most = sorted(late, key=lambda rank: -late[rank])[:_SEVERAL]
+    most = sorted(late, key=lambda rank: -late[rank])[:_MAX_RANKS]
     listed = ", ".join(f"rank {rank} {duration(late[rank])}" for rank in most if late[rank] > 0)
     return f"Several ranks are late at collectives, on average after the first one: {listed}."
 
@@ -238,15 +232,11 @@ def memory_finding(lead: Watched) -> Iterator[Finding]:
     peak = account.highest
     ranked = sorted(account.groups(peak).items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {bytes_(size)}" for name, size in ranked if size > 0)
-    how = (
-        ""
-        if account.on_cuda
-        else " (tensors counted one by one: a CPU has no allocator statistics)"
-    )
+    how = "" if account.on_cuda else " (tensors counted: a CPU has no allocator statistics)"
     text = f"Memory peaks in the {peak.phase}, at {bytes_(peak.allocated)}{how}: {parts}."
     saved = {k: v for k, v in peak.lines.items() if k.startswith(SAVED)}
     if saved:
-        line = max(saved, key=lambda one: saved[one])
+        line = max(saved, key=lambda name: saved[name])
         text += (
             f" The largest line of tensors saved for backward is “{line.removeprefix(SAVED)}”:"
             f" {bytes_(saved[line])}."
@@ -264,7 +254,7 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
     if not flops or achieved is None:
         return
     text = (
-        f"A step has {rate(flops, 'FLOP')}, {_COUNTED_IN}, mostly in"
+        f"A step has {rate(flops, 'FLOP')}, counted operator by operator, mostly in"
         f" {lead.case.dtype}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
@@ -279,12 +269,12 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
 
 
 def _no_ceilings(lead: Watched) -> Iterator[Finding]:
-    if not any(one.source == "measured" for one in lead.record.ceilings):
+    if not any(ceiling.source == "measured" for ceiling in lead.record.ceilings):
         yield Finding(
             code="inspect.no-ceilings",
             timed=False,
             text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
-            " the minimum time of this step is unknown. `stepscope advise` on these records, or on"
+            " the ideal time of this step is unknown. `stepscope advise` on these records, or on"
             " the script, measures them once.",
         )
 
@@ -294,7 +284,7 @@ def _loop(lead: Watched) -> Iterator[Finding]:
     if lead.micro_batches > 1:
         parts.append(f"{lead.micro_batches} forward passes per step")
     if setting is not None and len(setting.optimizers) > 1:
-        names = ", ".join(one.name for one in setting.optimizers)
+        names = ", ".join(optimizer.name for optimizer in setting.optimizers)
         parts.append(f"{len(setting.optimizers)} optimizers ({names})")
     if parts:
         optimizers = len(setting.optimizers) if setting is not None else None
@@ -306,21 +296,21 @@ def _loop(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _missing(one: Watched, several: bool) -> Iterator[Finding]:
-    whose = f"Rank {one.rank}: " if several else ""
+def _missing(watched: Watched, several: bool) -> Iterator[Finding]:
+    whose = f"Rank {watched.rank}: " if several else ""
     for note, what in _MISSING.items():
-        if note in one.record.notes:
+        if reason := watched.record.notes.get(note):
             yield Finding(
                 code=f"inspect.{note.replace('_', '-')}",
-                values={"rank": one.rank, "reason": one.record.notes[note]},
-                text=f"{whose}{what}: {one.record.notes[note]}.",
+                values={"rank": watched.rank, "reason": reason},
+                text=f"{whose}{what}: {reason}.",
                 tone="warn",
-                records=(one.record.id,),
+                records=(watched.record.id,),
                 timed=False,
             )
 
 
-def _lints(lead: Watched) -> Iterator[Finding]:
+def _failed_checks(lead: Watched) -> Iterator[Finding]:
     for lint in lint_record(lead.record):
         yield Finding(
             code="inspect.lint",

@@ -8,7 +8,7 @@ from functools import cached_property
 import msgspec
 
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.collectives import lateness_ms, times_last
+from stepscope.analysis.trace.collectives import lateness_ms
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
@@ -18,7 +18,7 @@ from stepscope.studies.program.cases import RecordedStep
 from stepscope.studies.program.setting import Setting, setting_of
 from stepscope.studies.trace.findings import host_idle
 
-_WORTH = 0.03
+_MIN_SHARE = 0.03
 """Lateness, as a share of the step, below which ranks count as equally fast."""
 _CLEARLY = 2.0
 """A rank is the slowest if it is at least this many times as late as the next one."""
@@ -52,7 +52,7 @@ class Watched:
 
     @cached_property
     def account(self) -> Account | None:
-        return _Account(self.record, self.name) if "ledger" in self.record.attachments else None
+        return Account(self.record, self.name) if "ledger" in self.record.attachments else None
 
     @property
     def step_ms(self) -> float | None:
@@ -63,24 +63,22 @@ class Watched:
         """Reason why the time or the trace of a step is missing; empty if both exist."""
         if self.summary is not None and self.step_ms is not None:
             return ""
-        notes = self.record.notes
-        whys = (
-            notes.get("recording_failed"),
-            notes.get("trace_missing"),
-            notes.get("cut_short"),
-            self.record.reason,
+        return self._reason("recording_failed", "trace_missing", "cut_short") or (
+            self.record.reason or "it has no trace"
         )
-        return next(filter(None, whys), "it has no trace")
 
     @property
     def incomplete(self) -> str:
         """Reason why not all steps were recorded; empty if they were."""
-        whys = (self.record.notes.get(note) for note in ("recording_failed", "cut_short"))
-        return next(filter(None, whys), self.missing)
+        return self._reason("recording_failed", "cut_short") or self.missing
+
+    def _reason(self, *notes: str) -> str:
+        """The first of these notes that the record has; empty without any."""
+        return next(filter(None, map(self.record.notes.get, notes)), "")
 
     @property
     def issue_ms(self) -> dict[str, float]:
-        """Time in which the host issues each phase to an idle device; empty if not measured."""
+        """Time in which the CPU issues each phase to an idle GPU; empty if not measured."""
         return {
             series.phase: summarize(series.values).median
             for series in self.record.series
@@ -99,7 +97,7 @@ class Watched:
 
     @property
     def host_idle(self) -> float | None:
-        """Share of the step in which the device waits for the host; None on a CPU."""
+        """Share of the step in which the GPU waits for the CPU; None without a GPU."""
         if self.summary is None or not self.summary.on_device:
             return None
         return host_idle(self.summary, self.step_ms)
@@ -127,25 +125,13 @@ class Watched:
         return self.record.attachment("traced_longer", list[float]) or []
 
 
-def resting_on(one: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def resting_on(watched: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Add the record to findings that name none."""
-    ids = (one.record.id,)
+    ids = (watched.record.id,)
     return tuple(
         finding if finding.records else msgspec.structs.replace(finding, records=ids)
         for finding in findings
     )
-
-
-class _Account(Account):
-    """Memory ledger shown under the name of its program."""
-
-    def __init__(self, record: Record, name: str) -> None:
-        super().__init__(record)
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
 
 
 def programs(records: Sequence[Record]) -> list[list[Watched]]:
@@ -154,34 +140,30 @@ def programs(records: Sequence[Record]) -> list[list[Watched]]:
     for record in records:
         watched = Watched(record)
         groups.setdefault((record.run, watched.name), []).append(watched)
-    return [sorted(ranks, key=lambda one: one.rank) for ranks in groups.values()]
+    return [sorted(ranks, key=lambda watched: watched.rank) for ranks in groups.values()]
 
 
 def lateness(ranks: Sequence[Watched]) -> dict[int, float]:
     """Mean lateness of each rank at collectives in ms, relative to the first rank to arrive."""
-    return lateness_ms(_starts(ranks))
+    return lateness_ms(starts(ranks))
 
 
-def last_to_come(ranks: Sequence[Watched]) -> dict[int, int]:
-    """Number of collectives at which each rank was the last to arrive."""
-    return times_last(_starts(ranks))
-
-
-def wait_worth(ranks: Sequence[Watched]) -> bool:
-    """Return True if ranks wait for each other for a significant share of the step."""
+def wait_matters(ranks: Sequence[Watched]) -> bool:
+    """True if ranks wait for each other for a significant share of the step."""
     late, step = lateness(ranks), ranks[0].summary
-    return bool(late) and step is not None and max(late.values()) >= _WORTH * step.wall_ms
+    return bool(late) and step is not None and max(late.values()) >= _MIN_SHARE * step.wall_ms
 
 
 def slowest(ranks: Sequence[Watched]) -> Watched | None:
-    """Return the rank that the others wait for; None if waits are short or for several ranks."""
-    if not wait_worth(ranks):
+    """The rank that the others wait for; None if waits are short or for several ranks."""
+    if not wait_matters(ranks):
         return None
     late = lateness(ranks)
     *_, next_to_last, most = sorted(late.values())
-    last = max(ranks, key=lambda one: late.get(one.rank, 0.0))
+    last = max(ranks, key=lambda watched: late.get(watched.rank, 0.0))
     return last if most >= _CLEARLY * next_to_last else None
 
 
-def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    return {one.rank: starts for one in ranks if (starts := one.collectives) is not None}
+def starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Start times of the collectives of each rank, of those that were traced."""
+    return {rank.rank: times for rank in ranks if (times := rank.collectives) is not None}

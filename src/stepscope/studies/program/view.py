@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.analysis.limits import achieved_flops, mfu
+from stepscope.analysis.limits import achieved_flops, mfu, step_ms
 from stepscope.records.schema import Record
-from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Cell, Interval, Table
-from stepscope.report.tables import col, table
+from stepscope.report.blocks import Block, Table
+from stepscope.report.tables import col, interval, table
 from stepscope.studies.memory.view import account_table, saved_table, stack_figure
 from stepscope.studies.program.findings import inspected_findings
 from stepscope.studies.program.rows import Watched, lateness, programs
@@ -71,10 +70,10 @@ def account_blocks(lead: Watched) -> tuple[Block, ...]:
 
 
 def headline_table(records: Sequence[Record]) -> Table:
-    watched = [one for ranks in programs(records) for one in ranks]
-    several = any(one.case.ranks > 1 for one in watched)
+    watched = [program for ranks in programs(records) for program in ranks]
+    several = any(program.case.ranks > 1 for program in watched)
 
-    on_device = {one.summary.on_device for one in watched if one.summary}
+    on_device = {program.summary.on_device for program in watched if program.summary}
     launched = "operators" if on_device == {False} else "kernels"
     hint = "or operators on a CPU, per step" if len(on_device) > 1 else "per step"
 
@@ -85,7 +84,12 @@ def headline_table(records: Sequence[Record]) -> Table:
         [
             col("program", lambda r: r.name, key=True),
             *((col("rank", lambda r: r.rank, "count", key=True),) if several else ()),
-            col("step", _timed, unit="ms", hint="median with its 95 % interval"),
+            col(
+                "step",
+                lambda r: interval(step_ms(r.record)),
+                unit="ms",
+                hint="median with its 95 % interval",
+            ),
             col(
                 "busy",
                 lambda r: r.summary and r.summary.busy_ms / r.summary.wall_ms,
@@ -93,10 +97,10 @@ def headline_table(records: Sequence[Record]) -> Table:
                 hint="device, share of the traced step",
             ),
             col(
-                "waits for the host",
+                "waits for the CPU",
                 lambda r: r.host_idle,
                 "percent",
-                hint="the device, share of the step",
+                hint="the GPU, share of the step",
             ),
             col(launched, lambda r: r.summary and round(r.summary.launches), "count", hint=hint),
             col(
@@ -114,14 +118,6 @@ def headline_table(records: Sequence[Record]) -> Table:
             ),
         ],
     )
-
-
-def _timed(one: Watched) -> Cell:
-    series = one.record.find("step")
-    if series is None or not series.values:
-        return None
-    spread = summarize(series.values)
-    return Interval(value=spread.median, low=spread.low, high=spread.high)
 
 
 def _rank_table(ranks: Sequence[Watched]) -> Table:

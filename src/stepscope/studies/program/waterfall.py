@@ -1,7 +1,7 @@
-"""Waterfall from the minimum time of an observed step to the measured time, by cause.
+"""Waterfall from the ideal time of an observed step to the measured time, by cause.
 
 The parts add up exactly. The FLOPs of a user's operations are counted, but their bytes are unknown:
-the minimum time is that of the matmuls plus moving the optimizer's bytes once.
+the ideal time is that of the matmuls plus moving the optimizer's bytes once.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from typing import NamedTuple
 from stepscope.analysis.limits import ADAMW_BYTES, matrix_ceiling
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
-from stepscope.report.blocks import Block, Finding, Lane, LaneSpan, Timeline
+from stepscope.report.blocks import Block, Finding, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import Watched, resting_on
 from stepscope.studies.views.energy import capped_finding
+from stepscope.studies.views.figures import bar
 
 _SHOWN_FROM = 0.001
 """Share of the step from which on a part is shown."""
 _FASTER_FROM = 0.01
-"""Share of the step from which on a part that is faster than its minimum time is reported."""
+"""Share of the step from which on a part that is faster than its ideal time is reported."""
 IDLE = "idle: "
-MATMULS, UPDATE = "matmuls beyond the minimum", "optimizer beyond the minimum"
+MATMULS, UPDATE = "matmuls beyond the ideal", "optimizer beyond the ideal"
 COPIES, OUTSIDE = "copies and casts", "outside of the model"
 UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
 
 
 def least_ms(lead: Watched) -> dict[str, float]:
-    """Minimum time of each part; empty if the FLOPs or the machine's rate are unknown."""
+    """Ideal time of each part; empty if the FLOPs or the machine's rate are unknown."""
     record = lead.record
     flops, rate = record.quantity("flops"), matrix_ceiling(record)
     if not flops or rate is None or rate.value <= 0:
         return {}
-    least = {"matmuls at the limit": 1e3 * flops / rate.value}
+    least = {"matmuls at the ceiling": 1e3 * flops / rate.value}
     parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
     if parameters and bandwidth is not None and bandwidth.value > 0:
         least["optimizer bytes, moved once"] = 1e3 * parameters * ADAMW_BYTES / bandwidth.value
@@ -45,20 +46,20 @@ class Parts(NamedTuple):
     """Parts of a step; all are non-negative and add up to the measured time."""
 
     least: dict[str, float]
-    """Minimum times, capped by the time that the step took for each part."""
+    """Ideal times, capped by the time that the step took for each part."""
     beyond: dict[str, float]
-    """Time beyond the minimum, by cause."""
+    """Time beyond the ideal, by cause."""
     faster: dict[str, float]
-    """Minimum times of the parts that took less than these."""
+    """Ideal times of the parts that took less than these."""
 
 
 def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts:
-    """Split the time of a step into minimum time and time beyond it, by cause.
+    """Split the time of a step into ideal time and time beyond it, by cause.
 
     The lines are those of traced steps. If these are longer than the timed step, the difference is
     subtracted from their idle time, since the profiler works between operators and launches; if
     the operators alone take longer, the machine was slower, and all lines are scaled. A part that
-    took less than its minimum time was compared to a rate that is too low: its own time is used.
+    took less than its ideal time was compared to a rate that is too low: its own time is used.
     """
     spent: dict[str, float] = defaultdict(float)
     for line in summary.lines:
@@ -115,9 +116,9 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
     for group, several in (("least", parts.least), ("lost", parts.beyond)):
         for label, ms in several.items():
             if ms >= _SHOWN_FROM * step_ms:
-                lanes.append(_lane(label, at, ms, step_ms, group))
+                lanes.append(bar(label, at, ms, step_ms, group))
             at += ms
-    lanes.append(_lane("measured", 0.0, step_ms, step_ms, "measured"))
+    lanes.append(bar("measured", 0.0, step_ms, step_ms, "measured"))
     capped = power_capped(lead.record)
     return (
         *resting_on(
@@ -130,11 +131,13 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
         ),
         Timeline(
             name=f"{name}-waterfall",
-            title="From the minimum time to the measured step",
+            title="From the ideal time to the measured step",
             lanes=tuple(lanes),
             x_label="ms",
-            caption="Time of the step beyond its minimum, by cause; the parts add up to the"
-            " measured time. The slowdown of traced steps is subtracted from their idle time.",
+            caption="A waterfall: time of the step beyond its ideal time (matmuls at the measured"
+            " rate, the optimizer's bytes at the measured bandwidth), by cause. Each bar starts"
+            " where the previous one ends; the parts add up to the measured time. The slowdown of"
+            " traced steps is subtracted from their idle time.",
         ),
     )
 
@@ -145,10 +148,10 @@ def _largest(parts: Parts, step_ms: float) -> Finding:
     return Finding(
         code="inspect.waterfall",
         values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text="At the rates of its own dtype the minimum time of its matmuls and its optimizer"
+        text="At the rates of its own dtype the ideal time of its matmuls and its optimizer"
         f" update is {duration(total)},"
         f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.",
-        conclusion=f"The largest part beyond the minimum is {cause}: {duration(lost)},"
+        conclusion=f"The largest part beyond the ideal is {cause}: {duration(lost)},"
         f" {percent(lost / step_ms)}.",
     )
 
@@ -161,13 +164,6 @@ def _too_low(parts: Parts) -> Iterator[Finding]:
             text=f"{label[0].upper()}{label[1:]} would take {duration(ms)} at the rates measured"
             f" here, but took {duration(parts.least[label])}: these rates were measured too low,"
             " perhaps on a busy machine (`stepscope run` with --new-ceilings measures them again),"
-            " or the FLOPs are overestimated. The measured time is used as the minimum.",
+            " or the FLOPs are overestimated. The measured time is used as the ideal.",
             tone="warn",
         )
-
-
-def _lane(label: str, start: float, ms: float, step_ms: float, group: str) -> Lane:
-    text = f"{duration(ms)}, {percent(ms / step_ms)}"
-    return Lane(
-        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
-    )

@@ -19,7 +19,7 @@ from stepscope.studies.base import Bench, Case, CaseSkipped
 if TYPE_CHECKING:
     from stepscope.parallel import Crew, Limits
 
-MOST_SECONDS = 540.0
+MAX_SECONDS = 540.0
 STEP_SECONDS = 180.0
 BEAT_SECONDS = 30.0
 """Longest silence of a rank: loading GPU libraries, or a busy machine, can take seconds."""
@@ -62,7 +62,7 @@ def patience() -> Limits:
     """Time limits for silent ranks of a case."""
     from stepscope.parallel import Limits
 
-    return Limits(start=STEP_SECONDS, step=STEP_SECONDS, beat=BEAT_SECONDS, total=MOST_SECONDS)
+    return Limits(start=STEP_SECONDS, step=STEP_SECONDS, beat=BEAT_SECONDS, total=MAX_SECONDS)
 
 
 def on_ranks(

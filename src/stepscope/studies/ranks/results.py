@@ -24,13 +24,13 @@ class RankedResult(Result[R]):
         return self.record.notes.get("backend", self.case.backend)
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         ranks = self.case.ranks
         return f"{'1 rank' if ranks == 1 else f'{ranks:,} ranks'}, {self.backend}"
 
     @property
     def title(self) -> str:
-        return self.place
+        return self.label
 
     def samples(self, name: str, variant: str = "", size: int = 0) -> list[float]:
         """The slowest rank's sample of each round; empty if the series was not measured."""
@@ -69,11 +69,11 @@ class RankedResult(Result[R]):
         )
 
 
-class WayRow(NamedTuple):
-    """One variant of a record; a failed record has a single row without a variant."""
+class VariantRow(NamedTuple):
+    """A part of a record, such as a strategy; a failed record has a single row without a part."""
 
     of: Any
-    way: str | None
+    variant: Any
 
     @property
     def record(self) -> Record:
@@ -81,13 +81,13 @@ class WayRow(NamedTuple):
         return record
 
 
-def strategy_rows(
-    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[str]]
-) -> list[WayRow]:
+def variant_rows(
+    results: Sequence[RankedResult[Any]], variants: Callable[[Any], Iterable[Any]]
+) -> list[VariantRow]:
     return [
-        WayRow(result, way)
+        VariantRow(result, variant)
         for result in results
-        for way in (variants(result) if result.record.status == "ok" else [None])
+        for variant in (variants(result) if result.record.status == "ok" else [None])
     ]
 
 
@@ -95,7 +95,7 @@ def step_column() -> Declared:
     """Column of the step time, for rows by variant."""
     return col(
         "step",
-        lambda r: interval(r.of.summary("step", r.way)),
+        lambda r: interval(r.of.summary("step", r.variant)),
         unit="ms",
         hint="median with its 95 % interval",
     )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Series
-from stepscope.studies.flag_checks import check_ranks
+from stepscope.studies.flag_checks import check_at_least, check_ranks
 from stepscope.studies.ranks.cases import RankedCase, default_ranks
 from stepscope.studies.training.model_names import check_name
 
@@ -78,8 +78,7 @@ class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks, self.batch)
-        if self.rounds < 1:
-            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+        check_at_least(1, rounds=self.rounds)
 
     def subjects(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
         """Checked fields of a `RankedStep` for each model and context."""
@@ -150,6 +149,34 @@ def settle(world: World) -> None:
         import torch
 
         torch.cuda.synchronize(world.device)
+
+
+class Laps:
+    """Times in ms of the consecutive phases of a step that begins on all ranks at once.
+
+    The device of the rank is idle at every mark.
+    """
+
+    def __init__(self, world: World) -> None:
+        import torch.distributed as dist
+
+        self._world = world
+        self.ms: dict[str, float] = {}
+        settle(world)
+        dist.barrier()
+        self._began = self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """End a phase."""
+        settle(self._world)
+        now = time.perf_counter()
+        self.ms[phase] = (now - self._last) * 1e3
+        self._last = now
+
+    @property
+    def total_ms(self) -> float:
+        """Time from the start to the last mark."""
+        return (self._last - self._began) * 1e3
 
 
 def interleaved(

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
 from stepscope.studies.rehearsal.cases import (
     CheckCase,
     RecordingCase,
@@ -42,34 +41,9 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
     def cases(self, flags: RehearsalFlags) -> tuple[RehearsalCase, ...]:
         cases: list[RehearsalCase] = []
         for workload in workloads(flags, ("train-step",)):
-            cases.append(
-                case_of(
-                    workload, RecordingCase, steps=flags.steps, ranks=flags.ranks, link=flags.link
-                )
-            )
-            cases += (
-                case_of(
-                    workload,
-                    CheckCase,
-                    steps=flags.steps,
-                    ranks=ranks,
-                    compute=flags.compute,
-                    bucket_mb=flags.bucket_mb,
-                    rounds=flags.rounds,
-                )
-                for ranks in flags.check_ranks
-            )
+            cases.append(case_of(workload, RecordingCase, flags))
+            cases += (case_of(workload, CheckCase, flags, ranks=r) for r in flags.check_ranks)
         return tuple(cases)
-
-    def measure(self, case: RehearsalCase, bench: Bench) -> Measurement:
-        from stepscope.studies.rehearsal.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.rehearsal.view import rehearsal_blocks
-
-        return rehearsal_blocks(records, self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[RehearsalFlags]]:
         modern = RehearsalFlags(dtype=("bfloat16",), attention=("sdpa",))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stepscope.analysis.rehearsal.cluster import LINKS
-from stepscope.errors import UsageError, unknown_name
-from stepscope.studies.flag_checks import check_each
+from stepscope.errors import UsageError
+from stepscope.studies.flag_checks import check_at_least, check_each, check_known
 from stepscope.studies.training.workload import Workload, WorkloadFlags
 
 if TYPE_CHECKING:
@@ -52,17 +52,13 @@ class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("ranks", "check_ranks"):
-            for ranks in getattr(self, name):
-                if ranks < 1:
-                    raise UsageError(f"{name} has {ranks}", "give numbers from 1 on")
-        for link in self.link:
-            if link not in LINKS:
-                raise unknown_name("link", link, LINKS)
+            for count in getattr(self, name):
+                check_at_least(1, **{name: count})
+        check_known("link", self.link, LINKS)
         if not (self.ranks and self.link):
             raise UsageError("no cluster to predict", "give --ranks and --link a value")
         check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
-        if self.steps < 1 or self.rounds < 1:
-            raise UsageError("steps and rounds must be at least 1")
+        check_at_least(1, steps=self.steps, rounds=self.rounds)
 
 
 class RecordingCase(Workload, frozen=True, kw_only=True, tag_field="kind", tag="recording"):

@@ -21,7 +21,7 @@ from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
 class Row(NamedTuple):
     """Predicted and measured step of one strategy."""
 
-    way: str
+    strategy: str
     predicted_ms: float
     measured: Summary
     exposed_predicted_ms: float
@@ -32,7 +32,7 @@ class Row(NamedTuple):
         return self.predicted_ms / self.measured.median - 1
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """The measured link, and the predicted and measured step of every strategy."""
 
     channel: MeasuredChannel
@@ -49,7 +49,7 @@ class Check(NamedTuple):
 
     record: Record
     case: CheckCase
-    verdict: Verdict
+    comparison: Comparison
 
     @property
     def title(self) -> str:
@@ -64,13 +64,13 @@ def check_of(record: Record, case: CheckCase) -> Check | None:
     recording = recording_of(record)
     if recording is None:
         return None
-    verdict = judge(recording, record.series, case.bucket_mb)
-    return None if verdict is None else Check(record, case, verdict)
+    comparison = compare(recording, record.series, case.bucket_mb)
+    return None if comparison is None else Check(record, case, comparison)
 
 
-def judge(
+def compare(
     recording: Recording, series: Iterable[Series], bucket_mb: Sequence[float]
-) -> Verdict | None:
+) -> Comparison | None:
     """Compare predictions with samples of real ranks; None if the link was not measured."""
     slowest = _slowest(series)
     medians = {what: summary.median for what, summary in slowest.items()}
@@ -94,13 +94,13 @@ def judge(
     )
     rows = []
     for strategy, size in strategies(bucket_mb):
-        way = name_of(strategy, size)
-        measured = slowest.get(Sampled("step", way))
+        name = name_of(strategy, size)
+        measured = slowest.get(Sampled("step", name))
         if measured is not None:
             predicted = replay(recording, strategy, channel, size, upkeep)
             exposed = measured.median - baseline.median
-            rows.append(Row(way, predicted.step_ms, measured, predicted.exposed_ms, exposed))
-    return Verdict(channel, upkeep, tuple(rows)) if rows else None
+            rows.append(Row(name, predicted.step_ms, measured, predicted.exposed_ms, exposed))
+    return Comparison(channel, upkeep, tuple(rows)) if rows else None
 
 
 def _contention(
@@ -126,9 +126,11 @@ def _contention(
 def _slowest(series: Iterable[Series]) -> dict[Sampled, Summary]:
     """Summaries of everything measured on ranks, by the slowest rank of each round."""
     by_rank: dict[Sampled, list[tuple[float, ...]]] = {}
-    for one in series:
-        if one.variant or one.size or one.name in ("issue", "agree"):
-            by_rank.setdefault(Sampled(one.name, one.variant, one.size), []).append(one.values)
+    for samples in series:
+        if samples.variant or samples.size or samples.name in ("issue", "agree"):
+            by_rank.setdefault(Sampled(samples.name, samples.variant, samples.size), []).append(
+                samples.values
+            )
     return {
         what: summarize([max(values) for values in zip(*ranks, strict=True)])
         for what, ranks in by_rank.items()
@@ -144,21 +146,22 @@ def _sized(medians: Mapping[Sampled, float], kind: str) -> dict[tuple[int, int],
 
 def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
     for check in checks:
-        worst, line = check.verdict.worst, check.verdict.channel.line
+        worst, line = check.comparison.worst, check.comparison.channel.line
         yield Finding(
             code="rehearsal.prediction-error",
             values={
-                "strategy": worst.way,
+                "strategy": worst.strategy,
                 "error": worst.error,
                 "predicted_ms": worst.predicted_ms,
                 "measured_ms": worst.measured.median,
             },
             text=f"{check.title}: the error of predicted steps is at most"
-            f" {percent(abs(worst.error))} ({worst.way}: {duration(worst.predicted_ms)} predicted,"
-            f" {duration(worst.measured.median)} measured). The measured link has a latency of"
-            f" {duration(line.latency_ms)} per reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')}"
-            f" (residual of at most {percent(line.residual)}).",
-            conclusion=_contention_words(check.verdict.upkeep),
+            f" {percent(abs(worst.error))} ({worst.strategy}: {duration(worst.predicted_ms)}"
+            f" predicted, {duration(worst.measured.median)} measured). The measured link has a"
+            f" latency of {duration(line.latency_ms)} per reduction and"
+            f" {rate(line.bytes_per_ms * 1e3, 'B/s')} (residual of at most"
+            f" {percent(line.residual)}).",
+            conclusion=_contention_words(check.comparison.upkeep),
             records=(check.record.id,),
         )
 
@@ -176,10 +179,10 @@ def check_table(checks: Sequence[Check]) -> Table:
     return table(
         "rehearsal-checks",
         "Predicted and measured steps on real ranks",
-        [(check.title, row) for check in checks for row in check.verdict.rows],
+        [(check.title, row) for check in checks for row in check.comparison.rows],
         [
             col("case", lambda r: r[0]),
-            col("strategy", lambda r: r[1].way),
+            col("strategy", lambda r: r[1].strategy),
             col("predicted", lambda r: r[1].predicted_ms, unit="ms"),
             col(
                 "measured",

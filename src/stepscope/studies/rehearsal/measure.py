@@ -50,7 +50,7 @@ Samples = dict[Sampled, list[float]]
 """Samples of one rank, in ms."""
 
 
-def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
+def measure(case: RehearsalCase, bench: Bench) -> Measurement:
     def record() -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
         return record_step(
             case,
@@ -98,7 +98,7 @@ def record_step(
     from stepscope.measure.gradients import record_gradients
 
     if workload.graph or workload.fuses_loss:
-        raise CaseSkipped("a rehearsal needs separate forward, loss and backward phases")
+        raise CaseSkipped("a simulation needs separate forward, loss and backward phases")
     step = make_step(workload, device)
     forward, loss, backward, optimizer = step.phases()
 
@@ -119,7 +119,7 @@ def record_step(
     )
     missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
     if missing:
-        raise CaseSkipped(f"the backward computes no gradient of {missing[0]}")
+        raise CaseSkipped(f"the backward pass computes no gradient of {missing[0]}")
     ready_times = tuple(
         ReadyTimes(
             name=name,
@@ -149,7 +149,7 @@ def _run_on_ranks(case: CheckCase, recording: Recording, threads: int) -> tuple[
     from stepscope.parallel import launch
 
     results = launch(
-        run_ways,
+        run_strategies,
         (recording, case),
         ranks=case.ranks,
         backend="gloo",
@@ -169,7 +169,7 @@ def series_of(results: Sequence[Samples]) -> tuple[Series, ...]:
     )
 
 
-def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
+def run_strategies(world: World, recording: Recording, case: CheckCase) -> Samples:
     """Run all strategies; runs on each rank.
 
     A round has one step of each strategy, in shuffled order, and one sample of the channel.
@@ -185,18 +185,18 @@ def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
     samples: Samples = {Sampled("step", name): [] for name in steps}
     shuffle = random.Random(0).shuffle
     order = list(steps)
-    number = 0
-    for round_number in range(-WARMUP, case.rounds):
+    index = 0
+    for round_index in range(-WARMUP, case.rounds):
         shuffle(order)
         times: dict[Sampled, float] = {}
         for name in order:
-            world.step(number)
-            number += 1
+            world.step(index)
+            index += 1
             times[Sampled("step", name)] = steps[name]()
-        world.step(number)
-        number += 1
+        world.step(index)
+        index += 1
         times |= probe.sample()
-        for what, ms in times.items() if round_number >= 0 else ():
+        for what, ms in times.items() if round_index >= 0 else ():
             samples.setdefault(what, []).append(ms)
     dist.barrier()
     return samples
@@ -242,9 +242,9 @@ def computing_steps(world: World, case: CheckCase) -> dict[str, Step]:
     """Strategies that run the recorded model on every rank, each with the recorded batch."""
     model, fed = ddp.make_model(world, case, case.batch, case.dtype)
     return {
-        one.name: lambda one=one: ddp.one_step(world, one, fed)["step"]  # type: ignore[misc]
-        for one in ddp.make_strategies(model, case.dtype, case.bucket_mb)
-        if one.name != TORCH
+        strategy.name: lambda s=strategy: ddp.one_step(world, s, fed)["step"]  # type: ignore[misc]
+        for strategy in ddp.make_strategies(model, case.dtype, case.bucket_mb)
+        if strategy.name != TORCH
     }
 
 
@@ -334,14 +334,14 @@ class Probe:
         gradients = [message.clone() for message in messages]
         began = start_together()
         work = dist.all_reduce(messages[0], async_op=True)
-        for number in range(REPEATS):
-            torch.mul(gradients[number % len(gradients)], 0.5, out=self._buckets[size])
+        for index in range(REPEATS):
+            torch.mul(gradients[index % len(gradients)], 0.5, out=self._buckets[size])
         packed = _since(began)
         work.wait()
         return packed, _since(began)
 
     def _agree(self) -> float:
-        """Time of the small all-gather at the end of a backward."""
+        """Time of the small all-gather at the end of a backward pass."""
         import torch
         import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -131,28 +132,23 @@ class Prediction(NamedTuple):
     steps: dict[str, Replay]
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         return f"{self.ranks:,} ranks over {self.network.name}"
 
 
 def predict(subject: Subject, question: Question) -> list[Prediction]:
-    return [
-        _predict(subject, question, network, ranks)
-        for network in question.networks
-        for ranks in question.ranks
-    ]
-
-
-def _predict(subject: Subject, question: Question, network: Network, ranks: int) -> Prediction:
-    cluster = network.cluster_of(ranks)
-    buckets = sweep_buckets(
-        subject.recording, cluster.channel("all-reduce"), question.bucket_mb, subject.upkeep
-    )
-    steps = {
-        strategy: replay_any(subject.recording, strategy, cluster, buckets.best, subject.upkeep)
-        for strategy in question.strategies
-    }
-    return Prediction(network, ranks, buckets, steps)
+    recording, upkeep = subject.recording, subject.upkeep
+    predictions = []
+    for network, ranks in itertools.product(question.networks, question.ranks):
+        cluster = network.cluster_of(ranks)
+        channel = cluster.channel("all-reduce")
+        buckets = sweep_buckets(recording, channel, question.bucket_mb, upkeep)
+        steps = {
+            strategy: replay_any(recording, strategy, cluster, buckets.best, upkeep)
+            for strategy in question.strategies
+        }
+        predictions.append(Prediction(network, ranks, buckets, steps))
+    return predictions
 
 
 def scaling(subject: Subject, question: Question, network: Network) -> Scaling:

@@ -7,15 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
 from stepscope.analysis.rehearsal.replay import Replay
-from stepscope.records.schema import Record
 from stepscope.report.blocks import (
     Block,
     Cell,
-    Curve,
     Figure,
     Finding,
-    Lane,
-    LaneSpan,
     LimitLine,
     Table,
     Timeline,
@@ -35,22 +31,21 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
+from stepscope.studies.views.figures import curves, lane
 
 BUCKETED = ("bucketed", "sharded", "fsdp")
 
 
-def rehearsal_blocks(
-    records: Sequence[Record], results: Sequence[Result[RehearsalCase]]
-) -> tuple[Block, ...]:
+def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
     recorded = results_of(results, RecordingCase)
     subjects = [subject for result in recorded if (subject := subject_of(*result))]
-    checks = [check for one in results_of(results, CheckCase) if (check := check_of(*one))]
+    checks = [check for result in results_of(results, CheckCase) if (check := check_of(*result))]
     blocks: list[Block] = [*check_findings(checks)]
     if subjects:
         blocks += subject_blocks(subjects, _question([result.case for result in recorded]))
     if checks:
         blocks.append(check_table(checks))
-    blocks += failed_table("rehearsal", records)
+    blocks += failed_table("rehearsal", results)
     return tuple(sorted(blocks, key=lambda block: not isinstance(block, Finding)))
 
 
@@ -86,7 +81,7 @@ def recorded_finding(subject: Subject) -> Finding:
         f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
         f" {rate(subject.flops_per_s, 'FLOP/s')}) and has {bytes_(recording.gradient_bytes)} of"
         f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
-        " backward.",
+        " backward pass.",
         {
             "compute_ms": recording.compute_ms,
             "backward_ms": recording.backward_ms,
@@ -112,7 +107,7 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
         ]
         yield subject.finding(
             "best-bucket",
-            f"{subject.name} on {prediction.place}: the best bucket size is {best:g} MiB ({same}"
+            f"{subject.name} on {prediction.label}: the best bucket size is {best:g} MiB ({same}"
             f" within 1 %), with {duration(step.step_ms)} per step, of which"
             f" {duration(step.exposed_ms)} ({percent(step.exposed_share)}) is not compute.",
             {
@@ -176,7 +171,7 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
     ranks = max(question.ranks)
     for network in question.networks if ranks > 1 else ():
         forms = closed_forms(subject, question, network, ranks)
-        bounds = "; ".join(f"{way.name} {_bound(way, subject.model.context)}" for way in forms)
+        bounds = "; ".join(f"{form.name} {_bound(form, subject.model.context)}" for form in forms)
         yield subject.finding(
             "communication-bound",
             f"{subject.name} on {ranks:,} ranks over {network.name} at"
@@ -185,7 +180,7 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
                 "link": network.name,
                 "ranks": ranks,
                 "flops_per_s": subject.flops_per_s,
-                **{f"{way.name} below": way.bound_below for way in forms},
+                **{f"{form.name} below": form.bound_below for form in forms},
             },
         )
 
@@ -194,14 +189,14 @@ def _sequences(batch: float) -> str:
     return "1 sequence" if batch == 1 else f"{batch:g} sequences"
 
 
-def _bound(way: ParallelStrategy, context: int) -> str:
-    below = way.bound_below
+def _bound(form: ParallelStrategy, context: int) -> str:
+    below = form.bound_below
     if below is not None and below <= 1:
         return "at no batch size"
     if below is None:
-        return f"at every batch size ({number(way.ratio(1e6), 3)}× the compute time)"
+        return f"at every batch size ({number(form.ratio(1e6), 3)}× the compute time)"
     tokens = count(round(below * context))
-    return f"below {number(below, 3)} sequences ({tokens} tokens) for {way.unit}"
+    return f"below {number(below, 3)} sequences ({tokens} tokens) for {form.unit}"
 
 
 def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -275,12 +270,12 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
         "rehearsal-closed-forms",
         "Where each parallelism becomes communication-bound",
         [
-            (subject, network.name, ranks, way)
+            (subject, network.name, ranks, form)
             for subject in subjects
             for network in question.networks
             for ranks in question.ranks
             if ranks > 1
-            for way in closed_forms(subject, question, network, ranks)
+            for form in closed_forms(subject, question, network, ranks)
         ],
         [
             *_step_of(len(subjects)),
@@ -311,14 +306,14 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
         kind="lines",
-        curves=tuple(
-            Curve(
-                label=prediction.place,
-                x=tuple(prediction.buckets.steps),
-                y=tuple(step.step_ms for step in prediction.buckets.steps.values()),
-            )
-            for prediction in predictions
-            if prediction.ranks == most
+        curves=curves(
+            {
+                prediction.label: {
+                    mb: step.step_ms for mb, step in prediction.buckets.steps.items()
+                }
+                for prediction in predictions
+                if prediction.ranks == most
+            }
         ),
         x_label="bucket size, MiB",
         y_label="step time, ms",
@@ -357,13 +352,11 @@ def _rank_figure(
         name=f"rehearsal-ranks-{name}-{subject.case}",
         title=f"{title}: {subject.name}",
         kind="lines",
-        curves=tuple(
-            Curve(
-                label=network,
-                x=tuple(float(ranks) for ranks in by_ranks),
-                y=tuple(step.step_ms for step in by_ranks.values()),
-            )
-            for network, by_ranks in steps.items()
+        curves=curves(
+            {
+                network: {float(ranks): step.step_ms for ranks, step in by_ranks.items()}
+                for network, by_ranks in steps.items()
+            }
         ),
         x_label="ranks",
         y_label="step time, ms",
@@ -375,26 +368,20 @@ def _rank_figure(
 def overlap_timeline(subject: Subject, prediction: Prediction) -> Timeline:
     lanes = []
     for name, step in prediction.steps.items():
-        lanes.append(Lane(label=f"{name}: compute", stretches=_compute(subject, step)))
-        lanes.append(
-            Lane(
-                label=f"{name}: links",
-                stretches=tuple(
-                    LaneSpan(start=m.start, end=m.end, label=bytes_(m.bytes), group="messages")
-                    for m in step.messages
-                ),
-            )
-        )
+        lanes.append(lane(f"{name}: compute", _compute(subject, step)))
+        messages = ((m.start, m.end, bytes_(m.bytes), "messages") for m in step.messages)
+        lanes.append(lane(f"{name}: links", messages))
     return Timeline(
         name=f"rehearsal-timeline-{subject.case}",
-        title=f"Predicted overlap on {prediction.place}: {subject.name}",
+        title=f"Predicted overlap on {prediction.label}: {subject.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Messages drawn below the backward overlap with it.",
+        caption="Messages drawn below the backward pass overlap with it.",
     )
 
 
-def _compute(subject: Subject, step: Replay) -> tuple[LaneSpan, ...]:
+def _compute(subject: Subject, step: Replay) -> list[tuple[float, float, str, str]]:
+    """Start, end, label and group of the phases of a predicted step."""
     optimizer = subject.recording.optimizer_ms
     gathers = [m for m in step.messages if m.ready > step.synchronized]
     ended = min((m.ready for m in gathers), default=step.step_ms)
@@ -405,8 +392,4 @@ def _compute(subject: Subject, step: Replay) -> tuple[LaneSpan, ...]:
         (step.synchronized, min(ended, step.synchronized + optimizer), "optimizer"),
         (ended, step.step_ms, "waiting"),
     )
-    return tuple(
-        LaneSpan(start=start, end=end, label=label, group=label)
-        for start, end, label in parts
-        if end > start
-    )
+    return [(start, end, label, label) for start, end, label in parts if end > start]

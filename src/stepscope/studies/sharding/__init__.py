@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
+from stepscope.records.schema import Environment
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import WAYS, ShardingFlags
+from stepscope.studies.sharding.cases import STRATEGIES, ShardingFlags
 
 
 class Sharding(Study[ShardingFlags, RankedStep]):
@@ -25,7 +24,7 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
     case = RankedStep
-    strategies: ClassVar[tuple[str, ...]] = WAYS
+    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
 
     def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
         return tuple(
@@ -38,11 +37,6 @@ class Sharding(Study[ShardingFlags, RankedStep]):
         from stepscope.studies.sharding.measure import measure_case
 
         return measure_case(self.name, case, bench, self.strategies)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.sharding.view import sharding_blocks
-
-        return sharding_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
         quick = (

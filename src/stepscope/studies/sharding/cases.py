@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from stepscope.studies.ranks.subject import RankedFlags
 
-WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
-WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)
+UNSHARDED, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
+STRATEGIES = (UNSHARDED, BROADCAST, SCATTER, TORCH)
 FULLY, TORCH_FULLY = "FSDP", "torch fully_shard"
-FULLY_WAYS = (WHOLE, FULLY, TORCH_FULLY)
-PEERS = (TORCH, TORCH_FULLY)
+FSDP_STRATEGIES = (UNSHARDED, FULLY, TORCH_FULLY)
+FROM_TORCH = (TORCH, TORCH_FULLY)
 
 
 class ShardingFlags(RankedFlags, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,15 +16,22 @@ from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ranks.cases import on_ranks
 from stepscope.studies.ranks.subject import (
     Fed,
+    Laps,
     RankedStep,
     Samples,
     interleaved,
     make_subject,
     series_of,
-    settle,
     tokens_fed,
 )
-from stepscope.studies.sharding.cases import FULLY, PEERS, SCATTER, TORCH, TORCH_FULLY, WHOLE
+from stepscope.studies.sharding.cases import (
+    FROM_TORCH,
+    FULLY,
+    SCATTER,
+    TORCH,
+    TORCH_FULLY,
+    UNSHARDED,
+)
 from stepscope.studies.sharding.traffic import counted
 
 if TYPE_CHECKING:
@@ -64,29 +70,29 @@ def measure_case(
     try:
         ranks = on_ranks(study, case, bench, measure_strategies, strategies)
     except ParallelError as error:
-        peer = crashed_peer(error, strategies)
-        if peer is None:
+        crashed = crashed_strategy(error, strategies)
+        if crashed is None:
             raise
-        lost[peer] = str(error)
-        remaining = tuple(strategy for strategy in strategies if strategy != peer)
+        lost[crashed] = str(error)
+        remaining = tuple(strategy for strategy in strategies if strategy != crashed)
         ranks = on_ranks(study, case, bench, measure_strategies, remaining)
     return Measurement(
         series=series_of([result.samples for result in ranks]),
         quantities=tuple(
-            msgspec.structs.replace(one, rank=rank)
+            msgspec.structs.replace(quantity, rank=rank)
             for rank, result in enumerate(ranks)
-            for one in result.memory
+            for quantity in result.memory
         ),
         notes={"backend": ranks[0].backend},
         attachments={"refused": ranks[0].refused | lost},
     )
 
 
-def crashed_peer(error: ParallelError, strategies: tuple[str, ...]) -> str | None:
+def crashed_strategy(error: ParallelError, strategies: tuple[str, ...]) -> str | None:
     """Strategy of torch whose first step crashed a rank; some crash on unsupported backends."""
     step = error.step if isinstance(error, RankFailed) else -1
     strategy = strategies[step] if 0 <= step < len(strategies) else None
-    return strategy if strategy in PEERS else None
+    return strategy if strategy in FROM_TORCH else None
 
 
 def measure_strategies(world: World, case: RankedStep, strategies: tuple[str, ...]) -> RankResult:
@@ -96,13 +102,13 @@ def measure_strategies(world: World, case: RankedStep, strategies: tuple[str, ..
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
         _load_libraries(world)
-    for number, name in enumerate(strategies):
-        world.step(number)
+    for index, name in enumerate(strategies):
+        world.step(index)
         try:
             memory += _memory(world, name, origin, fed)
         except Exception as error:
-            # A peer that does not support this backend or device is left out, with the reason.
-            if name not in PEERS:
+            # A strategy of torch that does not support this backend is left out, with the reason.
+            if name not in FROM_TORCH:
                 raise
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
         _free(world)
@@ -130,7 +136,7 @@ def make(world: World, name: str, origin: nn.Module) -> Trained:
         return Trained(name, model, module, torch.optim.AdamW(module.parameters(), fused=True))
     model = module if name == SCATTER else DDP(module, "bucketed")
     optimizer: torch.optim.Optimizer
-    if name == WHOLE:
+    if name == UNSHARDED:
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     elif name == TORCH:
         optimizer = ZeroRedundancyOptimizer(
@@ -166,7 +172,7 @@ def _load_libraries(world: World) -> None:
     from stepscope.model import TransformerLM, find_size, with_overrides
 
     origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
-    strategy = make(world, WHOLE, origin)
+    strategy = make(world, UNSHARDED, origin)
     tokens = torch.zeros((1, 17), dtype=torch.int64, device=world.device)
     timed_step(world, strategy, tokens_fed(tokens))
     del strategy
@@ -249,22 +255,11 @@ def _bytes(tensors: list[Any]) -> float:
 
 def timed_step(world: World, strategy: Trained, fed: Fed) -> dict[str, float]:
     """Run one step and return its times in ms."""
-    import torch.distributed as dist
-
-    def now() -> float:
-        settle(world)
-        return time.perf_counter()
-
-    dist.barrier()
-    began = now()
+    laps = Laps(world)
     fed.loss_of(strategy.model).backward()  # type: ignore[no-untyped-call]
     _average(strategy)
-    averaged = now()
+    laps.mark("backward")
     strategy.optimizer.step()
-    stepped = now()
+    laps.mark("optimizer")
     strategy.optimizer.zero_grad()
-    return {
-        "step": (stepped - began) * 1e3,
-        "backward": (averaged - began) * 1e3,
-        "optimizer": (stepped - averaged) * 1e3,
-    }
+    return {"step": laps.total_ms, **laps.ms}

@@ -37,7 +37,7 @@ def _bytes(tensors: Any) -> float:
 
 @contextmanager
 def counted(ranks: int) -> Iterator[Traffic]:
-    """Count every collective of this thread and of its backward within the context."""
+    """Count every collective of this thread and of its backward pass within the context."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     traffic = Traffic(ranks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import ratio_interval
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Tone, Value
+from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
 from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
+from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
+from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
 KINDS = ("parameters", "gradients", "state")
@@ -20,7 +21,7 @@ STATIONS = ("after model", "after forward", "after backward", AFTER_STEP, "peak"
 COUNTERS = ("allocated", "reserved", "driver")
 
 
-class Divided(RankedResult[RankedStep]):
+class ShardingResult(RankedResult[RankedStep]):
     """Memory and times of each strategy of one case."""
 
     @property
@@ -29,7 +30,7 @@ class Divided(RankedResult[RankedStep]):
 
     @property
     def title(self) -> str:
-        return f"{self.case.size}, {self.place}"
+        return f"{self.case.size}, {self.label}"
 
     def sizes(self, strategy: str, kind: str, phase: str = "") -> list[float]:
         """Bytes of a kind on each rank, after `phase` if given."""
@@ -45,23 +46,24 @@ class Divided(RankedResult[RankedStep]):
 
     def moved(self, strategy: str) -> float | None:
         """Predicted bytes that a rank sends per step."""
-        size = self.sizes(WHOLE, "parameters")
+        size = self.sizes(UNSHARDED, "parameters")
         return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
-        self, what: str, ours: str, theirs: str, words: str, *, judged: bool = False
+        self, what: str, strategy: str, baseline: str, words: str, *, rated: bool = False
     ) -> Iterator[Finding]:
-        """Finding with our step time over theirs; `words` has a placeholder for the ratio."""
-        base, mine = self.samples("step", theirs), self.samples("step", ours)
-        if base and mine:
-            ratio = ratio_interval(base, mine)
-            better: Tone = "good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info"
+        """Step time of a strategy over that of a baseline; `words` has a placeholder for the
+        ratio. If `rated`, the tone says which is faster."""
+        base, own = self.samples("step", baseline), self.samples("step", strategy)
+        if base and own:
+            ratio = ratio_interval(base, own)
+            tone: Tone = "good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info"
             yield self.finding(
                 what,
                 words.format(f"{number(ratio.value, 3)}×")
                 + f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
                 {"ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-                tone=better if judged else "info",
+                tone=tone if rated else "info",
             )
 
 
@@ -70,47 +72,47 @@ def moved(strategy: str, size: float, ranks: int) -> float:
 
     Assumes bandwidth-optimal collectives. FSDP gathers every parameter twice and reduces it once.
     """
-    return (2 if strategy in (WHOLE, SCATTER) else 3) * size * (ranks - 1) / ranks
+    return (2 if strategy in (UNSHARDED, SCATTER) else 3) * size * (ranks - 1) / ranks
 
 
-def sharding_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
-    known = [Divided(*result) for result in results]
+def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
+    known = [ShardingResult(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
     steps = [
         ranked_step(*case, strategy, step)
         for case in done
-        for strategy in WAYS
+        for strategy in STRATEGIES
         if (step := case.median("step", strategy)) is not None
     ]
     return (
         *(finding for case in done for finding in _findings(case)),
-        *(figure for case in done for figure in memory_figure(case, WAYS)),
+        *(figure for case in done for figure in memory_figure(case, STRATEGIES)),
         _table(known),
         *_stages(done),
-        *station_table(done, WAYS),
+        *station_table(done, STRATEGIES),
         *published_tables("sharding", steps),
     )
 
 
-def _findings(case: Divided) -> Iterator[Finding]:
+def _findings(case: ShardingResult) -> Iterator[Finding]:
     yield from alone_finding(case) if case.ranks == 1 else _shares(case)
     yield from case.ratio_finding(
         "against-torch",
         BROADCAST,
         TORCH,
         "a step takes {} the time of torch's ZeroRedundancyOptimizer",
-        judged=True,
+        rated=True,
     )
     yield from counter_finding(case, BROADCAST)
-    yield from refused_findings(case, WAYS)
+    yield from refused_findings(case, STRATEGIES)
 
 
-def alone_finding(case: Divided) -> Iterator[Finding]:
+def alone_finding(case: ShardingResult) -> Iterator[Finding]:
     text = "with one rank there is no communication; this is the overhead of the wrappers."
     yield case.finding("one-rank", text, {})
 
 
-def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Finding]:
+def refused_findings(case: ShardingResult, strategies: Sequence[str]) -> Iterator[Finding]:
     refused = case.record.attachment("refused", dict[str, str]) or {}
     for strategy in strategies:
         if reason := refused.get(strategy):
@@ -120,26 +122,26 @@ def refused_findings(case: Divided, strategies: Sequence[str]) -> Iterator[Findi
             )
 
 
-def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
+def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
     """Memory after a step by three counters, which need not agree."""
     pairs = {
-        counter: [case.most(one, counter, AFTER_STEP) for one in (WHOLE, strategy)]
+        counter: [case.most(name, counter, AFTER_STEP) for name in (UNSHARDED, strategy)]
         for counter in COUNTERS
     }
     sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
     if len(sizes) < len(COUNTERS):
         return
-    words = {name: f"{bytes_(base)} and {bytes_(ours)}" for name, (base, ours) in sizes.items()}
-    rises = {name: ours - base for name, (base, ours) in sizes.items()}
+    words = {name: f"{bytes_(base)} and {bytes_(own)}" for name, (base, own) in sizes.items()}
+    rises = {name: own - base for name, (base, own) in sizes.items()}
     yield case.finding(
         "counters",
         f"after a step, unsharded and {strategy}, a rank has allocated {words['allocated']} and"
         f" its allocator has reserved {words['reserved']}; the driver reports {words['driver']} for"
         " all processes on the GPU.",
         {
-            f"{name} {one}": size
+            f"{name} {variant}": size
             for name, pair in sizes.items()
-            for one, size in zip((WHOLE, strategy), pair, strict=True)
+            for variant, size in zip((UNSHARDED, strategy), pair, strict=True)
         },
         conclusion="The driver reports more although less is allocated: its value includes the"
         " allocator's cache and the libraries, not only memory in use."
@@ -148,24 +150,24 @@ def counter_finding(case: Divided, strategy: str) -> Iterator[Finding]:
     )
 
 
-def _shares(case: Divided) -> Iterator[Finding]:
-    unsharded, ours = case.sizes(WHOLE, "state"), case.sizes(BROADCAST, "state")
-    if not (unsharded and ours and case.sizes(WHOLE, "parameters")):
+def _shares(case: ShardingResult) -> Iterator[Finding]:
+    unsharded, sharded = case.sizes(UNSHARDED, "state"), case.sizes(BROADCAST, "state")
+    if not (unsharded and sharded and case.sizes(UNSHARDED, "parameters")):
         return
-    ideal = unsharded[0] / case.ranks
-    off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
+    equal = unsharded[0] / case.ranks
+    off = max(abs(share - equal) for share in sharded) / equal if equal else 0.0
     yield case.finding(
         "share",
         f"the AdamW state takes {bytes_(unsharded[0])} on every rank unsharded and at most"
-        f" {bytes_(max(ours))} when parameters are assigned to ranks by size: {percent(off)} from"
-        " an equal share.",
-        {"whole_bytes": unsharded[0], "most_bytes": max(ours), "off": off},
+        f" {bytes_(max(sharded))} when parameters are assigned to ranks by size: {percent(off)}"
+        " from an equal share.",
+        {"whole_bytes": unsharded[0], "most_bytes": max(sharded), "off": off},
         tone="good" if off <= 0.02 else "info",
     )
     yield _difference(case)
 
 
-def _difference(case: Divided) -> Finding:
+def _difference(case: ShardingResult) -> Finding:
     """Compare with ZeRO stage 1 in communication, memory and time."""
     sent = {strategy: case.moved(strategy) or 0.0 for strategy in (BROADCAST, SCATTER)}
     values: dict[str, Value] = {f"moved {strategy}": size for strategy, size in sent.items()}
@@ -177,7 +179,7 @@ def _difference(case: Divided) -> Finding:
         words = ", and gloo implements reduce-scatter by all-reduce" * (case.backend == "gloo")
         measured = (
             f"Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
-            f" {number(ratio.high, 3)}]: its reduction starts after the backward, the other's"
+            f" {number(ratio.high, 3)}]: its reduction starts after the backward pass, the other's"
             f" overlaps with it{words}. "
         )
     return case.finding(
@@ -192,20 +194,15 @@ def _difference(case: Divided) -> Finding:
     )
 
 
-def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
-    strategies = tuple(strategy for strategy in known if case.sizes(strategy, "state"))
-    if strategies and case.ranks > 1:
+def memory_figure(case: ShardingResult, known: tuple[str, ...]) -> Iterator[Figure]:
+    shown = [strategy for strategy in known if case.sizes(strategy, "state")]
+    if shown and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
             title=f"Memory of a rank: {case.title}",
             kind="stacks",
-            curves=tuple(
-                Curve(
-                    label=kind,
-                    x=strategies,
-                    y=tuple((case.most(w, kind) or 0.0) / 2**20 for w in strategies),
-                )
-                for kind in KINDS
+            curves=curves(
+                {kind: {w: (case.most(w, kind) or 0.0) / 2**20 for w in shown} for kind in KINDS}
             ),
             x_label="strategy",
             y_label="MiB",
@@ -216,7 +213,7 @@ def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
 def strategies_table(
     name: str,
     title: str,
-    known: Sequence[Divided],
+    known: Sequence[ShardingResult],
     strategies: Sequence[str],
     *,
     caption: str,
@@ -227,24 +224,29 @@ def strategies_table(
     return table(
         name,
         title,
-        strategy_rows(known, lambda _: strategies),
+        variant_rows(known, lambda _: strategies),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
-            col("strategy", lambda r: r.way, key=True),
+            col("strategy", lambda r: r.variant, key=True),
             step_column(),
             *time,
             *cols(
                 KINDS,
-                lambda r, kind: r.of.most(r.way, kind),
+                lambda r, kind: r.of.most(r.variant, kind),
                 "bytes",
                 hint="on the rank with the most",
             ),
             *memory,
-            col("sent, predicted", lambda r: r.of.moved(r.way), "bytes", hint="per rank and step"),
+            col(
+                "sent, predicted",
+                lambda r: r.of.moved(r.variant),
+                "bytes",
+                hint="per rank and step",
+            ),
             col(
                 "sent, counted",
-                lambda r: r.of.most(r.way, "sent"),
+                lambda r: r.of.most(r.variant, "sent"),
                 "bytes",
                 hint="from the collectives that were called",
             ),
@@ -253,20 +255,20 @@ def strategies_table(
     )
 
 
-def _table(known: Sequence[Divided]) -> Table:
+def _table(known: Sequence[ShardingResult]) -> Table:
     return strategies_table(
         "sharding-ways",
         "A step and its memory, with and without sharding",
         known,
-        WAYS,
+        STRATEGIES,
         caption="Times of the slowest rank; all strategies are interleaved. Sent, predicted: an"
         " all-reduce sends 2(n-1)/n of the gradients, a reduce-scatter, an all-gather or a"
         " broadcast (n-1)/n.",
-        time=[col("optimizer", lambda r: r.of.median("optimizer", r.way), unit="ms")],
+        time=[col("optimizer", lambda r: r.of.median("optimizer", r.variant), unit="ms")],
         memory=[
             col(
                 "least state",
-                lambda r: min(r.of.sizes(r.way, "state"), default=None),
+                lambda r: min(r.of.sizes(r.variant, "state"), default=None),
                 "bytes",
                 hint="on the rank with the least",
             )
@@ -274,7 +276,7 @@ def _table(known: Sequence[Divided]) -> Table:
     )
 
 
-def _stages(done: Sequence[Divided]) -> Iterator[Table]:
+def _stages(done: Sequence[ShardingResult]) -> Iterator[Table]:
     rows = [row for case in done if case.ranks > 1 for row in _stages_of(case)]
     if rows:
         yield table(
@@ -292,9 +294,9 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
         )
 
 
-def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], float]]:
+def _stages_of(case: ShardingResult) -> Iterator[tuple[str, int, dict[str, float], float]]:
     """Yield title, stage, bytes of each kind and bytes sent."""
-    parts = {kind: case.sizes(WHOLE, kind) for kind in KINDS}
+    parts = {kind: case.sizes(UNSHARDED, kind) for kind in KINDS}
     if not all(parts.values()):
         return
     for stage in range(4):
@@ -306,14 +308,14 @@ def _stages_of(case: Divided) -> Iterator[tuple[str, int, dict[str, float], floa
         yield case.title, stage, sizes, messages * (case.ranks - 1) / case.ranks
 
 
-def station_table(done: Sequence[Divided], strategies: Sequence[str]) -> Iterator[Table]:
+def station_table(done: Sequence[ShardingResult], strategies: Sequence[str]) -> Iterator[Table]:
     """Memory counters of a GPU after each phase; the driver's includes all processes."""
     rows = [
         (
             case.title,
             strategy,
             station,
-            {one: case.most(strategy, one, station) for one in COUNTERS},
+            {name: case.most(strategy, name, station) for name in COUNTERS},
         )
         for case in done
         for strategy in strategies

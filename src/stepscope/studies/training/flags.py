@@ -13,18 +13,15 @@ from stepscope.model.checkpointing import NONE
 Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 COMPILE = ("no", "block", "model")
-COMPILE_MODES = (
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-)
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
 IN_BACKWARD = "stepscope-in-backward"
 AS_MADE = "stepscope-as-made"
 WITHIN_BACKWARD = (IN_BACKWARD, AS_MADE)
 OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD)
 LOSSES = ("plain", "fused")
+_FOR_ANY_MODEL = ("batch", "dtype", "compile", "optimizer", "compile_mode", "checkpoint", "model")
+"""Flags that apply to a user's model too."""
 
 
 class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,25 +82,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     def refuse_sizes(self) -> None:
         """Reject flags of shape, attention and loss, which a user's model defines itself."""
-        fixed = {
-            "size",
-            "table",
-            "context",
-            "attention",
-            "loss",
-            "fused",
-            "fused_projections",
-            "activation_policy",
-            "graph",
-            "autotune_gemms",
-            "d_model",
-            "d_ff",
-            "layers",
-            "heads",
-            "vocab",
-        }
         for field in msgspec.structs.fields(WorkloadFlags):
-            if field.name in fixed and getattr(self, field.name) != field.default:
+            if field.name not in _FOR_ANY_MODEL and getattr(self, field.name) != field.default:
                 raise UsageError(
                     f"--{field.name.replace('_', '-')} applies to the built-in models only, not to"
                     f" {self.model}",

@@ -38,7 +38,7 @@ def make_optimizer(
         return of_torch(trained, **_OF_USERS[name])
     if name == "stepscope" and capturable:
         raise CaseSkipped(
-            "the plain AdamW reads its step count on the host, so it cannot be captured"
+            "the plain AdamW reads its step count on the CPU, so it cannot be captured"
         )
     kind: Callable[..., torch.optim.Optimizer] = {
         "stepscope": AdamW,

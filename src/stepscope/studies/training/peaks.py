@@ -47,7 +47,7 @@ def plain_steps(
     phases: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     ends: dict[str, Standing] = {}
-    for number in range(steps):
+    for index in range(steps):
         step.reset()
         device.synchronize()
         spent = 0.0
@@ -64,7 +64,7 @@ def plain_steps(
                 peaks[phase.name] = allocator.peak()
                 ends[phase.name] = allocator.standing()
         took.append(spent)
-        bench.progress(number + 1, steps, "steps")
+        bench.progress(index + 1, steps, "steps")
     return PlainSteps(took, phases, peaks, ends)
 
 

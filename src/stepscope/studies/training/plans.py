@@ -27,7 +27,7 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         keep=workload.keep,
         graph=workload.graph,
         device=device,
-        # The small step before this one had a backward if this one has one.
+        # The small step before this one had a backward pass if this one has one.
         used_before=workload.mode != "forward",
     )
 

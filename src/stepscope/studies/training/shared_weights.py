@@ -35,7 +35,7 @@ def adopt_moments(optimizer: torch.optim.Optimizer, source: torch.optim.Optimize
     import torch
 
     for group in optimizer.param_groups:
-        # The device of torch's step count depends on how it runs; ours starts on the host.
+        # The device of torch's step count depends on how it runs; Stepscope's starts on the CPU.
         counts_there = isinstance(optimizer, torch.optim.AdamW) and (
             group.get("fused") or group.get("capturable")
         )

@@ -67,7 +67,7 @@ class TrainingStep(Subject):
         torch.manual_seed(seed)
         self.set_matmul_precision()
         # Loss scaling keeps float16 gradients from underflowing; other dtypes do not need it. Its
-        # step reads back whether a gradient overflowed, so the host waits, as in real training.
+        # step reads back whether a gradient overflowed, so the CPU waits, as in real training.
         scaled = self._precision.compute == "float16"
         self.scaler = torch.amp.GradScaler(device.kind, enabled=scaled)
         self.loss: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class TrainingStep(Subject):
         return self.eager_phases()
 
     def eager_phases(self) -> tuple[Phase, ...]:
-        """The phases of the step's mode, each launched from the host."""
+        """The phases of the step's mode, each launched from the CPU."""
         from stepscope.measure.timer import Phase
 
         backward = (*self._loss_phases(), Phase("backward", self._backward))
@@ -129,7 +129,7 @@ class TrainingStep(Subject):
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients_missing(self) -> int:
-        """Number of trainable parameters that a backward does not reach."""
+        """Number of trainable parameters that a backward pass does not reach."""
         self.reset()
         run_in_order(self.passes())
         missing = self.without_gradient()
@@ -142,7 +142,7 @@ class TrainingStep(Subject):
         return sum(p.requires_grad and p.grad is None for p in self.model.parameters())
 
     def _loss_phases(self) -> tuple[Phase, ...]:
-        """The loss phase; empty where the forward computes the loss."""
+        """The loss phase; empty where the forward pass computes the loss."""
         return ()
 
     def _mark_graph_step(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stepscope.attention.registry import implementation
-from stepscope.errors import UsageError, unknown_name
+from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, stretches
@@ -18,6 +18,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least, check_known
 from stepscope.studies.training.flags import (
     COMPILE,
     COMPILE_MODES,
@@ -71,8 +72,7 @@ class Workload(Case, frozen=True, kw_only=True):
     searched: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UsageError(f"batch is {self.batch}", "it must be at least 1")
+        check_at_least(1, batch=self.batch)
         for kind, value, known in (
             ("compile", self.compile, COMPILE),
             ("compile mode", self.compile_mode, COMPILE_MODES),
@@ -80,8 +80,7 @@ class Workload(Case, frozen=True, kw_only=True):
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("mode", self.mode, MODES),
         ):
-            if value not in known:
-                raise unknown_name(kind, value, known)
+            check_known(kind, (value,), known)
         implementation(self.attention)
         precision(self.dtype)
         if self.own:
@@ -142,44 +141,34 @@ class Workload(Case, frozen=True, kw_only=True):
     def key(self) -> str:
         """Identity among workloads, the same in every run of the same workload."""
         changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
-        parts = [
-            f"{self.size}{changed}",
-            *([] if self.own else [f"c{self.context}"]),
-            f"b{self.batch}",
-            self.dtype,
-            *([] if self.own else [self.attention]),
-            *([] if self.compile == "no" else [f"compile={self.compile}"]),
-        ]
-        if self.table != "2025":
-            parts.insert(0, self.table)
-        if self.compile != "no" and self.compile_mode != "default":
-            parts.append(f"mode={self.compile_mode}")
-        if self.mode == "train-step" and self.optimizer != "torch":
-            parts.append(f"adamw={self.optimizer}")
-        # A forward alone computes the logits.
-        parts += ["loss=fused"] if self.fuses_loss else []
-        parts += [name for name in ("fused", "joined", "searched", "graph") if getattr(self, name)]
-        parts += [] if self.keep == ALL else [f"keep={self.keep}"]
-        if self.checkpoint != NONE:
-            parts.append(f"checkpoint={self.checkpoint}")
-        return "_".join((*parts, self.mode))
+        compiled, trains = self.compile != "no", self.mode == "train-step"
+        parts = (
+            (self.table, self.table != "2025"),
+            (f"{self.size}{changed}", True),
+            (f"c{self.context}", not self.own),
+            (f"b{self.batch}", True),
+            (self.dtype, True),
+            (self.attention, not self.own),
+            (f"compile={self.compile}", compiled),
+            (f"mode={self.compile_mode}", compiled and self.compile_mode != "default"),
+            (f"adamw={self.optimizer}", trains and self.optimizer != "torch"),
+            # A forward pass alone computes the logits.
+            ("loss=fused", self.fuses_loss),
+            *((name, getattr(self, name)) for name in ("fused", "joined", "searched", "graph")),
+            (f"keep={self.keep}", self.keep != ALL),
+            (f"checkpoint={self.checkpoint}", self.checkpoint != NONE),
+            (self.mode, True),
+        )
+        return "_".join(part for part, present in parts if present)
 
     @property
     def name(self) -> str:
         """Name for findings; default values are left out, other values keep names distinct."""
-        extras = [
-            *([] if self.batch == 4 else [f"batch {self.batch}"]),
-            *([] if self.attention == "reference" else [self.attention]),
-            *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
-            *([] if self.compile_mode == "default" else [self.compile_mode]),
-            *(["fused loss"] if self.fuses_loss else []),
-            *(["fused kernels"] if self.fused else []),
-            *(["fused projections"] if self.joined else []),
-            *(["autotuned GEMMs"] if self.searched else []),
-            *([] if self.keep == ALL else [f"saves {self.keep}"]),
-            *(["as a graph"] if self.graph else []),
-            *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
-        ]
+        extras = unusual_settings(
+            self,
+            *("batch", "attention", "compile", "compile_mode", "fuses_loss", "fused", "joined"),
+            *("searched", "keep", "graph", "checkpoint"),
+        )
         at = "" if self.own else f" at context {self.context}"
         words = f"{self.model_name}{at} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
@@ -204,7 +193,7 @@ class Workload(Case, frozen=True, kw_only=True):
         )
 
     def run_again(self) -> float:
-        """Average number of times that each block's forward is recomputed in the backward."""
+        """Average number of times that a block is recomputed in the backward pass."""
         return blocks_again(self.stretches(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:
@@ -219,13 +208,46 @@ class Workload(Case, frozen=True, kw_only=True):
         )
 
 
+_PHRASES: dict[str, tuple[object, str]] = {
+    "table": ("2025", "{}"),
+    "batch": (4, "batch {}"),
+    "attention": ("reference", "{}"),
+    "compile": ("no", "compiled by {}"),
+    "compile_mode": ("default", "{}"),
+    "optimizer": ("torch", "adamw {}"),
+    "loss": ("plain", "{} loss"),
+    "fuses_loss": (False, "fused loss"),
+    "fused": (False, "fused kernels"),
+    "joined": (False, "fused projections"),
+    "searched": (False, "autotuned GEMMs"),
+    "keep": (ALL, "saves {}"),
+    "updates_in_backward": (False, "optimizer-in-backward"),
+    "graph": (False, "as a graph"),
+    "checkpoint": (NONE, "checkpointed: {}"),
+}
+"""Default of each setting of a step, and the phrase for another value."""
+
+
+def unusual_settings(step: object, *names: str) -> list[str]:
+    """Phrases for the settings of a step that differ from their defaults."""
+    return [
+        phrase.format(value)
+        for name in names
+        for usual, phrase in (_PHRASES[name],)
+        if (value := getattr(step, name)) != usual
+    ]
+
+
 W = TypeVar("W", bound=Workload)
 
 
-def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
-    """The case of a study that measures this step, with the study's own fields added."""
+def case_of(workload: Workload, kind: type[W], flags: object = None, **fields: Any) -> W:
+    """The case of a study that measures this step. Its other fields are `fields`, or the flags of
+    the same name."""
     step = {name: getattr(workload, name) for name in Workload.__struct_fields__}
-    return kind(**step, **fields)
+    more = set(kind.__struct_fields__) - step.keys() - fields.keys()
+    named = {name: getattr(flags, name) for name in more if hasattr(flags, name)}
+    return kind(**step, **named, **fields)
 
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:

@@ -65,13 +65,13 @@ def capped_finding(
     if not capped:
         return
     listed = "; ".join(
-        f"{name}, in {one.readings} of {one.of} readings, its clock at"
-        f" {_clock_words(one.clock_mhz, one.highest_mhz)}"
-        for name, one in capped.items()
+        f"{name}, in {cap.readings} of {cap.of} readings, its clock at"
+        f" {_clock_words(cap.clock_mhz, cap.highest_mhz)}"
+        for name, cap in capped.items()
     )
     yield Finding(
         code="energy.power-capped",
-        values={name: one.clock_mhz for name, one in capped.items()},
+        values={name: cap.clock_mhz for name, cap in capped.items()},
         records=records,
         text=f"At the power cap: {listed}.",
         conclusion="There a step takes as long as its energy lasts: matmuls are below peak in part"

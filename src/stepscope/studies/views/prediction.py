@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
-from stepscope.kernels.activation_policy import ALL
-from stepscope.model.checkpointing import NONE
 from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col, cols, table
+from stepscope.studies.training.workload import unusual_settings
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
 
 
 def lines_table(
-    name: str, title: str, phases: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str
+    name: str,
+    title: str,
+    phases: Sequence[tuple[str, Mapping[str, int]]],
+    footer: Iterable[Sequence[Cell]],
+    *,
+    caption: str,
 ) -> Table:
-    """Table of bytes by line and phase."""
-    sizes = (col(phase, itemgetter(index), "bytes") for index, phase in enumerate(phases, start=1))
-    return table(name, title, rows, [col("line", itemgetter(0)), *sizes], caption=caption)
+    """Table of bytes by line and phase, the largest line first, with the rows of `footer` below."""
+    lines = sorted(
+        {line for _, sizes in phases for line in sizes},
+        key=lambda line: (-max(sizes.get(line, 0) for _, sizes in phases), line),
+    )
+    rows = [(line, *(sizes.get(line) for _, sizes in phases)) for line in lines]
+    columns = [col(phase, itemgetter(i), "bytes") for i, (phase, _) in enumerate(phases, start=1)]
+    return table(
+        name, title, [*rows, *footer], [col("line", itemgetter(0)), *columns], caption=caption
+    )
 
 
 def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
@@ -62,23 +73,16 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
 
 
 def _at_peak(prediction: Prediction, phase: str) -> int | None:
-    return next((one.allocated for one in prediction.phases if one.phase == phase), None)
+    return next((peak.allocated for peak in prediction.phases if peak.phase == phase), None)
 
 
 def ledger_table(prediction: Prediction) -> Table:
-    """Live memory at the peak of each phase, largest line first."""
-    order = sorted(
-        {line for moment in prediction.phases for line in moment.lines},
-        key=lambda line: -max(moment.lines.get(line, 0) for moment in prediction.phases),
-    )
+    """Live memory at the peak of each phase."""
     return lines_table(
         "predicted-ledger",
         "Live memory at the peak of each phase",
-        [moment.phase for moment in prediction.phases],
-        [
-            *((line, *(moment.lines.get(line) for moment in prediction.phases)) for line in order),
-            ("sum", *(sum(moment.lines.values()) for moment in prediction.phases)),
-        ],
+        [(moment.phase, moment.lines) for moment in prediction.phases],
+        [("sum", *(sum(moment.lines.values()) for moment in prediction.phases))],
         caption=f"{_BLOCKS if prediction.plan.device == 'cuda' else 'Tensors.'}"
         f" Lines that begin with “{SAVED.strip()}” are activations saved for backward, by the part"
         " of the model and the operator that saves them.",
@@ -140,16 +144,12 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
 
 
 def plan_name(size_name: str, plan: StepPlan) -> str:
-    extras = [
-        *([] if plan.attention == "reference" else [plan.attention]),
-        *(["fused loss"] if plan.loss == "fused" else []),
-        *(["fused kernels"] if plan.fused else []),
-        *(["fused projections"] if plan.joined else []),
-        *([] if plan.keep == ALL else [f"saves {plan.keep}"]),
-        *(["optimizer-in-backward"] if plan.updates_in_backward else []),
-        *(["as a graph"] if plan.graph else []),
-        *([] if plan.checkpoint == NONE else [f"checkpointed: {plan.checkpoint}"]),
-        *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),
-    ]
+    extras = unusual_settings(
+        plan,
+        *("attention", "loss", "fused", "joined", "keep", "updates_in_backward", "graph"),
+        "checkpoint",
+    )
+    if plan.ranks > 1:
+        extras.append(f"{plan.ranks} ranks, sharding {plan.sharding}")
     words = f"{size_name} at context {plan.context}, batch {plan.batch}, in {plan.dtype}"
     return f"{words} ({', '.join(extras)})" if extras else words

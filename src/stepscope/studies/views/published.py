@@ -181,7 +181,7 @@ def _how(mine: Sequence[Mine]) -> str:
     return (
         f"Times of another device are scaled by {', '.join(names)}: the rate of its data"
         " sheet (for Stepscope's own records: the measured rate) over the rate measured here. This"
-        " assumes that both devices reach the same share of it; a step that the host limits does"
+        " assumes that both devices reach the same share of it; a step that the CPU limits does"
         " not."
     )
 

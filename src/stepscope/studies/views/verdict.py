@@ -1,4 +1,4 @@
-"""The verdict on a training step of the Transformer here, from its record and trace."""
+"""The verdict on a training step of the built-in Transformer, from its record and trace."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from stepscope.analysis.verdict import (
     Verdict,
     parts_of,
 )
-from stepscope.analysis.waterfall import Cause, Step, waterfall
+from stepscope.analysis.waterfall import Cause, waterfall
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.training.workload import Workload
+from stepscope.studies.views.waterfall import waterfall_step
 
 _LABELS: dict[Cause, str] = {
     "matmuls below peak": SLOW_MATMULS,
@@ -70,16 +71,16 @@ def _limited(
     """The limit in the fastest dtype that a change could apply, and the parts above it."""
     model = workload.shape
     bandwidth = record.ceiling("memory.copy")
-    rates = {name: one.value for name in _RATES if (one := record.ceiling(f"matmul.{name}"))}
+    rates = {
+        name: ceiling.value for name in _RATES if (ceiling := record.ceiling(f"matmul.{name}"))
+    }
     own = precision(workload.dtype)
     best = fastest_dtype(own.compute, rates)
     rate = rates.get(best, 0.0)
     if model is None or bandwidth is None or bandwidth.value <= 0 or rate <= 0:
         return None
     form = own if best == own.compute else precision(best)
-    step = Step(
-        model, workload.batch, workload.context, form, workload.mode, workload.run_again()
-    )  # fmt: skip
+    step = waterfall_step(workload, model, form)
     listed = operations(model, workload.batch, workload.context, form, workload.mode)
     ideal = ideal_ms(listed, rate, bandwidth.value)
     update = ideal["optimizer"]

@@ -4,23 +4,25 @@ that recovers it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms
 from stepscope.analysis.power import Capped, power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
-from stepscope.model.config import precision
+from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, LaneSpan, Table, Timeline
+from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
-from stepscope.report.tables import Declared, col, keep_columns, table
+from stepscope.report.tables import Declared, col, cols, keep_columns, table
 from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
+from stepscope.studies.views.figures import bar
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_COLUMNS: dict[str, Cause] = {_SHORT_NAMES.get(cause, cause): cause for cause in CAUSES}
+"""Causes by the title of their column."""
 _FASTER_FROM = 0.01
 _SCALED_FROM = 1.05
 _KINDS = {
@@ -56,13 +58,16 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None
-    policy = precision(workload.dtype)
-    step = Step(
-        model, workload.batch, workload.context, policy, workload.mode, workload.run_again()
-    )
+    step = waterfall_step(workload, model, precision(workload.dtype))
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
     return Fall(workload, water, summary.on_device, power_capped(record), record.id)
+
+
+def waterfall_step(workload: Workload, model: ModelConfig, policy: Precision) -> Step:
+    """The step whose ideal time a waterfall starts from."""
+    w = workload
+    return Step(model, w.batch, w.context, policy, w.mode, w.run_again())
 
 
 def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
@@ -101,44 +106,36 @@ def _task(w: Workload) -> tuple[object, ...]:
 
 def waterfall_figure(fall: Fall, name: str) -> Timeline:
     """Bars in which each cause begins where the previous one ended."""
-    water = fall.water
+    water, total = fall.water, fall.water.measured_ms
     lanes, at = [], 0.0
     for kind, ms in water.ideal.items():
         if ms > 0:
-            lanes.append(_lane(f"ideal: {_KINDS[kind]}", at, ms, water, "ideal"))
+            lanes.append(bar(f"ideal: {_KINDS[kind]}", at, ms, total, "ideal"))
             at += ms
     for cause in CAUSES:
         ms = water.parts[cause]
-        if abs(ms) >= 0.001 * water.measured_ms:
-            group = "faster than ideal" if ms < 0 else _group(cause)
-            lanes.append(_lane(cause, min(at, at + ms), abs(ms), water, group))
+        if abs(ms) >= 0.001 * total:
+            group = "not explained" if cause == "unattributed" else "lost"
+            if ms < 0:
+                group = "faster than ideal"
+            lanes.append(bar(cause, min(at, at + ms), abs(ms), total, group))
         at += ms
-    lanes.append(_lane("measured", 0.0, water.measured_ms, water, "measured"))
+    lanes.append(bar("measured", 0.0, total, total, "measured"))
     return Timeline(
         name=name,
         title=f"From the ideal to the measured step: {fall.workload.name}",
         lanes=tuple(lanes),
         x_label="ms",
-        caption="Ideal: for each operation the longer of its FLOPs at the measured matmul rate and"
-        " its minimum bytes at the measured bandwidth. The rest is the time beyond, by cause; the"
-        " parts add up to the measured time.",
+        caption="A waterfall: each bar starts where the previous one ends. Ideal: for each"
+        " operation the longer of its FLOPs at the measured matmul rate and its minimum bytes at"
+        " the measured bandwidth. The rest is the time beyond, by cause; the parts add up to the"
+        " measured time.",
     )
-
-
-def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> Lane:
-    text = f"{duration(ms)}, {percent(ms / water.measured_ms)}"
-    return Lane(
-        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
-    )
-
-
-def _group(cause: Cause) -> str:
-    return "not explained" if cause == "unattributed" else "lost"
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:
-    def share(cause: Cause, fall: Fall) -> float:
-        return fall.water.parts[cause] / fall.water.measured_ms
+    def share(fall: Fall, title: str) -> float:
+        return fall.water.parts[_COLUMNS[title]] / fall.water.measured_ms
 
     full_table = table(
         f"{name}-waterfall-shares",
@@ -146,20 +143,17 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
         falls,
         [
             *_STEP,
-            col("ideal", _of_the_limit, "percent"),
-            *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
+            col("ideal", _ideal_share, "percent"),
+            *cols(_COLUMNS, share, "percent"),
         ],
     )
     return keep_columns(full_table, _is_informative)
 
 
 def _times_table(falls: Sequence[Fall], name: str) -> Table:
-    def part(cause: Cause, fall: Fall) -> float:
-        return fall.water.parts[cause]
-
     def largest(fall: Fall) -> Cause | None:
-        largest_part = fall.water.largest()
-        return largest_part[0] if largest_part else None
+        part = fall.water.largest()
+        return part[0] if part else None
 
     def recovers(fall: Fall) -> str | None:
         cause = largest(fall)
@@ -173,8 +167,8 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
             *_STEP,
             col("measured", _taken, unit="ms"),
             col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
-            col("of the limit", _of_the_limit, "percent", hint="ideal over measured"),
-            *(col(_short(cause), partial(part, cause), unit="ms") for cause in CAUSES),
+            col("ideal / measured", _ideal_share, "percent"),
+            *cols(_COLUMNS, lambda fall, title: fall.water.parts[_COLUMNS[title]], unit="ms"),
             col("largest", largest),
             col("what recovers it", recovers),
         ],
@@ -184,19 +178,15 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
     return keep_columns(full_table, _is_informative)
 
 
-def _of_the_limit(fall: Fall) -> float:
+def _ideal_share(fall: Fall) -> float:
     return fall.water.ideal_ms / fall.water.measured_ms
-
-
-def _short(cause: Cause) -> str:
-    return _SHORT_NAMES.get(cause, cause)
 
 
 def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
     """True unless a cause takes no time in any step, or all steps have the same mode."""
     if column.title == "mode":
         return len(set(cells)) > 1
-    if column.title in map(_short, CAUSES):
+    if column.title in _COLUMNS:
         return not all(isinstance(cell, float) and abs(cell) < 1e-6 for cell in cells)
     return True
 
@@ -222,7 +212,7 @@ def _finding(fall: Fall) -> Finding:
         },
         records=(fall.record,) if fall.record else (),
         text=f"{fall.workload.name}: the ideal time of its operations is"
-        f" {duration(water.ideal_ms)}, {percent(_of_the_limit(fall))} of the"
+        f" {duration(water.ideal_ms)}, {percent(_ideal_share(fall))} of the"
         f" {duration(water.measured_ms)} that it takes.",
         conclusion=" ".join(_conclusions(fall, faster=faster, scaled=scaled, doubt=doubt)),
         tone="warn" if doubt or faster or scaled else "info",
@@ -305,6 +295,6 @@ def remedy(cause: Cause, fall: Fall) -> str:
         return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
     return {
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
-        "communication": "communication overlapped with the backward, in larger buckets",
+        "communication": "communication overlapped with the backward pass, in larger buckets",
         "unattributed": "",
     }[cause]
