@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -166,7 +167,11 @@ class Measurable(Viewable, Generic[C]):
 
 
 class Study(Measurable[C], Generic[Flags, C]):
-    """A sweep of cases that `stepscope run` measures."""
+    """A sweep of cases that `stepscope run` measures.
+
+    Its folder has a module `measure` with the function `measure(case, bench)`, which imports torch,
+    and a module `view` with the function `view(results)`; a study may override the two methods.
+    """
 
     examples: ClassVar[tuple[str, ...]] = ()
     on_cpu: ClassVar[str] = ""
@@ -197,3 +202,13 @@ class Study(Measurable[C], Generic[Flags, C]):
     def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:  # noqa: ARG002
         """This study's flags for each preset on the given machine."""
         return {}
+
+    def measure(self, case: C, bench: Bench) -> Measurement:
+        measurement: Measurement = self._module("measure").measure(case, bench)
+        return measurement
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        return tuple(self._module("view").view(self.results(records)))
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"{type(self).__module__}.{name}")

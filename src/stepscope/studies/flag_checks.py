@@ -18,6 +18,10 @@ def check_each(
             raise UsageError(f"{name} is {value:g}", hint)
 
 
+def check_count(name: str, count: int, least: int = 1) -> None:
+    check_each(name, (count,), lambda value: value >= least, f"it must be at least {least}")
+
+
 def check_seconds(name: str, seconds: float) -> None:
     check_each(name, (seconds,), lambda value: value >= 0, "it cannot be negative")
 
