@@ -118,10 +118,10 @@ class TestSpeed:
             return next(b.caption for b in tables if b.name == "flash-speed")
 
         ahead = published(flex=(2.0,) * 5)
-        assert "with the host ahead" in caption(ahead)
+        assert "with the CPU ahead" in caption(ahead)
         config = {k: v for k, v in ahead[0].config.items() if k != "host_ahead"}
         early = msgspec.structs.replace(ahead[0], config=config)
-        assert "from an idle device" in caption([early, *ahead[1:]])
+        assert "from an idle GPU" in caption([early, *ahead[1:]])
 
     def test_the_headline_is_the_speed_table_else_the_comparison(self) -> None:
         ours = STUDY.headline(published(flex=(2.0,) * 5))
@@ -356,8 +356,8 @@ GPU_AND_CPU_BOUND = [
 SENTENCES = {
     "flash.against-peer": (
         published(sdpa_flash=(2.0,) * 5)[:3],
-        "Compared with sdpa_flash in bfloat16, Stepscope is 2.00 times as fast (geometric mean of 3 of 5"
-        " shapes; lowest 2.00 at 1,16,16384,64).",
+        "Compared with sdpa_flash in bfloat16, Stepscope is 2.00 times as fast (geometric mean of 3"
+        " of 5 shapes; lowest 2.00 at 1,16,16384,64).",
     ),
     "flash.leaderboard-shape": (
         [race_record({"triton": 4.6})],
