@@ -150,7 +150,7 @@ MFU = (
     ),
 )
 HOST_SHARE = col(
-    "host-bound",
+    "CPU-bound",
     lambda r: (share := host_bound(r.record)) and share.fraction,
     "percent",
     hint=HOST_BOUND,
