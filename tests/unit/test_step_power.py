@@ -130,8 +130,8 @@ class TestPage:
         findings = self.findings(record)
         assert [finding.sentence for finding in findings.values()] == [
             "xl-512: a step takes 60.8 ms, 59.0 % MFU (measured) in consecutive steps; the"
-            " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as fast."
-            " Interleaved samples give a ratio of 1.30.",
+            " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
+            " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
             " 1.98 GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
             " (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
