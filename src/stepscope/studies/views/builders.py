@@ -76,6 +76,7 @@ def failure_findings(
             records,
             {"status": status, "cases": len(names), "of": len(named), "reason": reason},
             tone="info" if status == "skipped" else "warn",
+            timed=False,
         )
 
 
