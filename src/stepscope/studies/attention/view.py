@@ -13,7 +13,7 @@ from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.attention import cost
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Value
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import bytes_, duration, number
 from stepscope.report.tables import STATUS, col, table
 from stepscope.studies.attention.cases import AttentionCase
@@ -263,7 +263,8 @@ def _prediction(code: str, what: str, cases: Mapping[str, _Predicted]) -> Findin
     text = f"{what}: exact in {exact} of {len(cases)} cases"
     if exact < len(cases):
         text += f", off by {bytes_(farthest.off)} at most ({name}: {bytes_(farthest.measured)})"
-    values = {"exact": exact, "cases": len(cases), "off_bytes": farthest.off, "case": name}
+    values: dict[str, Value] = {"exact": exact, "cases": len(cases)}
+    values |= {"off_bytes": farthest.off, "case": name}
     return finding(code, f"{text}.", cases.values(), values)
 
 
@@ -304,7 +305,8 @@ def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
             f" ({bytes_(predicted_peak_bytes(fits, True))}), but the backward pass of"
             f" {beyond.seq} needs {bytes_(predicted_peak_bytes(beyond, True))}."
         )
-    cited, tone = [r for r in (largest, first) if r], "warn" if failed else "info"
+    cited = [result for result in (largest, first) if result]
+    tone: Tone = "warn" if failed else "info"
     yield finding("attention.memory-limit", text, cited, values, tone=tone)
 
 

@@ -192,7 +192,8 @@ def _first_step(timed: Sequence[CompileRow]) -> Iterator[Finding]:
     after = longest.pays_after()
     if after is not None:
         text += f"; the speedup amortizes this after {count(round(after))} steps"
-    values = {"case": longest.record.case, "cold_s": cold, "warm_s": warm, "pays_after": after}
+    case = longest.record.case
+    values: dict[str, Value] = {"case": case, "cold_s": cold, "warm_s": warm, "pays_after": after}
     yield finding("compile.first-step", f"{text}.", longest, values)
 
 

@@ -168,7 +168,7 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
             f"Ridge point of {name} in FLOPs per byte of memory traffic: {parts}. Kernels with a"
             " lower arithmetic intensity are memory-bound.",
             record,
-            {"device": name} | ridges,
+            {"device": name, **ridges},
             timed=False,
         )
 

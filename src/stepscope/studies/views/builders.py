@@ -150,12 +150,12 @@ MFU = (
         hint="of the manufacturer's dense peak",
     ),
 )
-HOST_SHARE = col(
-    "CPU-bound",
-    lambda r: (share := host_bound(r.record)) and share.fraction,
-    "percent",
-    hint=HOST_BOUND,
-)
+HOST_SHARE = col("CPU-bound", lambda r: _host_share(r.record), "percent", hint=HOST_BOUND)
+
+
+def _host_share(record: Record) -> float | None:
+    share = host_bound(record)
+    return share.fraction if share else None
 
 
 def _rounded(value: float | None) -> int | None:
