@@ -106,7 +106,7 @@ def test_the_cost_of_nesting_is_a_finding() -> None:
         "The peak of the step stays at 300 MiB: it is in the backward phase"
     )
     assert "As few as 2 inputs are possible" in nested.conclusion
-    assert "for 3.62 forwards per block" in nested.conclusion
+    assert "for 3.62 forward passes per block" in nested.conclusion
     assert nested.records == (records[3].id, records[1].id)
 
 
