@@ -59,7 +59,7 @@ def _parts(
     )
     tables = {block.name: block for block in blocks if isinstance(block, Table)}
     if races:
-        yield f"Races: {origin('flash-race_h200.jsonl', races)}"
+        yield f"Comparisons: {origin('flash-race_h200.jsonl', races)}"
         yield from (
             markdown(tables[name]).strip()
             for name in ("flash-speed", "flash-race")
@@ -95,13 +95,13 @@ def _not_measured() -> list[str]:
 
 
 def _by_kernels(block: Block) -> Block:
-    """Keep the shapes of the peer table where kernels decide; the report has all of them."""
+    """Keep the shapes that are limited by the GPU; the report has all of them."""
     if not isinstance(block, Table) or block.name != "flash-fastest-peer":
         return block
-    index = next(i for i, column in enumerate(block.columns) if column.title == "decided by")
-    rows = tuple(row for row in block.rows if row[index] == "device")
+    index = next(i for i, column in enumerate(block.columns) if column.title == "limited by")
+    rows = tuple(row for row in block.rows if row[index] == "GPU")
     caption = (
-        f"{block.caption} Shown are the {len(rows)} shapes where kernels decide; at the other"
-        f" {len(block.rows) - len(rows)} the host decides."
+        f"{block.caption} Shown are the {len(rows)} shapes that are limited by the GPU; the other"
+        f" {len(block.rows) - len(rows)} are CPU-bound."
     )
     return msgspec.structs.replace(block, rows=rows, caption=caption)

@@ -31,7 +31,7 @@ from stepscope.records.stats import Summary
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
 from stepscope.report.text import markdown
 from stepscope.studies.benchmark import STUDY as BENCHMARK
-from stepscope.studies.benchmark.rows import Row, rows_of
+from stepscope.studies.benchmark.rows import BenchmarkRow, rows_of
 from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +112,7 @@ def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
     ).strip()
 
 
-def _same(row: Row, peer: dict[str, object]) -> bool:
+def _same(row: BenchmarkRow, peer: dict[str, object]) -> bool:
     work = row.workload
     variant = "eager" if work.compile == "no" else "compiled"
     return (work.size, work.context, work.dtype, variant) == (
@@ -123,7 +123,7 @@ def _same(row: Row, peer: dict[str, object]) -> bool:
     )
 
 
-def _changes(row: Row, peer: dict[str, float]) -> Iterator[Cell]:
+def _changes(row: BenchmarkRow, peer: dict[str, float]) -> Iterator[Cell]:
     ours: dict[str, Summary | None] = {
         "forward": row.forward,
         "both": row.both,

@@ -20,9 +20,9 @@ from stepscope.report.blocks import Block, Interval
 from stepscope.report.tables import col, interval, table
 from stepscope.report.text import markdown
 from stepscope.studies.benchmark import STUDY as BENCHMARK
-from stepscope.studies.benchmark.findings import formats_findings
+from stepscope.studies.benchmark.findings import dtype_findings
 from stepscope.studies.benchmark.rows import rows_of
-from stepscope.studies.benchmark.view import formats_table
+from stepscope.studies.benchmark.view import dtypes_table
 from stepscope.studies.registry import find_study
 
 PLANTED = "planted-ooms_h200.jsonl"
@@ -94,7 +94,7 @@ def _blocks(section: Section, records: Sequence[Record]) -> list[Block]:
     if section.study == "benchmark":
         # Times of every phase are on a separate page.
         rows = rows_of(BENCHMARK.results(records))
-        return [*formats_findings(rows), *formats_table(rows)]
+        return [*dtype_findings(rows), *dtypes_table(rows)]
     return [
         block
         for block in find_study(section.study).view(records)

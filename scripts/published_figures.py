@@ -12,7 +12,7 @@ from typing import Any
 
 from stepscope.records.schema import Record
 from stepscope.studies.benchmark import STUDY as BENCHMARK
-from stepscope.studies.benchmark.rows import Row, rows_of
+from stepscope.studies.benchmark.rows import BenchmarkRow, rows_of
 
 KEYS = ("size", "context", "batch", "dtype", "attention", "compile", "optimizer")
 PHASES = ("forward", "backward", "both", "step")
@@ -86,18 +86,18 @@ def _table(
     yield "]"
 
 
-def _identity(row: Row) -> tuple[Any, ...]:
+def _identity(row: BenchmarkRow) -> tuple[Any, ...]:
     return tuple(getattr(row.workload, name) for name in KEYS)
 
 
-def _times(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
+def _times(rows: Sequence[BenchmarkRow]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
         phases = (row.forward, row.backward, row.both, row.step)
         if any(phases):
             yield *_identity(row), *(s.median if s else math.nan for s in phases)
 
 
-def _peaks(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
+def _peaks(rows: Sequence[BenchmarkRow]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
         for mode, record in row.by_mode.items():
             peak = record.quantity("peak_bytes")

@@ -18,7 +18,8 @@ from stepscope.report.verdict import verdict_lines
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import StepRace, races
-from stepscope.studies.step.view import interval_cell, lead_cell
+from stepscope.studies.step.view import lead_cell
+from stepscope.studies.views.builders import ratio_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
 VERDICT_BEGIN = "<!-- verdict: made by scripts/make_docs.py -->"
@@ -83,7 +84,7 @@ def _steps(results: Path) -> Iterator[Row]:
                 f"{duration(lead.ms)}{mfu}",
                 f"torch.compile, {duration(lead.peer_ms)}",
                 lead_cell(lead),
-                interval_cell(ratio),
+                ratio_cell(ratio),
             )
 
 

@@ -115,7 +115,7 @@ def test_findings_say_when_and_why_a_sum_stops() -> None:
     assert "1,000 additions of 0.01 should give 10: " in text
     assert "stops growing at 32 after 2,798 additions" in text
     assert "The exponents of sum and term are 12 apart and the dtype has 10 mantissa bits" in text
-    assert "neighbouring values are 0.03125 apart there" in text
+    assert "neighboring values are 0.03125 apart there" in text
     assert "stops" not in findings([sum_record("float32", "float32", total=100.0, moved=10_000)])
 
 

@@ -298,24 +298,24 @@ def test_growth_is_fitted_by_implementation() -> None:
 SENTENCES = {
     "attention.time-by-length": (
         [attention_record(seq=seq, step=seq**2 / 1e4) for seq in (256, 1024, 4096)],
-        "The time of the forward grows as length to the power 2.00 over 256 to 4096 (at d 64); the"
-        " FLOPs grow to the power 2.",
+        "The time of the forward pass grows as length to the power 2.00 over 256 to 4096 (at d 64);"
+        " the FLOPs grow to the power 2.",
     ),
     "attention.time-by-width": (
         [attention_record(seq=4096, head=head, step=10 + 0.1 * head) for head in (16, 32, 64)],
-        "The time of the forward grows as d to the power 0.250 over 16 to 64 (at length 4096); the"
-        " FLOPs grow to the power 1. A linear fit has an intercept of 10.0 ms at d 0: the memory"
-        " traffic of the length × length tensors, which does not depend on d.",
+        "The time of the forward pass grows as d to the power 0.250 over 16 to 64 (at length 4096);"
+        " the FLOPs grow to the power 1. A linear fit has an intercept of 10.0 ms at d 0: the"
+        " memory traffic of the length × length tensors, which does not depend on d.",
     ),
     "attention.memory-growth": (
         [attention_record(seq=seq, saved=40.0 * seq**2) for seq in (256, 1024, 4096)],
-        "The memory saved for backward by the forward grows as length to the power 2.00 over 256 to"
-        " 4096.",
+        "The memory saved for backward by the forward pass grows as length to the power 2.00 over"
+        " 256 to 4096.",
     ),
     "attention.predicted-peak": (
         [attention_record("backward", peak=1e9)],
-        "Peak memory of the backward, predicted as a sum of tensors: exact in 0 of 1 cases, off by"
-        " 814 MiB at most (d 64, length 1024: 954 MiB).",
+        "Peak memory of the backward pass, predicted as a sum of tensors: exact in 0 of 1 cases,"
+        " off by 814 MiB at most (d 64, length 1024: 954 MiB).",
     ),
     "attention.predicted-saved": (
         [attention_record(seq=256, saved=2621440.0 * 1.03)],
@@ -325,8 +325,8 @@ SENTENCES = {
     "attention.memory-limit": (
         [attention_record(seq=16384, status="oom", reason="out")],
         "At length 16384 one tensor of scores takes 8.00 GiB (8 × 1 × 16384² × 4 B). The peak of"
-        " the forward has two (scores, probabilities) such tensors, that of the backward four"
-        " (probabilities, their gradient, gradient of the scores, temporary of the softmax's"
+        " the forward pass has two (scores, probabilities) such tensors, that of the backward pass"
+        " four (probabilities, their gradient, gradient of the scores, temporary of the softmax's"
         " backward); the output at d 64 takes 32.0 MiB. The first case that does not fit into 139"
         " GiB is reference float32, d 64, length 16384, forward, whose tensors need 16.2 GiB at"
         " once; the rest is lost to fragmentation of the allocator.",

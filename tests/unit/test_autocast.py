@@ -73,7 +73,7 @@ def test_findings_give_the_dtypes_and_the_cost_of_casts() -> None:
     assert "parameters float32, logits float16, loss float32" in said
     assert "fc1 output float16" in said
     assert "7 casts, 4.00 KiB read and written; on their own they take 10" in said
-    assert "Operators of the forward in float32: pow" in said
+    assert "Operators of the forward pass in float32: pow" in said
 
 
 def test_dtypes_of_one_subject_are_reported_together() -> None:

@@ -88,7 +88,7 @@ def test_the_saving_is_that_of_the_smallest_simple_strategy() -> None:
     records = swept()
     saving = finding(records, "saving")
     assert "each block alone needs the least, 300 MiB instead of 900 MiB" in saving.sentence
-    assert "1.30× the time; one more forward is 1.33×" in saving.sentence
+    assert "1.30× the time; one more forward pass is 1.33×" in saving.sentence
     assert saving.values["strategy"] == "1"
     assert saving.values["slower"] == pytest.approx(1.3)
     assert set(saving.records) == {record.id for record in records[:3]}
@@ -101,12 +101,12 @@ def test_the_cost_of_nesting_is_a_finding() -> None:
     assert (
         "8 blocks halved down to single ones (4-2-1): at most 4 inputs instead of 8" in nested.text
     )
-    assert "for 2.00 recomputed forwards per block instead of one" in nested.text
+    assert "for 2.00 recomputed forward passes per block instead of one" in nested.text
     assert nested.conclusion.startswith(
         "The peak of the step stays at 300 MiB: it is in the backward phase"
     )
     assert "As few as 2 inputs are possible" in nested.conclusion
-    assert "for 3.62 forwards per block" in nested.conclusion
+    assert "for 3.62 forward passes per block" in nested.conclusion
     assert nested.records == (records[3].id, records[1].id)
 
 
@@ -125,7 +125,9 @@ def test_the_time_is_predicted_from_the_forward_share_and_recomputation() -> Non
         checkpointing_record("nested", peak=300 * MIB, step=17.0),
     ]
     saving = finding(records, "saving")
-    assert "1.30× the time (1.25× predicted, as the forward is 25.0 % of the step)" in saving.text
+    assert (
+        "1.30× the time (1.25× predicted, as the forward pass is 25.0 % of the step)" in saving.text
+    )
     assert saving.values["predicted_slower"] == pytest.approx(1.25)
     (table,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Table))
     assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (1.3, 1.25), (1.7, 1.5)]

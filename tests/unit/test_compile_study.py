@@ -16,7 +16,7 @@ from stepscope.errors import UsageError
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.compile import measure
 from stepscope.studies.compile.cases import CompileFlags
-from stepscope.studies.compile.view import Row
+from stepscope.studies.compile.view import CompileRow
 from stepscope.studies.registry import find_study
 
 STUDY = find_study("compile")
@@ -55,7 +55,7 @@ def test_invalid_flags_are_rejected(flags: dict[str, object], message: str) -> N
 
 def test_gain_cost_and_amortization() -> None:
     record = compile_record(eager=30.0, compiled=20.0, cold_s=12.0, warm_s=3.0)
-    row = Row(*STUDY.results([record])[0])
+    row = CompileRow(*STUDY.results([record])[0])
     assert row.gain("step") == pytest.approx(1.5)
     assert row.pays_after() == pytest.approx(1200.0)
     shown = blocks(record)
@@ -95,7 +95,7 @@ def test_slower_cases_breaks_and_late_compilations_are_reported() -> None:
     assert [row[8] for row in table.rows] == [None, "2× call to print"]
 
 
-def test_host_bound_cases_are_reported() -> None:
+def test_cpu_bound_cases_are_reported() -> None:
     waits = tuple(
         times(phase, ms, clock=clock, variant=variant)
         for variant, ms in {"eager": 30.0, "compiled": 15.0}.items()
@@ -104,11 +104,11 @@ def test_host_bound_cases_are_reported() -> None:
     )
     shown = blocks(compile_record(series=waits), compile_record())
     assert any(
-        "1 of 2 cases are host-bound when eager: there the speedup (2.00 times)" in text
-        and text.endswith(", and 1 of them are still host-bound when compiled.")
+        "1 of 2 cases are CPU-bound when eager: there the speedup (2.00 times)" in text
+        and text.endswith(", and 1 of them are still CPU-bound when compiled.")
         for text in texts(shown)
     )
-    best = "In cases that are not host-bound, a compiled step is 1.50 times as fast"
+    best = "In cases that are not CPU-bound, a compiled step is 1.50 times as fast"
     assert any(text.startswith(best) for text in texts(shown))
     table = shown["compile-times"]
     assert isinstance(table, Table)
@@ -159,7 +159,7 @@ def test_bars_are_labeled_by_what_distinguishes_the_cases() -> None:
 
 
 def test_a_slower_compiled_case_is_never_amortized() -> None:
-    row = Row(*STUDY.results([compile_record(eager=10.0, compiled=11.0)])[0])
+    row = CompileRow(*STUDY.results([compile_record(eager=10.0, compiled=11.0)])[0])
     assert row.pays_after() is None
 
 

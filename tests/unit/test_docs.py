@@ -63,21 +63,24 @@ def test_generated_pages_match_the_records() -> None:
     assert check.returncode == 0, check.stdout.decode() + check.stderr.decode()
 
 
-def test_races_come_first_on_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparisons_come_first_on_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from flash_page import flash_pages
 
     grid = [flash_record(seq=seq, both=seq / 1024) for seq in (4096, 8192)]
     plain = flash_pages(grid, ())
     assert set(plain) >= {"flash.md", "figures/flash-rate-bfloat16-d64.svg"}
-    assert "Speed against peers" not in plain["flash.md"]
+    assert "Stepscope's attention compared with others" not in plain["flash.md"]
     races = [
         race_record({"triton": 4.6, "sdpa_flash": 7.2}),
         race_record({"triton": 1.0}, "1x2x64x64"),
     ]
     text = flash_pages(grid, races)["flash.md"]
-    speed, findings = text.index("Speed against peers"), text.index("## Findings")
-    assert speed < text.index("All races") < findings
+    speed, findings = (
+        text.index("Stepscope's attention compared with others"),
+        text.index("## Findings"),
+    )
+    assert speed < text.index("All comparisons") < findings
     assert "| sdpa\\_flash | 1,16,16384,64 | 1.56" in text
     assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
     failed = [*grid, flash_record("flex", status="oom", reason="too large")]
@@ -265,7 +268,7 @@ def test_pages_of_memory_and_precision_are_generated_from_their_records(
     assert memory.index("## Activation checkpointing") < memory.index("## Is the first change")
     assert "with the first suggested change 1 fitted" in memory
     assert "| small | 5 | 10.00 | 1.050 [1.050, 1.050] |" in memory
-    assert "tf32 against float32 makes the step 3.00× as fast" in precision
+    assert "tf32 instead of float32 makes the step 3.00× as fast" in precision
     assert "the small network of the course" in precision
     assert "Operators by dtype: the small model" not in precision
 

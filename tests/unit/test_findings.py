@@ -45,12 +45,13 @@ def test_the_ratio_of_backward_to_forward_is_reported_by_size() -> None:
     finding = benchmark("backward-over-forward", *small, *medium, unused)
     assert finding.values == pytest.approx({"small": 2.0, "medium": 2.5}, rel=0.01)
     assert finding.records == tuple(record.id for record in (*small, *medium))
-    assert finding.text == "Backward over forward (2 by FLOPs): small 2.00, medium 2.50."
+    assert finding.text == "Backward pass over forward pass (2 by FLOPs): small 2.00, medium 2.50."
     assert re.fullmatch(
-        r"For medium at context 512 in float32 the forward runs at [\d.]+ TFLOP/s and the backward"
-        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside matmuls"
+        r"For medium at context 512 in float32 the forward pass runs at [\d.]+ TFLOP/s and the"
+        r" backward pass at [\d.]+ TFLOP/s: the backward pass spends a larger share of its time"
+        r" outside matmuls"
         r" \(copies, elementwise work, memory that is touched for the first time\), the"
-        r" forward a smaller one\.",
+        r" forward pass a smaller one\.",
         finding.conclusion,
     )
 
@@ -60,38 +61,37 @@ def test_a_ratio_of_two_is_explained_by_the_flops() -> None:
     assert finding.conclusion == "The FLOPs explain it."
 
 
-def test_a_bound_host_explains_the_ratio() -> None:
+def test_a_cpu_bound_step_explains_the_ratio() -> None:
     finding = benchmark(
         "backward-over-forward", *forward_and_backward(10.0, 10.0, issue_share=0.99)
     )
-    assert "the host is the limit (100.0 % of the step" in finding.conclusion
+    assert "is CPU-bound (100.0 % of the step" in finding.conclusion
 
 
-def test_the_issue_share_decides_who_limits() -> None:
+def test_the_issue_share_decides_what_limits() -> None:
     free = benchmark_record(context=512, issue_share=0.4)
     bound = benchmark_record(context=128, issue_share=0.99)
     device = benchmark("device-limits", free)
     assert (device.values, device.records, device.tone) == ({"steps": 1}, (free.id,), "good")
     assert device.sentence == (
-        "The GPU, not the host, limits every step: no step has an empty launch queue for most of"
-        " its time."
+        "No step is CPU-bound: none has an empty launch queue for most of its time."
     )
     host = benchmark("host-limits", free, bound)
     assert host.values == {"steps": 1, "of": 2, "names": "small at context 128 in float32"}
     assert host.records == (free.id, bound.id)
     assert host.sentence == (
-        "The host limits 1 of 2 steps: their launch queue runs empty, so the GPU waits for the host"
+        "1 of 2 steps are CPU-bound: their launch queue runs empty, so the GPU waits for the CPU"
         " (small at context 128 in float32). A faster dtype cannot help there; more work"
         " per launch can (a larger batch or context, torch.compile, CUDA graphs)."
     )
 
 
-def test_on_a_cpu_no_finding_mentions_the_host() -> None:
+def test_on_a_cpu_no_step_is_cpu_bound() -> None:
     record = benchmark_record(environment=ON_CPU, issue_share=0.99)
-    assert not [one for one in findings("benchmark", record) if "host" in one.sentence]
+    assert not [one for one in findings("benchmark", record) if "CPU-bound" in one.sentence]
 
 
-def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
+def test_the_distance_from_the_ceiling_is_that_of_the_best_step() -> None:
     near = benchmark_record(step=100.0, flops=1e12, ceiling=50e12)
     far = benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12)
     finding = benchmark("distance-from-limit", near, far)
@@ -101,7 +101,7 @@ def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
     assert finding.values["share"] == pytest.approx(0.2, rel=0.01)
     assert finding.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
     assert finding.text.startswith(
-        "The training step closest to the limit is small at context 512 in float32:"
+        "The training step closest to the ceiling is small at context 512 in float32:"
         " 100 ms (95 % interval "
     )
     assert re.search(r"10(\.0)? TFLOP/s\.$", finding.text)
@@ -120,7 +120,7 @@ def test_a_faster_dtype_is_compared_with_float32() -> None:
     assert set(finding.records) == {base.id, faster.id}
     assert (finding.tone, finding.conclusion) == ("info", "")
     assert finding.sentence == (
-        "bfloat16 against float32 makes the step 2.50× as fast on small at context 512."
+        "bfloat16 instead of float32 makes the step 2.50× as fast on small at context 512."
     )
 
 
@@ -180,12 +180,17 @@ def test_failures_are_reported_with_the_first_reason() -> None:
         for size in ("large", "xl")
     ]
     finding = benchmark("failed", *lost)
-    assert finding.values == {"status": "oom", "cases": 2, "reason": "CUDA out of memory"}
+    assert finding.values == {
+        "status": "oom",
+        "cases": 2,
+        "of": 2,
+        "reason": "CUDA out of memory",
+    }
     assert finding.records == tuple(record.id for record in lost)
     assert not finding.timed
     assert finding.sentence == (
-        "2 cases ran out of memory: large at context 512 in float32 train-step, xl at context 512"
-        " in float32 train-step. The first reason: CUDA out of memory"
+        "2 of 2 cases ran out of memory: large at context 512 in float32 train-step, xl at context"
+        " 512 in float32 train-step. First reason: CUDA out of memory"
     )
 
 
@@ -199,7 +204,7 @@ def test_lints_are_reported() -> None:
     finding = benchmark("lint", *flat)
     assert finding.values == {"lint": "flat-in-size", "times": 1}
     assert (len(finding.records), finding.timed, finding.tone) == (1, False, "warn")
-    assert finding.text.startswith("Lint flat-in-size, 1×, first: ")
+    assert finding.text.startswith("Check flat-in-size failed 1×, first: ")
 
 
 def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
@@ -375,10 +380,8 @@ def test_sizes_without_a_gain_from_a_dtype_are_named_with_the_reason() -> None:
     )
     assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in finding.text
     waiting, limited = finding.conclusion.split(". ")
-    assert waiting.startswith("It does not help small at context 128: the host limits these steps")
-    assert limited.startswith(
-        "It does not help small at context 512, which the host does not limit"
-    )
+    assert waiting.startswith("It does not help small at context 128: these steps are CPU-bound")
+    assert limited.startswith("It does not help small at context 512, not CPU-bound")
     (table,) = (
         block
         for block in find_study("benchmark").view(records)

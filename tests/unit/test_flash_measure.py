@@ -22,7 +22,7 @@ from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
 from stepscope.studies.flash.cases import FlashFlags, Shape
-from stepscope.studies.flash.measure import launch_facts, measure_tile
+from stepscope.studies.flash.measure import launch_resources, measure_tile
 
 
 class Bench:
@@ -215,7 +215,7 @@ class Launches:
 
 
 def test_compiled_resources_of_each_kernel_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = launch_facts(Launches(monkeypatch, most=1 << 20).run)
+    facts = launch_resources(Launches(monkeypatch, most=1 << 20).run)
     assert value_of(facts, "tile_m", variant="forward") == 64
     assert value_of(facts, "stages", variant="forward") == 2
     assert value_of(facts, "registers", variant="query") == 100
@@ -232,7 +232,7 @@ def test_under_the_interpreter_there_are_tiles_but_no_registers(
             SimpleNamespace(kind="forward", tile=Tile(32, 32, 4, 1), kernel=None)
         )
 
-    assert {(one.variant, one.name) for one in launch_facts(run)} == {
+    assert {(one.variant, one.name) for one in launch_resources(run)} == {
         ("forward", name) for name in ("tile_m", "tile_n", "warps", "stages")
     }
 

@@ -17,11 +17,11 @@ from stepscope.studies.flash.races import PUBLISHED
 from study_records import flash_record, matrix_ceiling, race_record, tiles_record
 
 
-def published(**peers: Sequence[float]) -> list[Record]:
-    """Races at the five published shapes; ours takes 1 ms, the peers as given."""
+def published(**baselines: Sequence[float]) -> list[Record]:
+    """Races at the five published shapes; Stepscope takes 1 ms, the baselines as given."""
     return [
         race_record(
-            {"triton": 1.0} | {name: values[index] for name, values in peers.items()},
+            {"triton": 1.0} | {name: values[index] for name, values in baselines.items()},
             sizes.replace(",", "x"),
         )
         for index, sizes in enumerate(PUBLISHED)
@@ -31,12 +31,15 @@ def published(**peers: Sequence[float]) -> list[Record]:
 class TestSpeed:
     def test_ratios_at_each_shape_and_their_mean(self) -> None:
         rows = table(published(sdpa_flash=(1.1, 2.0, 2.0, 2.0, 2.0)), "flash-speed")
-        flash = [row for row in rows if row["against"] == "sdpa_flash"]
-        assert [row["measured"].value for row in flash] == pytest.approx(
+        flash = [row for row in rows if row["compared with"] == "sdpa_flash"]
+        assert [row["speedup"].value for row in flash] == pytest.approx(
             [1.1, 2.0, 2.0, 2.0, 2.0, (1.1 * 16) ** 0.2]
         )
-        assert (flash[1]["ours"], flash[1]["peer"]) == (pytest.approx(1.0), pytest.approx(2.0))
-        measured = flash[0]["measured"]
+        assert (flash[1]["Stepscope"], flash[1]["baseline"]) == (
+            pytest.approx(1.0),
+            pytest.approx(2.0),
+        )
+        measured = flash[0]["speedup"]
         assert isinstance(measured, Interval)
         assert measured.low < 1.1 < measured.high
 
@@ -68,10 +71,10 @@ class TestSpeed:
             race_record({"triton": 1.0, "sdpa_efficient": 9.0}, "1x16x4096x64"),
         ]
         (row,) = table(races, "flash-speed")
-        assert (row["against"], row["shape"]) == ("sdpa_efficient", "1,16,4096,64 fp32")
-        assert row["measured"].value == pytest.approx(1.25)
+        assert (row["compared with"], row["shape"]) == ("sdpa_efficient", "1,16,4096,64 fp32")
+        assert row["speedup"].value == pytest.approx(1.25)
 
-    def test_short_lengths_include_host_time(self) -> None:
+    def test_short_lengths_include_cpu_time(self) -> None:
         races = [
             race_record(
                 {"triton": 0.01, "sdpa": 0.02, "auto": 0.01},
@@ -82,8 +85,8 @@ class TestSpeed:
         ]
         ours, auto = table(races, "flash-speed")
         assert "1,1,128,64" in ours["shape"]
-        assert ours["measured"].value == pytest.approx(0.5)
-        assert auto["measured"].value == pytest.approx(1.0)
+        assert ours["speedup"].value == pytest.approx(0.5)
+        assert auto["speedup"].value == pytest.approx(1.0)
         by_ours = {one.values["ours"]: one for one in findings(races, "flash.short-calls")}
         assert (by_ours["triton"].values["slower"], by_ours["auto"].values["slower"]) == (1, 0)
         assert by_ours["triton"].values["shape"] == "1,1,128,64"
@@ -105,7 +108,7 @@ class TestSpeed:
         ]
         races = [msgspec.structs.replace(record, series=tuple(series))]
         (row,) = table(races, "flash-speed")
-        assert row["measured"].value < 1.0
+        assert row["speedup"].value < 1.0
         match = finding(races, "flash.short-calls")
         assert (match.values["slower"], match.tone) == (slower, "warn" if slower else "good")
 
@@ -115,15 +118,15 @@ class TestSpeed:
             return next(b.caption for b in tables if b.name == "flash-speed")
 
         ahead = published(flex=(2.0,) * 5)
-        assert "with the host ahead" in caption(ahead)
+        assert "with the CPU ahead" in caption(ahead)
         config = {k: v for k, v in ahead[0].config.items() if k != "host_ahead"}
         early = msgspec.structs.replace(ahead[0], config=config)
-        assert "from an idle device" in caption([early, *ahead[1:]])
+        assert "from an idle GPU" in caption([early, *ahead[1:]])
 
-    def test_the_headline_is_the_speed_table_else_the_race(self) -> None:
+    def test_the_headline_is_the_speed_table_else_the_comparison(self) -> None:
         ours = STUDY.headline(published(flex=(2.0,) * 5))
         assert ours is not None
-        assert ours.title.startswith("Speed against peers")
+        assert ours.title.startswith("Stepscope's attention compared")
         cpu = STUDY.headline([race_record({"sdpa": 1.0, "tiled": 3.0}, "1x2x64x64:float32")])
         assert cpu is not None
         assert cpu.rows[0][:3] == ("1,2,64,64", "float32", "single")
@@ -142,7 +145,7 @@ class TestSpeed:
         assert (match.values["racer"], match.values["shape"]) == ("tiled", "1,16,16384,64")
         assert match.tone == "warn"
 
-    def test_a_failed_race_has_a_row(self) -> None:
+    def test_a_failed_comparison_has_a_row(self) -> None:
         (row,) = table([race_record({"triton": 1.0}, status="oom", reason="out")], "flash-race")
         assert (row["batch,heads,length,d"], row["calls"]) == ("1,16,16384,64", "OOM")
         assert row["triton"] is None
@@ -154,8 +157,8 @@ class TestGrid:
         forward = 4 * 4096**2 * 64 / 2
         assert row["both rate"] == pytest.approx(3.5 * forward / 1e-3)
         assert row["forward rate"] == pytest.approx(forward / (1e-3 / 3))
-        assert row["of the limit"] == pytest.approx(3.5 * forward / 1e-3 / 700e12)
-        assert row["host"] == pytest.approx(0.2)
+        assert row["of the ceiling"] == pytest.approx(3.5 * forward / 1e-3 / 700e12)
+        assert row["issued in"] == pytest.approx(0.2)
 
     def test_a_failed_cell_has_a_row_with_its_reason(self) -> None:
         (row,) = table([flash_record(status="oom", reason="too large")], "flash-times")
@@ -284,12 +287,12 @@ class TestGrid:
             flash_record("flex", seq=512, both=0.5, issued=0.4),
         ]
         rows = table(records, "flash-fastest-peer")
-        assert [(row["fastest other"], row["decided by"]) for row in rows] == [
-            ("flex", "host"),
-            ("flex", "device"),
-            ("flex", "device"),
+        assert [(row["fastest other"], row["limited by"]) for row in rows] == [
+            ("flex", "CPU"),
+            ("flex", "GPU"),
+            ("flex", "GPU"),
         ]
-        assert [row["ratio"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
+        assert [row["speedup"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
         match = finding(records, "flash.fastest-peer").values
         assert (match["by_kernels"], match["faster"], match["behind"]) == (2, 1, 1)
         assert match["lowest"] == pytest.approx(0.8)
@@ -344,7 +347,7 @@ class TestGrid:
 
 
 RAN = {"forward": "forward_kernel", "backward": "query_kernel"}
-PEER_AND_HOST = [
+GPU_AND_CPU_BOUND = [
     flash_record(both=1.0),
     flash_record("flex", both=0.8),
     flash_record(seq=512, both=0.05, issued=0.04),
@@ -353,8 +356,8 @@ PEER_AND_HOST = [
 SENTENCES = {
     "flash.against-peer": (
         published(sdpa_flash=(2.0,) * 5)[:3],
-        "Relative to sdpa_flash in bfloat16 ours is 2.00 times as fast (geometric mean of 3 of 5"
-        " shapes; lowest 2.00 at 1,16,16384,64).",
+        "Compared with sdpa_flash in bfloat16, Stepscope is 2.00 times as fast (geometric mean of 3"
+        " of 5 shapes; lowest 2.00 at 1,16,16384,64).",
     ),
     "flash.leaderboard-shape": (
         [race_record({"triton": 4.6})],
@@ -362,8 +365,8 @@ SENTENCES = {
     ),
     "flash.short-calls": (
         [race_record({"triton": 0.01}, "1x1x128x64", in_a_row={"triton": 0.2, "sdpa": 0.1})],
-        "In consecutive calls, host time included, triton is 0.500 times as fast as sdpa over 1"
-        " shape with one head (lowest 0.500 at 1,1,128,64): slower than torch's SDPA at 1 of them.",
+        "In consecutive calls, CPU time included, triton is 0.500 times as fast as sdpa over 1"
+        " shape with one head (lowest 0.500 at 1,1,128,64): significantly slower at 1 of them.",
     ),
     "flash.racer-failed": (
         [race_record({"triton": 1.0}, out={"tiled": "failed: RuntimeError: no"})],
@@ -372,26 +375,27 @@ SENTENCES = {
     "flash.highest-rate": (
         [flash_record(both=1.0), flash_record("flex", both=0.8)],
         "The highest rate in bfloat16 is 9.40 TFLOP/s forward and backward, flex at 1,1,4096,64,"
-        " 1.3 % of the 700 TFLOP/s that matmuls alone reach here; ours reaches 7.52 TFLOP/s at"
+        " 1.3 % of the 700 TFLOP/s that matmuls alone reach here; Stepscope reaches 7.52 TFLOP/s at"
         " 1,1,4096,64.",
     ),
     "flash.fastest-peer": (
-        PEER_AND_HOST,
+        GPU_AND_CPU_BOUND,
         "Compared with the fastest other implementation at each of 2 shapes (timed one after the"
-        " other, not interleaved), ours is faster at 0 of 1 device-bound shapes and slower at 1"
-        " (0.800 of flex at 1,1,4096,64 bfloat16). The other 1 shapes are host-bound; ours is"
-        " slower at 0.",
+        " other, not interleaved), Stepscope is faster at 0 of 1 GPU-bound shapes and slower at 1"
+        " (0.800 of flex at 1,1,4096,64 bfloat16). At the other 1 shape the CPU is the limit;"
+        " Stepscope is slower at 0.",
     ),
     "flash.host-bound": (
-        PEER_AND_HOST,
-        "2 of 4 cells are host-bound (host issue time above half of the time); their rates are not"
-        " those of the kernels (* in the tables). With one head, every cell below length 4096 is"
-        " host-bound. In these cells issuing a forward and a backward of triton takes 40.0 µs to"
-        " 40.0 µs.",
+        GPU_AND_CPU_BOUND,
+        "2 of 4 cells are CPU-bound (issuing the launches takes more than half of the time); their"
+        " rates are not those of the kernels (* in the tables). With one head, every cell below"
+        " length 4096 is CPU-bound. In these cells issuing a forward and backward pass of triton"
+        " takes 40.0 µs to 40.0 µs.",
     ),
     "flash.narrow-dtype": (
         [flash_record(both=5.0), flash_record(dtype="float32", both=4.0)],
-        "Our kernels in a 16-bit dtype against float32, 1 shapes: slower at bfloat16 1,1,4096,64.",
+        "Stepscope's kernels in a 16-bit dtype compared with float32, 1 shape: slower at bfloat16"
+        " 1,1,4096,64.",
     ),
     "flash.memory-growth": (
         [flash_record(seq=seq, peak=1000.0 * seq) for seq in (1024, 2048, 4096)],
@@ -401,13 +405,13 @@ SENTENCES = {
     "flash.accuracy": (
         [flash_record(error=1.2)],
         "The error of triton is at most 1.20 times that of the reference in the same dtype, over 1"
-        " shapes (1,1,4096,64 bfloat16). It exceeds the policy of our kernels at 1: 1,1,4096,64"
+        " shape (1,1,4096,64 bfloat16). It exceeds the policy of Stepscope at 1: 1,1,4096,64"
         " bfloat16 output.",
     ),
     "flash.own-kernels": (
         [flash_record(attachments={"kernels": RAN})],
-        "In all 1 records of triton the profiler saw our forward and backward kernels and no other"
-        " attention kernel.",
+        "In all 1 records of triton the profiler saw Stepscope's kernels for forward and backward,"
+        " and no other attention kernel.",
     ),
     "flash.without-result": (
         [flash_record(), flash_record(seq=8192, status="oom", reason="too large")],
@@ -439,5 +443,5 @@ def test_wording_of_saved_bytes_and_lints() -> None:
         " cells of triton differ by at most 1.00 KiB (triton 1,1,4096,64 bfloat16)."
     )
     lint = finding(records, "flash.lint")
-    assert lint.sentence.startswith("Lint other-kernel, 1×, first: triton ran ")
+    assert lint.sentence.startswith("Check other-kernel failed 1×, first: triton ran ")
     assert lint.sentence.endswith(".")

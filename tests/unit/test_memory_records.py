@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.records.jsonl import read_records
-from stepscope.studies.checkpointing.view import Tried
+from stepscope.studies.checkpointing.view import StrategyRun
 from stepscope.studies.memory.rows import Accounted, accounted
 from stepscope.studies.registry import find_study
 from stepscope.studies.training.plans import prediction_for
@@ -55,7 +55,7 @@ def test_the_prediction_equals_the_recorded_one(cases: list[Accounted], size: st
 
 def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:
     records = read_records(RESULTS / "checkpointing_h200.jsonl")
-    tried = [Tried(result) for result in find_study("checkpointing").results(records)]
+    tried = [StrategyRun(result) for result in find_study("checkpointing").results(records)]
     ran = [each for each in tried if each.ok]
     assert len(ran) >= 10
     for each in ran:

@@ -109,7 +109,7 @@ class TestPage:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
         peer, ours = table.rows
-        assert peer[:3] == ("xl-512", "peer", "block default")
+        assert peer[:3] == ("xl-512", "PyTorch", "block default")
         assert ours[3] == Spread(value=pytest.approx(41.5264), plus_minus=0.5)
         assert ours[4:6] == (683.0, 700.0)
         assert ours[6] == pytest.approx(683 / 700)
@@ -129,12 +129,12 @@ class TestPage:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
         findings = self.findings(record)
         assert [finding.sentence for finding in findings.values()] == [
-            "xl-512: a step takes 60.8 ms, 59.0 % MFU in consecutive steps; the fastest peer (block"
-            " default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples give a ratio"
-            " of 1.30.",
-            "xl-512: ours takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of 1.98"
-            " GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
-            " (± 1.2 %). The peer takes 54.5 J, which lasts 77.9 ms.",
+            "xl-512: a step takes 60.8 ms, 59.0 % MFU (measured) in consecutive steps; the"
+            " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
+            " fast. Interleaved samples give a ratio of 1.30.",
+            "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
+            " 1.98 GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
+            " (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
         assert findings["step.power-capped"].values == {

@@ -305,16 +305,16 @@ def test_more_peer_variants_count_before_a_closer_peer() -> None:
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
-def test_a_failed_run_off_is_reported_for_the_variant_that_raced() -> None:
+def test_a_failed_run_off_is_reported_for_the_chosen_variant() -> None:
     record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
     failed = record.attachments | {"no_run_off": {"peer": "OutOfMemoryError: full"}}
     (table,) = heat_table(
         races(STUDY.results([msgspec.structs.replace(record, attachments=failed)]))
     )
     assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
-        "a": "raced by its time alone, the run-off failed: OutOfMemoryError: full",
+        "a": "chosen by its time alone, the run-off failed: OutOfMemoryError: full",
         "c": None,
-        "b": "raced",
+        "b": "chosen",
     }
 
 
@@ -330,7 +330,7 @@ def test_variants_of_other_races_are_reported_with_the_fastest_there() -> None:
     assert rows == [
         ("c", 4.0, None),
         ("e", 4.0, None),
-        ("a", 3.0, "raced"),
-        ("b", 2.0, "raced"),
+        ("a", 3.0, "chosen"),
+        ("b", 2.0, "chosen"),
         ("tuned", 4.5, "another run, where the fastest was a with 4.000 ms"),
     ]

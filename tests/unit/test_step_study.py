@@ -96,7 +96,7 @@ class TestLadder:
             ({"steps": 0}, "steps is 0"),
             ({"heat_seconds": 0.0}, "heat-seconds is 0"),
             ({"form_seconds": -1.0}, "form-seconds is -1"),
-            ({"warmup": -1}, "it cannot be negative"),
+            ({"warmup": -1}, "warmup is -1"),
         ],
     )
     def test_invalid_flags_are_rejected(self, flags: dict[str, object], message: str) -> None:
@@ -187,7 +187,7 @@ class TestPage:
         failed = blocks["step.not-measured"]
         assert (failed.records, failed.tone) == (("graph",), "info")
         assert failed.text == (
-            "1 rows of small at context 512, batch 4 were not measured: CUDA graph of the step."
+            "Of small at context 512, batch 4, 1 row could not be measured: CUDA graph of the step."
             " First reason: no graphs here"
         )
 
@@ -202,20 +202,18 @@ class TestPage:
         table = blocks["step-ladder"]
         assert [row[4] for row in table.rows] == [None, 20.0, None, pytest.approx(5 / 6)]
 
-    def test_host_bound_rows_are_marked(self) -> None:
+    def test_cpu_bound_rows_are_marked(self) -> None:
         issue = times("issue", 49.9, "host")
         blocks = self.blocks(
             rung_record("start", "start", step=100.0, series=(times("step", 100.0), issue)),
             rung_record("bf16", "first", step=50.0, series=(times("step", 50.0), issue)),
         )
         table = blocks["step-ladder"]
-        index = [column.title for column in table.columns].index("host-bound")
+        index = [column.title for column in table.columns].index("CPU-bound")
         assert [row[index] for row in table.rows] == [0.0, 1.0]
         bound = blocks["step.host-bound"]
         assert (bound.values["rows"], bound.values["of"]) == (1, 2)
-        assert bound.text.startswith(
-            "1 of 2 rows of small at context 512, batch 4 are host-bound: "
-        )
+        assert bound.text.startswith("1 of 2 rows of small at context 512, batch 4 are CPU-bound: ")
 
     def test_less_than_one_percent_is_not_a_gain(self) -> None:
         blocks = self.blocks(
@@ -279,7 +277,7 @@ class TestPage:
         short = blocks["step.not-learnt"]
         assert (short.values, short.tone) == ({"steps": 20, "fell_by": 0.0}, "warn")
         assert short.conclusion == (
-            "That is too little to judge the other rungs: train for more steps."
+            "That is too little to compare the other rungs: train for more steps."
         )
         table = blocks["step-loss"]
         assert [row[-1] for row in table.rows] == [None, "too few steps"]
@@ -305,7 +303,7 @@ class TestPage:
         assert (spare[2], spare[4]) == (pytest.approx(364.9), pytest.approx(400.0))
         assert spare[5] == pytest.approx(55 / 73.2)
         heats = self.blocks(record)["step-heats"]
-        assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
+        assert {row[-1] for row in heats.rows} == {"chosen", "failed: OutOfMemoryError: full"}
 
     def test_narrower_dtypes_have_a_separate_row(self) -> None:
         times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 80.0}
@@ -320,7 +318,7 @@ class TestPage:
             80.0,
             pytest.approx(1.75),
         )
-        sentence = "With narrower dtypes ours takes 80.0 ms; the peer takes 1.75 times as long."
+        sentence = "With narrower dtypes Stepscope takes 80.0 ms; PyTorch takes 1.75 times as long."
         assert sentence in finding.text
 
     def test_a_race_without_a_significant_difference_has_no_winner(self) -> None:
@@ -329,10 +327,10 @@ class TestPage:
         assert finding.text.endswith("takes 100 ms: statistically indistinguishable.")
         assert finding.tone == "info"
 
-    def test_a_lost_race_reports_how_much_longer_ours_takes(self) -> None:
+    def test_a_slower_step_reports_how_much_longer_it_takes(self) -> None:
         blocks = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 125.0}))
         finding = blocks["step.race-slower"]
-        assert finding.text.endswith("takes 100 ms: ours takes 1.25 times as long.")
+        assert finding.text.endswith("takes 100 ms: Stepscope takes 1.25 times as long.")
         assert (finding.values["times"], finding.tone) == (pytest.approx(0.8), "warn")
 
     def test_other_races_of_the_same_step_are_reported(self) -> None:
@@ -342,7 +340,7 @@ class TestPage:
         )
         finding = blocks["step.race-faster"]
         assert finding.text.endswith(
-            "Another race, against 1 of its variants, gave a ratio of 1.30."
+            "Another run, with 1 variant of PyTorch, gave a ratio of 1.30."
         )
         assert (finding.values["other_races"], finding.records[1:]) == (1, ("fewer",))
 
@@ -368,7 +366,7 @@ class TestPage:
         assert finding.values["times"] == pytest.approx(122 / 101)
         assert finding.values["interleaved"] == pytest.approx(140 / 90)
         assert finding.text.endswith(
-            "ours is 1.21 times as fast. Interleaved samples give a ratio of 1.56."
+            "Stepscope is 1.21 times as fast. Interleaved samples give a ratio of 1.56."
         )
 
     def test_without_blocks_the_energy_measurement_gives_consecutive_steps(self) -> None:

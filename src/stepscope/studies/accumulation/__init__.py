@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
+from stepscope.records.schema import Environment
 from stepscope.studies.accumulation.cases import (
     SQUARES,
     SUMS,
@@ -21,7 +20,7 @@ from stepscope.studies.accumulation.cases import (
     SquareCase,
     SumCase,
 )
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Study
 
 
 class Accumulation(Study[AccumulationFlags, AccumulationCase]):
@@ -48,16 +47,6 @@ class Accumulation(Study[AccumulationFlags, AccumulationCase]):
             *(DotCase(format=dtype, length=flags.length) for dtype in flags.format),
             *(SquareCase(format=dtype) for dtype in SQUARES),
         )
-
-    def measure(self, case: AccumulationCase, bench: Bench) -> Measurement:
-        from stepscope.studies.accumulation.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.accumulation.view import accumulation_blocks
-
-        return accumulation_blocks(records, self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AccumulationFlags]]:
         on_gpu = ("tf32",) if environment.device_kind == "cuda" else ()

@@ -40,7 +40,7 @@ class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"count is {self.count}", "it must be at least 1000")
         if not 0 < self.term < 1000:
             raise UsageError(f"term is {self.term}", "give a positive number below 1000")
-        check_each("length", self.length, lambda one: one >= 2, "give lengths of at least 2")
+        check_each("length", self.length, lambda length: length >= 2, "give lengths of at least 2")
         for name in self.format:
             if name not in FORMATS:
                 raise unknown_name("format", name, FORMATS)

@@ -23,7 +23,7 @@ _ROWS = 64
 _EDGES = (1e-24, 1e-12, 1e-5, 1e-4, 1e-3, 200.0, 300.0, 1e5, 1e19, 2e19)
 
 
-def measure_case(case: AccumulationCase, bench: Bench) -> Measurement:
+def measure(case: AccumulationCase, bench: Bench) -> Measurement:
     match case:
         case SumCase():
             return _sum(case, bench)
@@ -34,7 +34,7 @@ def measure_case(case: AccumulationCase, bench: Bench) -> Measurement:
 
 
 def _sum(case: SumCase, bench: Bench) -> Measurement:
-    """Add one term after the other, on the host: the arithmetic is the same everywhere."""
+    """Add one term after the other, on the CPU: the arithmetic is the same everywhere."""
     import torch
 
     accumulator = getattr(torch, case.accumulator)
@@ -45,12 +45,12 @@ def _sum(case: SumCase, bench: Bench) -> Measurement:
     total, sums, last_moved = torch.zeros((), dtype=accumulator), [], 0
     start = time.perf_counter()
     before = 0.0
-    for number in range(1, case.count + 1):
+    for index in range(1, case.count + 1):
         total += term
         now = total.item()
         if now != before:
-            before, last_moved = now, number
-        if number in marks:
+            before, last_moved = now, index
+        if index in marks:
             sums.append(now)
     took = (time.perf_counter() - start) * 1e3
     bench.progress(1, 1, "sum")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from stepscope.analysis.floats import FORMATS, FloatFormat, align, float_format
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record, Series
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.accumulation.cases import (
@@ -18,6 +19,7 @@ from stepscope.studies.accumulation.cases import (
     SumCase,
 )
 from stepscope.studies.base import Result, results_of
+from stepscope.studies.views.builders import capitalized, curve, finding
 
 _COURSE = 1000
 
@@ -27,9 +29,7 @@ Dot = Result[DotCase]
 Square = Result[SquareCase]
 
 
-def accumulation_blocks(
-    records: Sequence[Record], results: Sequence[Result[AccumulationCase]]
-) -> tuple[Block, ...]:
+def view(results: Sequence[Result[AccumulationCase]]) -> tuple[Block, ...]:
     done = [result for result in results if result.record.status == "ok"]
     sums, dots = results_of(done, SumCase), results_of(done, DotCase)
     squares = results_of(done, SquareCase)
@@ -42,7 +42,7 @@ def accumulation_blocks(
         blocks.append(_square_table(squares))
     if done:
         blocks += [_formats_table(), _alignment_table()]
-    return (*blocks, *failed_table("accumulation", records))
+    return (*blocks, *failed_table("accumulation", [result.record for result in results]))
 
 
 def _name(case: SumCase) -> str:
@@ -71,11 +71,11 @@ def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
     term = sums[0].case.term
     after = {_name(result.case): _value(result, "sum_1000") for result in sums}
     listed = "; ".join(f"{name} {total:.4f}" for name, total in after.items())
-    yield Finding(
-        code="accumulation.sums",
-        values={"exact": _COURSE * term, **after},
-        records=tuple(result.record.id for result in sums),
-        text=f"{count(_COURSE)} additions of {term:g} should give {_COURSE * term:g}: {listed}.",
+    yield finding(
+        "accumulation.sums",
+        f"{count(_COURSE)} additions of {term:g} should give {_COURSE * term:g}: {listed}.",
+        sums,
+        {"exact": _COURSE * term, **after},
     )
     narrow = [
         result
@@ -84,14 +84,14 @@ def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
     ]
     for result in narrow[:1]:
         terms, rounded = result.case.terms, _value(result, "term_held")
-        yield Finding(
-            code="accumulation.rounded-term",
-            values={"terms": terms, "term": rounded, "off": rounded / term - 1},
-            records=(result.record.id,),
-            text=f"A float32 accumulator adds {terms} terms almost exactly; what remains is the"
+        yield finding(
+            "accumulation.rounded-term",
+            f"A float32 accumulator adds {terms} terms almost exactly; what remains is the"
             f" rounding of the term itself, which is {number(rounded, 7)} in {terms}"
             f" ({percent(rounded / term - 1)} off). Converting it before the addition changes"
             " nothing: the addition converts it anyway.",
+            result,
+            {"terms": terms, "term": rounded, "off": rounded / term - 1},
         )
     for result in sums:
         yield from _stalled(result)
@@ -105,16 +105,15 @@ def _stalled(result: Sum) -> Iterator[Finding]:
     if moved >= planned or min(dtype.nearest(total), dtype.nearest(term)) <= 0:
         return
     gap = align(total, term, dtype).gap
-    name = _name(result.case)
-    yield Finding(
-        code="accumulation.stalled",
-        values={"accumulator": dtype.name, "sum": total, "additions": moved, "gap": gap},
-        records=(result.record.id,),
-        text=f"{name[:1].upper()}{name[1:]}: the sum stops growing at {total:g}"
+    yield finding(
+        "accumulation.stalled",
+        f"{capitalized(_name(result.case))}: the sum stops growing at {total:g}"
         f" after {count(moved)} additions and stays there for the other"
         f" {count(planned - moved)}. The exponents of sum and term are {gap} apart and the"
-        f" dtype has {dtype.mantissa_bits} mantissa bits: neighbouring values are"
+        f" dtype has {dtype.mantissa_bits} mantissa bits: neighboring values are"
         f" {dtype.step_at(total):g} apart there, and less than half of that is rounded away.",
+        result,
+        {"accumulator": dtype.name, "sum": total, "additions": moved, "gap": gap},
         tone="warn",
     )
 
@@ -126,14 +125,14 @@ def _dot_findings(dots: Sequence[Dot]) -> Iterator[Finding]:
             continue
         dtype = float_format(case.format)
         error, own = device.values[-1], by_hand.values[-1]
-        yield Finding(
-            code="accumulation.dot",
-            values={"format": case.format, "length": max(case.length), "error": error, "own": own},
-            records=(record.id,),
-            text=f"A {case.format} matmul over {count(max(case.length))} terms on this device"
+        yield finding(
+            "accumulation.dot",
+            f"A {case.format} matmul over {count(max(case.length))} terms on this device"
             f" is off by at most {percent(error)}, accumulated in {case.format} itself by"
             f" {percent(own)}; one rounding is {percent(dtype.epsilon / 2)}:"
             f" {_adds_in(dtype, error, own)}.",
+            record,
+            {"format": case.format, "length": max(case.length), "error": error, "own": own},
         )
 
 
@@ -178,11 +177,11 @@ def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
                 if abs(naive / exact - 1) > 0.05
                 else f"; a variance of {number(exact)} around 100 comes out as {number(naive)}"
             )
-        yield Finding(
-            code="accumulation.squares",
-            values={"format": dtype.name, "vanish": least, "overflow": most, "variance": naive},
-            records=(record.id,),
-            text=text + ".",
+        yield finding(
+            "accumulation.squares",
+            f"{text}.",
+            record,
+            {"format": dtype.name, "vanish": least, "overflow": most, "variance": naive},
         )
 
 
@@ -226,13 +225,8 @@ def _drift_figure(sums: Sequence[Sum]) -> Figure:
     for record, case in sums:
         partial, at = record.find("partial"), record.find("at")
         if partial is not None and at is not None:
-            curves.append(
-                Curve(
-                    label=f"{case.terms} in {case.accumulator}",
-                    x=at.values,
-                    y=tuple(s / (n * case.term) for s, n in _paired(record, partial, at)),
-                )
-            )
+            points = ((n, s / (n * case.term)) for s, n in _paired(record, partial, at))
+            curves.append(curve(f"{case.terms} in {case.accumulator}", points))
     return Figure(
         name="accumulation-drift",
         title="A growing sum relative to the exact value",
@@ -301,7 +295,7 @@ def _formats_table() -> Table:
         "The dtypes",
         FORMATS.values(),
         [
-            col("format", lambda f: f.name),
+            col("dtype", lambda f: f.name),
             col("exponent", lambda f: f.exponent_bits, "count", unit="bits"),
             col("mantissa", lambda f: f.mantissa_bits, "count", unit="bits"),
             col("stored", lambda f: f.storage_bits, "count", unit="bits"),
@@ -317,7 +311,7 @@ def _formats_table() -> Table:
 
 
 def _alignment_table() -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for name in ("float32", "float16", "bfloat16"):
         drawn = align(1000.0, 0.01, FORMATS[name])
         own = drawn.exponent - drawn.gap
@@ -327,16 +321,16 @@ def _alignment_table() -> Table:
             (name, f"0.01, shifted by {drawn.gap} bits", drawn.shifted, f"2^{drawn.exponent}"),
             (name, f"sum: {drawn.result:.7g}", drawn.total, f"2^{drawn.exponent}"),
         ]
-    return Table(
-        name="accumulation-alignment",
-        title="1000 + 0.01, bit by bit",
-        columns=(
-            Column(title="format"),
-            Column(title="number"),
-            Column(title="digits", kind="code"),
-            Column(title="times", kind="code"),
-        ),
-        rows=tuple(rows),
+    return table(
+        "accumulation-alignment",
+        "1000 + 0.01, bit by bit",
+        rows,
+        [
+            col("dtype", itemgetter(0)),
+            col("number", itemgetter(1)),
+            col("digits", itemgetter(2), "code"),
+            col("times", itemgetter(3), "code"),
+        ],
         caption="An adder shifts the smaller number to the right until the exponents agree; the bar"
         " is where the dtype's digits end. The digits behind it only decide the rounding:"
         " float16 and bfloat16 have nothing left before it.",

@@ -2,8 +2,8 @@
 
     stepscope run attention --head 16 64 128 --seq 256 1024 4096
 
-Forward and backward are separate cases: the backward is timed without the forward, from an existing
-output gradient. The bytes that the forward saves for backward are counted and predicted.
+Forward and backward pass are separate cases: the backward pass is timed alone, from an existing
+output gradient. The bytes that the forward pass saves for backward are counted and predicted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from stepscope.model.config import precision
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
+from stepscope.records.schema import Environment
 from stepscope.studies.attention.cases import MODES, AttentionCase, AttentionFlags
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Study
 
 
 class Attention(Study[AttentionFlags, AttentionCase]):
@@ -51,16 +50,6 @@ class Attention(Study[AttentionFlags, AttentionCase]):
                 flags.attention, flags.dtype, flags.seq, flags.head, MODES
             )
         )
-
-    def measure(self, case: AttentionCase, bench: Bench) -> Measurement:
-        from stepscope.studies.attention.measure import measure_pass
-
-        return measure_pass(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.attention.view import attention_blocks
-
-        return attention_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
         if environment.device_kind == "cpu":

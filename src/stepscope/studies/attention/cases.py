@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.studies.attention.workload import AttentionMode, AttentionWorkload
+from stepscope.studies.flag_checks import check_at_least
 
 MODES: tuple[AttentionMode, ...] = ("forward", "backward")
 
@@ -33,10 +33,8 @@ class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum number of samples."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.warmup < 0:
-            raise UsageError(
-                f"steps is {self.steps} and warmup {self.warmup}", "at least 1 and at least 0"
-            )
+        check_at_least(1, steps=self.steps)
+        check_at_least("warmup", self.warmup, least=0)
 
 
 class AttentionCase(AttentionWorkload, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from stepscope.studies.attention.workload import AttentionStep
 from stepscope.studies.base import Bench, Measurement
 
 
-def measure_pass(case: AttentionCase, bench: Bench) -> Measurement:
+def measure(case: AttentionCase, bench: Bench) -> Measurement:
     from stepscope.measure.timer import time_step
 
     device = bench.device

@@ -13,18 +13,19 @@ from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.attention import cost
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Value
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import bytes_, duration, number
 from stepscope.report.tables import STATUS, col, table
 from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Result
 from stepscope.studies.trusted import all_good
+from stepscope.studies.views.builders import finding, grouped, sampled_curve
 from stepscope.studies.views.published import Mine, published_tables
 
 _LONGEST = 3
-"""Number of longest lengths for the fit: short ones are dominated by host and fixed costs."""
-_SHRINKS = -0.1
+"""Number of longest lengths for the fit: short ones are dominated by CPU time and fixed costs."""
+_MIN_EXPONENT = -0.1
 """An exponent below this is a measurement error: longer sequences have more work."""
 _AT_THE_PEAK = {
     "forward": ("scores", "probabilities"),
@@ -38,7 +39,7 @@ _LIBRARY = "cuBLAS workspace"
 Pass = Result[AttentionCase]
 
 
-def attention_blocks(results: Sequence[Pass]) -> tuple[Block, ...]:
+def view(results: Sequence[Pass]) -> tuple[Block, ...]:
     timed = [result for result in results if step_ms(result.record)]
     return (
         *_findings(results, timed),
@@ -92,15 +93,12 @@ def _lines_of(result: Pass) -> dict[str, int]:
 
 
 def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Finding]:
-    groups: dict[str, list[Pass]] = {}
-    for result in timed:
-        groups.setdefault(_pass(result.case), []).append(result)
-    for label, members in groups.items():
+    for label, members in grouped(timed, lambda result: _pass(result.case)).items():
         yield from _growth_of_time(label, members)
         yield from _growth_of_memory(label, members)
         peaks = {
             f"d {result.case.head}, length {result.case.seq}": _Predicted(
-                result.record.id, peak, sum(_lines_of(result).values())
+                result.record, peak, sum(_lines_of(result).values())
             )
             for result in members
             if result.case.attention == "reference"
@@ -113,7 +111,7 @@ def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Findin
                 peaks,
             )
     saved = {
-        _named(result.case): _Predicted(result.record.id, measured, predicted)
+        _named(result.case): _Predicted(result.record, measured, predicted)
         for result in timed
         if (measured := result.record.quantity("saved_bytes"))
         and (predicted := result.record.quantity("predicted_saved_bytes"))
@@ -132,13 +130,13 @@ def _named(case: AttentionCase) -> str:
 
 
 def _pass(case: AttentionCase) -> str:
-    """Name of a pass: its mode and settings that differ from the default."""
+    """Name of a pass: its mode and the settings that differ from the default."""
     extras = [
         *([] if case.attention == "reference" else [case.attention]),
         *([] if case.dtype == "float32" else [case.dtype]),
         *(["causal"] if case.causal else []),
     ]
-    return f"{case.mode} ({', '.join(extras)})" if extras else case.mode
+    return f"{case.mode} pass" + (f" ({', '.join(extras)})" if extras else "")
 
 
 class _Growth(NamedTuple):
@@ -147,7 +145,7 @@ class _Growth(NamedTuple):
     x: tuple[float, ...]
     y: tuple[float, ...]
     at: int
-    records: tuple[str, ...]
+    records: tuple[Record, ...]
 
     @property
     def exponent(self) -> float:
@@ -159,7 +157,7 @@ class _Growth(NamedTuple):
 
     def values(self, label: str) -> dict[str, Value]:
         exponent, first, last = self.exponent, self.x[0], self.x[-1]
-        return {"pass": label, "exponent": exponent, "from": first, "to": last}
+        return {"pass": label.replace(" pass", ""), "exponent": exponent, "from": first, "to": last}
 
 
 def _growth(
@@ -179,9 +177,8 @@ def _growth(
     x = tuple(sorted(points)[-_LONGEST if varied == "seq" else 0 :])
     if len(x) < _LONGEST:
         return None
-    return _Growth(
-        x, tuple(value(points[one]) or 0.0 for one in x), at, tuple(points[one].id for one in x)
-    )
+    records = tuple(points[size] for size in x)
+    return _Growth(x, tuple(value(record) or 0.0 for record in records), at, records)
 
 
 def _median(record: Record) -> float | None:
@@ -191,27 +188,26 @@ def _median(record: Record) -> float | None:
 
 def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
     by_length, by_width = (_growth(results, varied, _median) for varied in ("seq", "head"))
-    trusted = {result.record.id for result in results if all_good([result.record])}
-    if by_length and (by_length.exponent < _SHRINKS or not trusted.issuperset(by_length.records)):
+    if by_length and (by_length.exponent < _MIN_EXPONENT or not all_good(by_length.records)):
         yield _not_fitted(label, "length", by_length)
     elif by_length:
-        yield Finding(
-            code="attention.time-by-length",
-            values=by_length.values(label) | {"head": by_length.at},
-            records=by_length.records,
-            text=f"The time of the {label} grows as length {by_length.text} (at d {by_length.at});"
+        yield finding(
+            "attention.time-by-length",
+            f"The time of the {label} grows as length {by_length.text} (at d {by_length.at});"
             " the FLOPs grow to the power 2.",
+            by_length.records,
+            by_length.values(label) | {"head": by_length.at},
         )
-    if by_width and not trusted.issuperset(by_width.records):
+    if by_width and not all_good(by_width.records):
         yield _not_fitted(label, "d", by_width)
     elif by_width:
         at_zero = float(np.polyfit(by_width.x, by_width.y, 1)[1])
-        yield Finding(
-            code="attention.time-by-width",
-            values=by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
-            records=by_width.records,
-            text=f"The time of the {label} grows as d {by_width.text} (at length {by_width.at});"
+        yield finding(
+            "attention.time-by-width",
+            f"The time of the {label} grows as d {by_width.text} (at length {by_width.at});"
             " the FLOPs grow to the power 1.",
+            by_width.records,
+            by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
             conclusion=f"A linear fit has an intercept of {number(at_zero, 3)} ms at d 0: the"
             " memory traffic of the length × length tensors, which does not depend on d."
             if at_zero > 0
@@ -222,11 +218,11 @@ def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
 def _not_fitted(label: str, over: str, growth: _Growth) -> Finding:
     """Report the measured times only, because a fit to noisy times is meaningless."""
     times = ", ".join(f"{duration(ms)} at {x:g}" for x, ms in zip(growth.x, growth.y, strict=True))
-    return Finding(
-        code="attention.growth-unknown",
-        values=growth.values(label) | {"over": over},
-        records=growth.records,
-        text=f"The times of the {label} are too noisy to fit their growth with {over}: {times}.",
+    return finding(
+        "attention.growth-unknown",
+        f"The times of the {label} are too noisy to fit their growth with {over}: {times}.",
+        growth.records,
+        growth.values(label) | {"over": over},
         tone="warn",
     )
 
@@ -240,18 +236,18 @@ def _growth_of_memory(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
         for varied, unit in (("seq", "length"), ("head", "d")):
             growth = _growth(members, varied, partial(Record.quantity, name=name))
             if growth:
-                yield Finding(
-                    code="attention.memory-growth",
-                    values=growth.values(label) | {"quantity": name, "by": unit},
-                    records=growth.records,
-                    text=f"The {what} the {label} grows as {unit} {growth.text}.",
+                yield finding(
+                    "attention.memory-growth",
+                    f"The {what} the {label} grows as {unit} {growth.text}.",
+                    growth.records,
+                    growth.values(label) | {"quantity": name, "by": unit},
                 )
 
 
 class _Predicted(NamedTuple):
     """A measured value in bytes and its prediction."""
 
-    record: str
+    record: Record
     measured: float
     predicted: float
 
@@ -262,17 +258,14 @@ class _Predicted(NamedTuple):
 
 def _prediction(code: str, what: str, cases: Mapping[str, _Predicted]) -> Finding:
     """Count the exact predictions and report the largest error."""
-    exact = sum(one.off == 0 for one in cases.values())
+    exact = sum(case.off == 0 for case in cases.values())
     name, farthest = max(cases.items(), key=lambda pair: pair[1].off)
     text = f"{what}: exact in {exact} of {len(cases)} cases"
     if exact < len(cases):
         text += f", off by {bytes_(farthest.off)} at most ({name}: {bytes_(farthest.measured)})"
-    return Finding(
-        code=code,
-        values={"exact": exact, "cases": len(cases), "off_bytes": farthest.off, "case": name},
-        records=tuple(one.record for one in cases.values()),
-        text=f"{text}.",
-    )
+    values: dict[str, Value] = {"exact": exact, "cases": len(cases)}
+    values |= {"off_bytes": farthest.off, "case": name}
+    return finding(code, f"{text}.", cases.values(), values)
 
 
 def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
@@ -287,8 +280,8 @@ def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
     text = (
         f"At length {work.seq} one tensor of scores takes {bytes_(scores)}"
         f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). The peak of the"
-        f" forward has {_counted_squares('forward', on_cuda)} such tensors, that of the backward"
-        f" {_counted_squares('backward', on_cuda)}; the output at d {work.head} takes"
+        f" forward pass has {_counted_squares('forward', on_cuda)} such tensors, that of the"
+        f" backward pass {_counted_squares('backward', on_cuda)}; the output at d {work.head} takes"
         f" {bytes_(cost.output_bytes(work.shape, work.element_bytes))}."
     )
     values: dict[str, Value] = {"length": work.seq, "scores_bytes": scores, "memory_bytes": memory}
@@ -309,16 +302,12 @@ def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
         values |= {"fits": fits.seq, "beyond": beyond.seq}
         text += (
             f" All cases fit into {bytes_(memory)}; length {fits.seq} would fit too"
-            f" ({bytes_(predicted_peak_bytes(fits, True))}), but the backward of {beyond.seq} needs"
-            f" {bytes_(predicted_peak_bytes(beyond, True))}."
+            f" ({bytes_(predicted_peak_bytes(fits, True))}), but the backward pass of"
+            f" {beyond.seq} needs {bytes_(predicted_peak_bytes(beyond, True))}."
         )
-    yield Finding(
-        code="attention.memory-limit",
-        values=values,
-        records=tuple(dict.fromkeys(one.record.id for one in (largest, first) if one)),
-        text=text,
-        tone="warn" if failed else "info",
-    )
+    cited = [result for result in (largest, first) if result]
+    tone: Tone = "warn" if failed else "info"
+    yield finding("attention.memory-limit", text, cited, values, tone=tone)
 
 
 def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, AttentionCase]:
@@ -350,7 +339,7 @@ class _Row(NamedTuple):
             return None
         if record.status != "ok":
             return STATUS.get(record.status, record.status) if statistic == "mean" else None
-        if statistic == "host":
+        if statistic == "issued in":
             return median_ms(record, "issue", "host")
         summary = step_ms(record)
         return getattr(summary, statistic) if summary else None
@@ -364,7 +353,8 @@ def _times_table(results: Sequence[Pass]) -> Table:
     for record, case in results:
         key = (case.attention, case.dtype, case.causal, case.head, case.seq)
         rows.setdefault(key, _Row(case, {})).passes[case.mode] = record
-    issued = "host issue time; on a CPU the same as the time"
+    issued = "CPU time to issue the pass; on a CPU the same as the time"
+    predicted = "saved bytes predicted from the shapes"
     columns = [
         col("attention", lambda r: r.case.attention),
         col("dtype", lambda r: r.case.dtype),
@@ -379,20 +369,10 @@ def _times_table(results: Sequence[Pass]) -> Table:
                 hint=hint,
             )
             for mode in ("forward", "backward")
-            for name, hint in (("mean", ""), ("std", ""), ("host", issued))
+            for name, hint in (("mean", ""), ("std", ""), ("issued in", issued))
         ),
-        col(
-            "before backward",
-            lambda r: r.bytes("saved_bytes"),
-            "bytes",
-            hint="bytes saved for backward",
-        ),
-        col(
-            "predicted",
-            lambda r: r.bytes("predicted_saved_bytes"),
-            "bytes",
-            hint="saved bytes predicted from the shapes",
-        ),
+        col("saved", lambda r: r.bytes("saved_bytes"), "bytes", hint="for backward"),
+        col("predicted", lambda r: r.bytes("predicted_saved_bytes"), "bytes", hint=predicted),
         col("peak", lambda r: r.bytes("peak_bytes"), "bytes"),
     ]
     return table(
@@ -400,7 +380,7 @@ def _times_table(results: Sequence[Pass]) -> Table:
         "Forward, backward, memory",
         rows.values(),
         columns,
-        caption="The backward is timed alone, from an existing output gradient.",
+        caption="The backward pass is timed alone, from an existing output gradient.",
     )
 
 
@@ -445,11 +425,11 @@ def _figures(timed: Sequence[Pass]) -> Iterator[Figure]:
         if any(len(curve.x) > 1 for curve in curves):
             yield Figure(
                 name=f"attention-{mode}",
-                title=f"Time of the {mode} over sequence length",
+                title=f"Time of the {mode} pass over sequence length",
                 kind="lines",
                 curves=curves,
                 x_label="sequence length, tokens",
-                y_label=f"{mode}, ms",
+                y_label=f"{mode} pass, ms",
                 x_log=True,
                 y_log=True,
                 caption="Median of the samples; bars show the interquartile range.",
@@ -462,16 +442,11 @@ def _curves(timed: Sequence[Pass]) -> Iterator[Curve]:
         for name in ("attention", "dtype")
         if len({getattr(result.case, name) for result in timed}) > 1
     ]
-    groups: dict[str, list[Pass]] = {}
-    for result in sorted(timed, key=lambda result: result.case.seq):
+
+    def label(result: Pass) -> str:
         names = (getattr(result.case, name) for name in varying)
-        groups.setdefault(" ".join((*names, f"d {result.case.head}")), []).append(result)
-    for label, members in groups.items():
-        summaries = [step for result in members if (step := step_ms(result.record))]
-        yield Curve(
-            label=label,
-            x=tuple(float(result.case.seq) for result in members),
-            y=tuple(s.median for s in summaries),
-            low=tuple(s.q1 for s in summaries),
-            high=tuple(s.q3 for s in summaries),
-        )
+        return " ".join((*names, f"d {result.case.head}"))
+
+    for name, members in grouped(sorted(timed, key=lambda r: r.case.seq), label).items():
+        points = ((float(r.case.seq), step) for r in members if (step := step_ms(r.record)))
+        yield sampled_curve(name, points)

@@ -17,6 +17,7 @@ from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.host_memory import refuse_beyond_host_memory
 from stepscope.studies.training.subject import Subject
 
@@ -65,8 +66,7 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "seq", "head"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+            check_at_least(name, getattr(self, name))
         implementation(self.attention)
         if precision(self.dtype).name not in _ELEMENT_BYTES:
             known = ", ".join(name for name in PRECISIONS if name in _ELEMENT_BYTES)
@@ -89,13 +89,13 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
         return _ELEMENT_BYTES[self.dtype]
 
     def flops(self) -> int:
-        """FLOPs by the usual convention: a causal mask halves them, a backward is 2.5 forwards."""
+        """FLOPs by the usual convention: a causal mask halves them, backward is 2.5 × forward."""
         forward = cost.forward_flops(self.shape, causal=self.causal)
         backward = cost.kernel_backward_flops(self.shape, causal=self.causal)
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.mode]
 
     def predicted_saved_bytes(self) -> int:
-        """Bytes that a forward saves for backward, including the output.
+        """Bytes that a forward pass saves for backward, including the output.
 
         The inputs exist before. Flash attention saves its output and one number per row.
         """
@@ -151,7 +151,7 @@ class AttentionStep(Subject):
         return refuses(self.q, self.k, self.v, self.workload.causal, None, None)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Output and gradients of one forward and backward."""
+        """Output and gradients of one forward and backward pass."""
         self._forward()
         self._backward()
         assert self._out is not None
@@ -161,7 +161,7 @@ class AttentionStep(Subject):
 
     @staticmethod
     def _check_host_memory(workload: AttentionWorkload, device: Device) -> None:
-        """Skip a case that does not fit in host memory: a GPU raises, but a host starts to swap."""
+        """Skip a case that does not fit in CPU memory: a GPU raises, but a CPU starts to swap."""
         inputs = cost.input_bytes(workload.shape, workload.element_bytes)
         needed = inputs + workload.predicted_saved_bytes()
         if implementation(workload.attention).saves_scores:
@@ -178,13 +178,13 @@ class AttentionStep(Subject):
         ]
 
     def reset(self) -> None:
-        """Drop the last results, outside any sample; a backward alone needs a forward first."""
+        """Drop the last results, outside any sample; a backward pass needs a forward pass first."""
         self._out, self._gradients = None, ()
         if self.workload.mode == "backward":
             self._forward()
 
     def saved_bytes(self) -> int | None:
-        """Bytes that one forward saves for backward, or None if the device does not count them."""
+        """Bytes that a forward pass saves for backward; None if the device does not count them."""
         # The first call also allocates the cuBLAS workspace.
         self._forward()
         self._out, self._gradients = None, ()

@@ -2,18 +2,18 @@
 
     stepscope run autocast
 
-Nothing is assumed: one forward and backward runs, and the dispatcher records what each operator
-reads and writes. The subjects are the small network of the course and the model under study.
+Nothing is assumed: one forward and backward pass runs, and the dispatcher records what each
+operator reads and writes. The subjects are the small network of the course and the model under
+study.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
+from stepscope.records.schema import Environment
 from stepscope.studies.autocast.cases import AutocastCase, AutocastFlags
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Study
 
 
 class Autocast(Study[AutocastFlags, AutocastCase]):
@@ -39,16 +39,6 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
             for subject in flags.subject
             for dtype in flags.dtype
         )
-
-    def measure(self, case: AutocastCase, bench: Bench) -> Measurement:
-        from stepscope.studies.autocast.measure import measure_autocast
-
-        return measure_autocast(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.autocast.view import autocast_blocks
-
-        return autocast_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AutocastFlags]]:
         if environment.device_kind == "cpu":

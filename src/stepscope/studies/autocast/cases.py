@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from stepscope.attention.registry import implementation
-from stepscope.errors import UsageError, unknown_name
+from stepscope.errors import unknown_name
 from stepscope.model.sizes import find_size
 from stepscope.records.schema import Part
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least
 
 FORMATS = ("float16", "bfloat16")
 
@@ -26,8 +27,7 @@ class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Attention implementation of the model."""
 
     def __post_init__(self) -> None:
-        if self.context < 1:
-            raise UsageError(f"context is {self.context}", "it must be at least 1")
+        check_at_least(1, context=self.context)
         for name in self.dtype:
             if name not in FORMATS:
                 raise unknown_name("autocast dtype", name, FORMATS)

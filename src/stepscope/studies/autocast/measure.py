@@ -1,7 +1,8 @@
-"""Run one forward and backward under autocast and record every dtype."""
+"""Run one forward and backward pass under autocast and record every dtype."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ _REDUCTIONS = ("float16", "bfloat16", "float32")
 _SAMPLES = 5
 
 
-def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
+def measure(case: AutocastCase, bench: Bench) -> Measurement:
     import torch
 
     from stepscope.measure.dtypes import DtypeRecorder
@@ -49,7 +50,7 @@ def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
     bench.progress(1, 2, "casts")
     casts = forward.casts + backward.casts
     size = sum(
-        count * _elements(shape) * (_width(source) + _width(target))
+        count * math.prod(shape) * (_width(source) + _width(target))
         for (shape, source, target), count in casts.items()
     )
     return Measurement(
@@ -214,13 +215,6 @@ def _name(tensor: torch.Tensor) -> str:
 
 def _of(tensors: Any) -> str:
     return ", ".join(sorted({_name(tensor) for tensor in tensors}))
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def _width(dtype: str) -> int:

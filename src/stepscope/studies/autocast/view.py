@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Finding, Table
+from stepscope.report.blocks import Block, Finding, Table, Value
 from stepscope.report.format import bytes_, count, percent
-from stepscope.report.tables import Declared, col, failed_table, table
+from stepscope.report.tables import Declared, col, cols, failed_table, table
 from stepscope.studies.autocast.cases import AutocastCase, Formats, Operators
 from stepscope.studies.base import Result
+from stepscope.studies.views.builders import capitalized, finding, grouped
 
 _ENDS = ("parameters", "logits", "loss", "gradients")
 _FORMATS = ("float16", "bfloat16", "float32")
@@ -19,18 +20,14 @@ _CAST = "_to_copy"
 Row = Result[AutocastCase]
 
 
-def autocast_blocks(rows: Sequence[Row]) -> tuple[Block, ...]:
+def view(rows: Sequence[Row]) -> tuple[Block, ...]:
     done = [
         row for row in rows if row.record.status == "ok" and "formats" in row.record.attachments
     ]
-    subjects = dict.fromkeys(row.case.subject for row in done)
+    subjects = grouped(done, lambda row: row.case.subject).values()
     tables = (_formats_table(done), _reductions_table(done), *map(_operators_table, done))
     return (
-        *(
-            finding
-            for subject in subjects
-            for finding in _findings([row for row in done if row.case.subject == subject])
-        ),
+        *(block for members in subjects for block in _findings(members)),
         *_norm_finding(done),
         *(tables if done else ()),
         *failed_table("autocast", [row.record for row in rows]),
@@ -47,7 +44,7 @@ def _title(row: Row) -> str:
 
 
 def kept_wide(record: Record) -> list[str]:
-    """Operators of the forward that read float32 and do more than cast."""
+    """Operators of the forward pass that read float32 and do more than cast."""
     operators = record.required("forward", Operators)
     return sorted(
         {o.operator for o in operators if o.inputs == ("float32",) and o.operator != _CAST}
@@ -57,23 +54,24 @@ def kept_wide(record: Record) -> list[str]:
 def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Findings of one subject, for all its autocast dtypes together."""
     under = " and ".join(row.case.dtype for row in rows)
-    subject, ids = _subject(rows[0]), tuple(row.record.id for row in rows)
+    subject = _subject(rows[0])
     formats = [row.record.required("formats", Formats) for row in rows]
     named = {
-        name: " / ".join(dict.fromkeys(one.get(name, "") for one in formats)) for name in formats[0]
+        name: " / ".join(dict.fromkeys(dtypes.get(name, "") for dtypes in formats))
+        for name in formats[0]
     }
     ends = {name: named[name] for name in _ENDS if name in named}
     inner = [f"{name} {named[name]}" for name in named if name not in _ENDS]
     listed = (
         f" Outputs of its modules: {', '.join(inner)}." if rows[0].case.subject == "toy" else ""
     )
-    yield Finding(
-        code="autocast.dtypes",
-        values={"subject": rows[0].case.subject, **ends},
-        records=ids,
-        timed=False,
-        text=f"{subject[:1].upper()}{subject[1:]} under {under} autocast:"
+    yield finding(
+        "autocast.dtypes",
+        f"{capitalized(subject)} under {under} autocast:"
         f" {', '.join(f'{name} {dtype}' for name, dtype in ends.items())}.{listed}",
+        rows,
+        {"subject": rows[0].case.subject, **ends},
+        timed=False,
     )
     casts = [row.record.quantity("casts") or 0 for row in rows]
     sizes = [row.record.quantity("cast_bytes") or 0 for row in rows]
@@ -87,19 +85,10 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
         text += f"; on their own they take {listed} of the step's time"
     wide = sorted({name for row in rows for name in kept_wide(row.record)})
     if wide:
-        text += f". Operators of the forward in float32: {', '.join(wide)}"
-    yield Finding(
-        code="autocast.casts",
-        values={
-            "subject": rows[0].case.subject,
-            "casts": casts[0],
-            "bytes": sizes[0],
-            "share": shares[0] if shares else None,
-            "float32": ", ".join(wide),
-        },
-        records=ids,
-        text=f"{text}.",
-    )
+        text += f". Operators of the forward pass in float32: {', '.join(wide)}"
+    values: dict[str, Value] = {"subject": rows[0].case.subject, "casts": casts[0]}
+    values |= {"bytes": sizes[0], "share": shares[0] if shares else None}
+    yield finding("autocast.casts", f"{text}.", rows, values | {"float32": ", ".join(wide)})
 
 
 def _casts_share(record: Record) -> float | None:
@@ -111,24 +100,24 @@ def _casts_share(record: Record) -> float | None:
 
 def _norm_finding(rows: Sequence[Row]) -> Iterator[Finding]:
     """Why a norm's reductions stay in float32, for the activations with the largest error."""
-    judged = [
+    known = [
         (row, errors)
         for row in rows
         if None not in (errors := [_norm_error(row, dtype) for dtype in _FORMATS])
     ]
-    if not judged:
+    if not known:
         return
-    worst, errors = max(judged, key=lambda pair: pair[1][1] or 0.0)
+    worst, errors = max(known, key=lambda pair: pair[1][1] or 0.0)
     half, brain, wide = (error or 0.0 for error in errors)
-    yield Finding(
-        code="autocast.norm-reductions",
-        values={"float16": half, "bfloat16": brain, "float32": wide},
-        records=(worst.record.id,),
-        timed=False,
-        text=f"A norm's reductions need float32: the mean square of the actual inputs of the norms"
+    yield finding(
+        "autocast.norm-reductions",
+        "A norm's reductions need float32: the mean square of the actual inputs of the norms"
         f" of {_subject(worst)} is off by at most {percent(brain)} when accumulated in"
         f" bfloat16 and by {percent(half)} in float16, against {percent(wide)} in float32. A sum"
         " grows until the next term is below half of its last digit.",
+        worst,
+        {"float16": half, "bfloat16": brain, "float32": wide},
+        timed=False,
     )
 
 
@@ -137,8 +126,8 @@ def _norm_error(row: Row, dtype: str) -> float | None:
 
 
 def _formats_table(rows: Sequence[Row]) -> Table:
-    dtypes_of_rows = [row.record.required("formats", Formats) for row in rows] if rows else []
-    names = dict.fromkeys(name for one in dtypes_of_rows for name in one)
+    dtypes_of_rows = [row.record.required("formats", Formats) for row in rows]
+    names = dict.fromkeys(name for dtypes in dtypes_of_rows for name in dtypes)
 
     def column(row: Row, dtypes: Formats) -> Declared:
         return col(f"{row.case.subject}, {row.case.dtype}", dtypes.get)
@@ -157,14 +146,11 @@ def _formats_table(rows: Sequence[Row]) -> Table:
 
 
 def _reductions_table(rows: Sequence[Row]) -> Table:
-    def column(dtype: str) -> Declared:
-        return col(dtype, lambda row: _norm_error(row, dtype), "percent", hint="largest error")
-
     return table(
         "autocast-reductions",
         "A norm's mean square, accumulated in each dtype",
         rows,
-        [col("step", _title), *map(column, _FORMATS)],
+        [col("step", _title), *cols(_FORMATS, _norm_error, "percent", hint="largest error")],
         caption="On the actual inputs of the norms of this step, against float64: the reason why a"
         " norm reduces in float32.",
     )

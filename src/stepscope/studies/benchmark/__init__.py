@@ -1,10 +1,10 @@
-"""Time of forward, backward and a full training step, and its distance from the limit.
+"""Time of forward pass, backward pass and full training step, and its distance from the ceiling.
 
     stepscope run benchmark --size xl --context 512 --dtype bfloat16
 
 Each mode is a separate case. The series `step` is the mode timed as one; if a mode has several
 phases, they are timed in further steps that are interleaved with it, so that their sum can be
-compared with a step that has no marks inside. The forward keeps its graph, as in training.
+compared with a step that has no marks inside. The forward pass keeps its graph, as in training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block, Table
+from stepscope.report.blocks import Table
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
 from stepscope.studies.training.post_mortem import step_post_mortem
@@ -28,7 +28,7 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     name = "benchmark"
     title = "Benchmark"
     question = (
-        "How long do the forward, the backward and the full training step take,"
+        "How long do the forward pass, the backward pass and the full training step take,"
         " how steady is that, and how far is it from what this machine allows?"
     )
     examples = (
@@ -61,19 +61,15 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         """The longest training step; a page with traced steps has the verdict of `profile`."""
         from stepscope.studies.views.verdict import step_verdict
 
-        own = [one for one in records if one.study == self.name and one.status == "ok"]
-        if not own or any(one.study == "profile" and one.status == "ok" for one in records):
+        ok = [record for record in records if record.status == "ok"]
+        own = [record for record in ok if record.study == self.name]
+        if not own or any(record.study == "profile" for record in ok):
             return None
-        lead = max(self.results(own), key=lambda one: median_ms(one.record, "step") or 0.0)
-        return step_verdict(lead.record, lead.case, None)
+        longest = max(self.results(own), key=lambda r: median_ms(r.record, "step") or 0.0)
+        return step_verdict(longest.record, longest.case, None)
 
     def post_mortem(self, case: BenchmarkCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, message)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.benchmark.view import benchmark_blocks
-
-        return benchmark_blocks(self.results(records))
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.benchmark.view import headline_table
@@ -107,11 +103,11 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
             compile=("block",),
             optimizer=("torch-fused",),
         )
-        formats = BenchmarkFlags(
+        dtypes = BenchmarkFlags(
             size=course, dtype=("tf32", "float16", "bfloat16-pure"), attention=("reference", "sdpa")
         )
         # In addition to float32 and bfloat16 autocast of the published row.
-        other_formats = BenchmarkFlags(
+        other_dtypes = BenchmarkFlags(
             size=sizes_2025,
             dtype=("tf32", "bfloat16-pure"),
             mode=("train-step",),
@@ -126,12 +122,12 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
             "h200": (
                 BenchmarkFlags(size=sizes_2025, context=(512,), dtype=both),
                 compiled,
-                other_formats,
+                other_dtypes,
                 BenchmarkFlags(
                     size=sizes_2025, context=(128, 256, 1024), dtype=both, warmup=3, steps=8
                 ),
             ),
-            "full": (seeds, course_2026, compiled, formats),
+            "full": (seeds, course_2026, compiled, dtypes),
         }
 
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.errors import UsageError
-from stepscope.studies.flag_checks import check_seconds
+from stepscope.studies.flag_checks import check_at_least, check_seconds
 from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadFlags
 
 
@@ -26,10 +25,8 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Also measure the energy of a step with the device's counter; a few seconds more per case."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"steps is {self.steps}", "it must be at least 1")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_at_least(1, steps=self.steps)
+        check_at_least("warmup", self.warmup, least=0)
         check_seconds("min-seconds", self.min_seconds)
 
 

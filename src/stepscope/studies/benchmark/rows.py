@@ -18,21 +18,22 @@ from stepscope.report.blocks import Cell
 from stepscope.report.tables import STATUS
 from stepscope.studies.base import Result
 from stepscope.studies.benchmark.cases import BenchmarkCase
+from stepscope.studies.views.builders import grouped
 
-_WHOLE, _WITH_BACKWARD = "train-step", "forward-backward"
+_STEP, _WITH_BACKWARD = "train-step", "forward-backward"
 _SOURCES = {
-    "forward": (("forward", "step"), (_WITH_BACKWARD, "forward"), (_WHOLE, "forward")),
-    "backward": ((_WITH_BACKWARD, "backward"), (_WHOLE, "backward")),
+    "forward": (("forward", "step"), (_WITH_BACKWARD, "forward"), (_STEP, "forward")),
+    "backward": ((_WITH_BACKWARD, "backward"), (_STEP, "backward")),
     "both": ((_WITH_BACKWARD, "step"),),
-    "optimizer": ((_WHOLE, "optimizer"),),
-    "step": ((_WHOLE, "step"),),
+    "optimizer": ((_STEP, "optimizer"),),
+    "step": ((_STEP, "step"),),
 }
 """Modes and series that time a part of the step, the best one first: a separate mode, else a
 phase of a longer mode."""
 _BASE = "float32"
 
 
-class Row:
+class BenchmarkRow:
     """One training step, with the records of its modes."""
 
     def __init__(self, results: Sequence[Result[BenchmarkCase]]) -> None:
@@ -57,7 +58,7 @@ class Row:
     @property
     def step_record(self) -> Record | None:
         """The record of the train step, if it has samples."""
-        record = self.by_mode.get(_WHOLE)
+        record = self.by_mode.get(_STEP)
         return record if record is not None and record.status == "ok" else None
 
     def source(self, part: str) -> tuple[Record, str] | None:
@@ -76,7 +77,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Time of the backward over that of the forward."""
+        """Time of the backward pass over that of the forward pass."""
         if self.forward is None or self.backward is None:
             return None
         return self.backward.median / self.forward.median
@@ -92,31 +93,31 @@ class Row:
         summary = getattr(self, part)
         if summary is not None:
             return float(getattr(summary, what))
-        # A failed longer step says nothing about the forward alone.
+        # A failed longer step says nothing about the forward pass alone.
         sources = _SOURCES[part][:1] if part == "forward" else _SOURCES[part]
         tried = (self.by_mode[mode].status for mode, _ in sources if mode in self.by_mode)
-        return next((STATUS.get(one, one) for one in tried if one != "ok"), None)
+        return next((STATUS.get(status, status) for status in tried if status != "ok"), None)
 
 
-def rows_of(results: Sequence[Result[BenchmarkCase]]) -> tuple[Row, ...]:
+def rows_of(results: Sequence[Result[BenchmarkCase]]) -> tuple[BenchmarkRow, ...]:
     """A row for each train step; modes without an optimizer are shared by all optimizers."""
-    groups: dict[str, list[Result[BenchmarkCase]]] = {}
-    for result in results:
-        alike = msgspec.structs.replace(result.case, mode="forward", optimizer="torch")
-        groups.setdefault(alike.key, []).append(result)
-    rows = []
-    for group in groups.values():
-        steps = [result for result in group if result.case.mode == _WHOLE]
-        others = [result for result in group if result.case.mode != _WHOLE]
-        rows += [Row([*others, step]) for step in steps] or [Row(others)]
+
+    def shared(result: Result[BenchmarkCase]) -> str:
+        return msgspec.structs.replace(result.case, mode="forward", optimizer="torch").key
+
+    rows: list[BenchmarkRow] = []
+    for group in grouped(results, shared).values():
+        steps = [result for result in group if result.case.mode == _STEP]
+        others = [result for result in group if result.case.mode != _STEP]
+        rows += [BenchmarkRow([*others, step]) for step in steps] or [BenchmarkRow(others)]
     return tuple(rows)
 
 
-class Pair(NamedTuple):
+class DtypePair(NamedTuple):
     """The same step in another dtype and in float32."""
 
-    row: Row
-    base: Row
+    row: BenchmarkRow
+    base: BenchmarkRow
 
     @property
     def workload(self) -> BenchmarkCase:
@@ -124,8 +125,8 @@ class Pair(NamedTuple):
 
     def gain(self, part: str) -> float | None:
         own: Summary | None = getattr(self.row, part)
-        theirs: Summary | None = getattr(self.base, part)
-        return theirs.median / own.median if own and theirs and own.median else None
+        base: Summary | None = getattr(self.base, part)
+        return base.median / own.median if own and base and own.median else None
 
     @property
     def speedup(self) -> float | None:
@@ -134,8 +135,8 @@ class Pair(NamedTuple):
 
     @property
     def host(self) -> HostShare | None:
-        modes = (self.row.by_mode.get(mode) for mode in (_WHOLE, _WITH_BACKWARD, "forward"))
-        record = next((one for one in modes if one is not None and one.status == "ok"), None)
+        modes = (self.row.by_mode.get(mode) for mode in (_STEP, _WITH_BACKWARD, "forward"))
+        record = next((r for r in modes if r is not None and r.status == "ok"), None)
         return None if record is None else host_bound(record)
 
     @property
@@ -143,29 +144,29 @@ class Pair(NamedTuple):
         return f"{self.workload.size} at context {self.workload.context}"
 
 
-def pairs_of(rows: Sequence[Row]) -> list[Pair]:
+def pairs_of(rows: Sequence[BenchmarkRow]) -> list[DtypePair]:
     """The pairs with at least one part timed in both dtypes."""
 
-    def key(row: Row) -> str:
+    def key(row: BenchmarkRow) -> str:
         return msgspec.structs.replace(row.workload, dtype=_BASE, mode="forward").key
 
     base = {key(row): row for row in rows if row.workload.dtype == _BASE}
     pairs = (
-        Pair(row, base[key(row)])
+        DtypePair(row, base[key(row)])
         for row in rows
         if row.workload.dtype != _BASE and key(row) in base
     )
     return [pair for pair in pairs if pair.speedup is not None]
 
 
-def common_context(rows: Sequence[Row]) -> int:
+def common_context(rows: Sequence[BenchmarkRow]) -> int:
     """The most frequent context; the longest if several are equally frequent."""
     counted = Counter(row.workload.context for row in rows)
     return max(counted, key=lambda context: (counted[context], context))
 
 
 def is_steady(record: Record, name: str = "step") -> bool:
-    """True if the series has samples and no lint doubts them."""
+    """True if the series has samples and no check doubts them."""
     series = record.find(name)
     if series is None or not series.values or stability(series.values):
         return False

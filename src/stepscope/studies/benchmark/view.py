@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from operator import methodcaller
 from typing import NamedTuple
 
-from stepscope.analysis.limits import (
-    achieved_flops,
-    host_bound,
-    mfu,
-    step_ms,
-    tokens_per_second,
-)
+from stepscope.analysis.limits import achieved_flops, mfu
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, LimitLine, Table
+from stepscope.report.blocks import Block, Figure, LimitLine, Table
 from stepscope.report.format import percent
-from stepscope.report.tables import col, table
+from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.benchmark.findings import benchmark_findings
-from stepscope.studies.benchmark.rows import Pair, Row, common_context, is_steady, pairs_of, rows_of
+from stepscope.studies.benchmark.rows import (
+    BenchmarkRow,
+    common_context,
+    is_steady,
+    pairs_of,
+    rows_of,
+)
 from stepscope.studies.identity import step_columns
+from stepscope.studies.views.builders import (
+    HOST_BOUND,
+    HOST_SHARE,
+    MFU,
+    STEP_MS,
+    TOKENS,
+    curve,
+    grouped,
+    sampled_curve,
+    suffix,
+)
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12
 """Rows above which the headline shows a single context."""
-_HOST_BOUND = "share of the step in phases that end with an empty launch queue"
 _STEADY = "spread of the samples, and their number"
 _TIMED = {
     "forward": ("forward", "alone, with its graph retained"),
@@ -44,31 +54,26 @@ _PLAIN = {"compile": "no", "optimizer": "torch", "checkpoint": "no"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}
 
 
-def benchmark_blocks(results: Sequence[Result[BenchmarkCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[BenchmarkCase]]) -> tuple[Block, ...]:
     rows = rows_of(results)
     return (
         *benchmark_findings(rows),
         *_figures(rows),
-        *formats_table(rows),
+        *dtypes_table(rows),
         _times_table(rows),
         _throughput_table(rows),
         *published_tables("benchmark", [mine for row in rows for mine in _mine(row)]),
     )
 
 
-def _mine(row: Row) -> Iterator[Mine]:
+def _mine(row: BenchmarkRow) -> Iterator[Mine]:
     """The row as conditions of published figures, if it ran."""
     conditions = step_conditions(row.workload)
     if row.done and conditions is not None:
         # Published figures of a step cover all its modes.
         conditions.pop("mode")
-        parts = {
-            "forward": row.forward,
-            "backward": row.backward,
-            "both": row.both,
-            "step": row.step,
-        }
-        values = {name: one.median if one else None for name, one in parts.items()}
+        parts = {name: row.summary(name) for name in ("forward", "backward", "both", "step")}
+        values = {name: part.median if part else None for name, part in parts.items()}
         ceiling = f"matmul.{precision(row.workload.dtype).compute}"
         yield Mine(row.done[-1], conditions, values, ceiling)
 
@@ -82,7 +87,7 @@ class Timed(NamedTuple):
 
 
 def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
-    """The train steps: time, rate, distance from the limit."""
+    """The train steps: time, rate, distance from the ceiling."""
     rows = [row for row in rows_of(results) if row.step_record]
     if not rows:
         return None
@@ -97,21 +102,21 @@ def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
         timed,
         [
             *columns,
-            col("step", _median, unit="ms", hint="median with its 95 % interval"),
-            col("tokens/s", _tokens, "count"),
+            STEP_MS,
+            TOKENS,
             col(
-                "of the limit",
+                "of the ceiling",
                 lambda r: mfu(r.record),
                 "percent",
                 hint="model FLOPs per second over the matmul rate measured on this machine (MFU)",
             ),
-            col("steady?", _verdict, hint=_STEADY),
+            col("steady?", _steadiness, hint=_STEADY),
         ],
         caption=f"{shared}.",
     )
 
 
-def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
+def dtypes_table(rows: Sequence[BenchmarkRow]) -> Iterator[Table]:
     pairs = pairs_of(rows)
     if not pairs:
         return
@@ -121,30 +126,22 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
         "Dtypes compared with float32",
         pairs,
         [
-            *(one for one in columns if one.column.title != "dtype"),
+            *(declared for declared in columns if declared.column.title != "dtype"),
             col("dtype", lambda pair: pair.workload.dtype),
-            *(
-                col(part, partial(_gain, part), unit="× as fast")
-                for part in ("forward", "backward", "optimizer", "step")
+            *cols(
+                ("forward", "backward", "optimizer", "step"),
+                lambda pair, part: pair.gain(part),
+                unit="× as fast",
             ),
             col("step in float32", lambda pair: pair.base.cell("step", "median"), unit="ms"),
             col("step", lambda pair: pair.row.cell("step", "median"), unit="ms"),
-            col(
-                "host-bound",
-                lambda pair: pair.host.fraction if pair.host else None,
-                "percent",
-                hint=_HOST_BOUND,
-            ),
+            col("CPU-bound", lambda p: p.host and p.host.fraction, "percent", hint=HOST_BOUND),
         ],
         caption=f"Median time in float32 over median time in the dtype; {shared}.",
     )
 
 
-def _gain(part: str, pair: Pair) -> float | None:
-    return pair.gain(part)
-
-
-def _times_table(rows: Sequence[Row]) -> Table:
+def _times_table(rows: Sequence[BenchmarkRow]) -> Table:
     """The columns of the course's tables, plus the optimizer."""
     (size, *columns), shared = step_columns(rows)
     shape = {"d_model": "d_model", "d_ff": "d_ff", "layers": "n_layers", "heads": "n_heads"}
@@ -154,15 +151,12 @@ def _times_table(rows: Sequence[Row]) -> Table:
         rows,
         [
             size,
-            *(col(title, partial(_of_shape, name), "count") for title, name in shape.items()),
+            *cols(
+                shape, lambda row, title: getattr(row.workload.shape, shape[title], None), "count"
+            ),
             *columns,
             *(
-                col(
-                    f"{title} {what}",
-                    partial(_statistic, part, what),
-                    unit="ms",
-                    hint=hint,
-                )
+                col(f"{title} {what}", methodcaller("cell", part, what), unit="ms", hint=hint)
                 for title, (part, hint) in _TIMED.items()
                 for what in ("mean", "std")
             ),
@@ -171,26 +165,17 @@ def _times_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def _of_shape(name: str, row: Row) -> int | None:
-    value: int | None = getattr(row.workload.shape, name, None)
-    return value
-
-
-def _statistic(part: str, what: str, row: Row) -> Cell:
-    return row.cell(part, what)
-
-
-def _throughput_table(rows: Sequence[Row]) -> Table:
+def _throughput_table(rows: Sequence[BenchmarkRow]) -> Table:
     columns, shared = step_columns(rows)
     return table(
         "benchmark-throughput",
-        "Rates, distance from the limit, memory",
+        "Rates, distance from the ceiling, memory",
         [Timed(row.workload, *one) for row in rows for one in row.by_mode.items()],
         [
             *columns,
             col("mode", lambda r: r.mode, key=True),
-            col("median", _median, unit="ms", hint="with its 95 % interval"),
-            col("tokens/s", _tokens, "count"),
+            col("median", STEP_MS.value, unit="ms", hint="with its 95 % interval"),
+            TOKENS,
             col(
                 "rate",
                 lambda r: achieved_flops(r.record),
@@ -198,42 +183,16 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
                 unit="FLOP/s",
                 hint="model FLOPs over the median",
             ),
-            col(
-                "MFU, measured",
-                lambda r: mfu(r.record),
-                "percent",
-                hint="of the matmul rate measured on this machine in that dtype",
-            ),
-            col(
-                "MFU, data sheet",
-                lambda r: mfu(r.record, measured=False),
-                "percent",
-                hint="of the manufacturer's dense peak",
-            ),
-            col("host-bound", _host_share, "percent", hint=_HOST_BOUND),
+            *MFU,
+            HOST_SHARE,
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
-            col("steady?", _verdict, hint=_STEADY, key=True),
+            col("steady?", _steadiness, hint=_STEADY, key=True),
         ],
         caption=f"{shared}.",
     )
 
 
-def _median(row: Timed) -> Interval | None:
-    step = step_ms(row.record)
-    return None if step is None else Interval(value=step.median, low=step.low, high=step.high)
-
-
-def _tokens(row: Timed) -> int | None:
-    value = tokens_per_second(row.record)
-    return None if value is None else round(value)
-
-
-def _host_share(row: Timed) -> float | None:
-    share = host_bound(row.record)
-    return share.fraction if share else None
-
-
-def _verdict(row: Timed) -> str:
+def _steadiness(row: Timed) -> str:
     """Steadiness of the samples, or the reason of a failed case."""
     series = row.record.find("step")
     if row.record.status != "ok" or series is None:
@@ -246,14 +205,10 @@ def _verdict(row: Timed) -> str:
     return f"no: ± {percent(summary.std / summary.mean)} over {summary.count}"
 
 
-def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
+def _figures(rows: Sequence[BenchmarkRow]) -> Iterator[Figure]:
     timed = [row for row in rows if row.step is not None]
-    variants: dict[str, list[Row]] = {}
-    varying = tuple(
-        name for name in _VARIANT if len({getattr(row.workload, name) for row in timed}) > 1
-    )
-    for row in timed:
-        variants.setdefault(_label(row, varying), []).append(row)
+    varying = [name for name in _VARIANT if len({getattr(row.workload, name) for row in timed}) > 1]
+    variants = grouped(timed, lambda row: _label(row, varying))
     for index, (label, members) in enumerate(variants.items()):
         if len({row.workload.context for row in members}) > 1:
             yield _time_against_context(index, label, members)
@@ -264,10 +219,10 @@ def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
             for label, members in variants.items()
         }
         yield _time_against_size(at_context, context)
-        yield from _share_of_the_limit(at_context, context)
+        yield from _mfu_by_size(at_context, context)
 
 
-def _label(row: Row, names: Sequence[str]) -> str:
+def _label(row: BenchmarkRow, names: Sequence[str]) -> str:
     words = []
     for name in names:
         value = getattr(row.workload, name)
@@ -281,18 +236,15 @@ def _label(row: Row, names: Sequence[str]) -> str:
     return " ".join(words) or "eager"
 
 
-def _time_against_context(index: int, label: str, rows: Sequence[Row]) -> Figure:
-    curves: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.workload.context):
-        curves.setdefault(row.workload.size, []).append(row)
-    suffix = f"-{index + 1}" if index else ""
+def _time_against_context(index: int, label: str, rows: Sequence[BenchmarkRow]) -> Figure:
+    by_context = sorted(rows, key=lambda row: row.workload.context)
     return Figure(
-        name=f"benchmark-time{suffix}",
+        name=f"benchmark-time{suffix(index)}",
         title="Training step by context" + ("" if label == "eager" else f", {label}"),
         kind="lines",
         curves=tuple(
-            _curve(size, members, tuple(float(row.workload.context) for row in members))
-            for size, members in curves.items()
+            sampled_curve(size, ((float(r.workload.context), r.step) for r in members if r.step))
+            for size, members in grouped(by_context, lambda row: row.workload.size).items()
         ),
         x_label="context, tokens",
         y_label="step, ms",
@@ -302,14 +254,14 @@ def _time_against_context(index: int, label: str, rows: Sequence[Row]) -> Figure
     )
 
 
-def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
+def _time_against_size(variants: dict[str, list[BenchmarkRow]], context: int) -> Figure:
     """Bars at the most frequent context, so that they are comparable."""
     return Figure(
         name="benchmark-size",
         title="Training step by size",
         kind="bars",
         curves=tuple(
-            _curve(label, rows, tuple(row.workload.size for row in rows))
+            sampled_curve(label, ((row.workload.size, row.step) for row in rows if row.step))
             for label, rows in variants.items()
             if rows
         ),
@@ -319,18 +271,7 @@ def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
     )
 
 
-def _curve(label: str, rows: Sequence[Row], x: tuple[str, ...] | tuple[float, ...]) -> Curve:
-    summaries = [row.step for row in rows if row.step is not None]
-    return Curve(
-        label=label,
-        x=x,
-        y=tuple(summary.median for summary in summaries),
-        low=tuple(summary.q1 for summary in summaries),
-        high=tuple(summary.q3 for summary in summaries),
-    )
-
-
-def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterator[Figure]:
+def _mfu_by_size(variants: dict[str, list[BenchmarkRow]], context: int) -> Iterator[Figure]:
     bars: dict[str, dict[str, float]] = {}
     for label, rows in variants.items():
         for row in rows:
@@ -343,10 +284,7 @@ def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterato
         name="benchmark-ceiling",
         title="MFU of a training step",
         kind="bars",
-        curves=tuple(
-            Curve(label=label, x=tuple(shares), y=tuple(shares.values()))
-            for label, shares in bars.items()
-        ),
+        curves=tuple(curve(label, shares.items()) for label, shares in bars.items()),
         x_label=f"size, at context {context}",
         y_label="MFU, %",
         marks=(LimitLine(label="matmul alone", value=100.0),),

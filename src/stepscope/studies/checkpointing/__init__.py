@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+import msgspec
+
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Bench, Study
 from stepscope.studies.checkpointing.cases import CheckpointingCase, CheckpointingFlags, cases_of
 from stepscope.studies.training.post_mortem import step_post_mortem
 
@@ -38,18 +39,8 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
     def cases(self, flags: CheckpointingFlags) -> tuple[CheckpointingCase, ...]:
         return tuple(cases_of(flags))
 
-    def measure(self, case: CheckpointingCase, bench: Bench) -> Measurement:
-        from stepscope.studies.checkpointing.measure import measure_checkpointing
-
-        return measure_checkpointing(case, bench)
-
     def post_mortem(self, case: CheckpointingCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case, bench, message)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.checkpointing.view import checkpointing_blocks
-
-        return checkpointing_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CheckpointingFlags]]:
         xl = CheckpointingFlags(
@@ -62,15 +53,13 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
             budget_gib=60.0,
             steps=6,
         )
-        xl_naive = CheckpointingFlags(
-            size=("xl",),
-            table="2026",
-            context=(2048,),
-            dtype=("bfloat16",),
+        xl_naive = msgspec.structs.replace(
+            xl,
+            attention=CheckpointingFlags().attention,
             checkpoint=("no", "1", "4", "nested"),
-            optimizer=("torch-fused",),
-            steps=6,
+            budget_gib=None,
         )
+        both = CheckpointingFlags(size=("small", "large"), context=(512,))
         if environment.device_kind == "cpu":
             # Narrow and long, so that activations outweigh the weights, as in large models.
             quick = CheckpointingFlags(
@@ -89,10 +78,10 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
             quick = CheckpointingFlags(size=("small",), context=(512,), budget_gib=4.0)
         return {
             "quick": (quick,),
-            "seeds": (CheckpointingFlags(size=("small", "large"), context=(512,)),),
+            "seeds": (both,),
             "cs336-2026": (xl, xl_naive),
             "h200": (xl, xl_naive),
-            "full": (xl, xl_naive, CheckpointingFlags(size=("small", "large"), context=(512,))),
+            "full": (xl, xl_naive, both),
         }
 
 

@@ -12,6 +12,7 @@ from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NESTED, NONE, run_again, stretches
+from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.workload import Workload, WorkloadFlags, case_of, workloads
 
@@ -30,8 +31,7 @@ class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Steps, at least 2: the first creates the optimizer state."""
 
     def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
+        check_at_least("steps", self.steps, least=2)
         if self.budget_gib is not None and not 0 < self.budget_gib < float("inf"):
             raise UsageError(f"budget-gib is {self.budget_gib}", "give GiB, such as 80")
 
@@ -64,7 +64,7 @@ def cases_of(flags: CheckpointingFlags) -> Iterator[CheckpointingCase]:
             budget = int(flags.budget_gib * _GIB)
             # Rejected here if nothing fits; the strategy is chosen on the device, because
             # rounding depends on its allocator.
-            refuse_what_fits_nowhere(workload, budget)
+            require_a_fit(workload, budget)
             yield msgspec.structs.replace(case, budget_bytes=budget)
 
 
@@ -75,7 +75,7 @@ def worth_running(layers: int) -> tuple[str, ...]:
     return (*filter(None, named), *([NESTED] if layers > 2 else []))
 
 
-def refuse_what_fits_nowhere(workload: Workload, budget: int) -> None:
+def require_a_fit(workload: Workload, budget: int) -> None:
     """Check before a device is known, to the byte: no allocator gives less than is requested."""
     if workload.shape is None:
         raise UsageError(f"the memory of {workload.own} cannot be predicted", "omit --budget-gib")
@@ -103,8 +103,8 @@ def chosen_for(workload: W, budget: int, device_kind: str) -> W:
 
 
 def _peak(workload: Workload, strategy: str, device_kind: str) -> int:
-    one = msgspec.structs.replace(workload, checkpoint=strategy)
-    return predict(plan_of(one, device_kind)).peak.allocated
+    step = msgspec.structs.replace(workload, checkpoint=strategy)
+    return predict(plan_of(step, device_kind)).peak.allocated
 
 
 def _too_little(workload: Workload, budget: int, peaks: dict[str, int]) -> UsageError:

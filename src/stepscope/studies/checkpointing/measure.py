@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
 
-def measure_checkpointing(case: CheckpointingCase, bench: Bench) -> Measurement:
+def measure(case: CheckpointingCase, bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
 
     device, budget = bench.device, case.budget

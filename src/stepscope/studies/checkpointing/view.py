@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from stepscope.analysis.limits import median_ms
 from stepscope.model.checkpointing import NESTED, NONE, run_again, saved_inputs, stretches
-from stepscope.records.schema import Record
-from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.checkpointing.cases import CheckpointingCase
+from stepscope.studies.views.builders import curve, finding, grouped, suffix
 
 _GIB = 2**30
 _PREDICTED = 0.05
@@ -25,7 +25,7 @@ _SAME_PEAK = 0.005
 """Relative difference for the Pareto front: what the allocator's blocks may add."""
 
 
-class Tried:
+class StrategyRun:
     """One strategy of a sweep, run or not."""
 
     def __init__(self, result: Result[CheckpointingCase]) -> None:
@@ -37,15 +37,18 @@ class Tried:
         self.sizes = stretches(self.strategy, self.layers)
         self.inputs = saved_inputs(self.sizes, self.layers)
         self.again = run_again(self.sizes, self.layers) / self.layers
-        """Average number of recomputed forwards per block."""
+        """Average number of recomputed forward passes per block."""
         self.ok = self.record.status == "ok"
         self.peak = self.record.quantity("peak_bytes") or 0.0
         self.predicted = self.record.quantity("predicted_bytes")
         self.off = self.predicted / self.peak - 1 if self.predicted and self.peak else None
-        self.ms = _median(self.record, "step")
-        forward = _median(self.record, "forward")
+        self.ms = median_ms(self.record, "step")
+        forward = median_ms(self.record, "forward")
         self.forward_share = forward / self.ms if forward and self.ms else None
-        """Share of the forward in the step; None in records without phases."""
+        """Share of the forward pass in the step; None in records without phases."""
+
+    def peak_of(self, phase: str) -> float | None:
+        return self.record.quantity("peak_bytes", phase=phase)
 
     @property
     def peak_phase(self) -> str:
@@ -61,44 +64,39 @@ class Tried:
         return "no checkpointing" if self.strategy == NONE else f"checkpointing {self.strategy}"
 
 
-def _median(record: Record, name: str) -> float | None:
-    series = record.find(name)
-    return summarize(series.values).median if series is not None and series.values else None
-
-
 class Sweep:
     """All strategies of one step."""
 
-    def __init__(self, members: Sequence[Tried]) -> None:
+    def __init__(self, members: Sequence[StrategyRun]) -> None:
         self.all = [each for each in members if each.budget is None]
         self.budgets = [each for each in members if each.budget is not None]
         self.ran = [each for each in self.all if each.ok and each.ms is not None]
         self.name = _plain(members[0].case).name
         self.baseline = self.of(NONE)
 
-    def of(self, strategy: str) -> Tried | None:
+    def of(self, strategy: str) -> StrategyRun | None:
         return next((each for each in self.ran if each.strategy == strategy), None)
 
-    def slower(self, each: Tried) -> float | None:
+    def slower(self, each: StrategyRun) -> float | None:
         """Step time relative to no checkpointing."""
         return (
             each.ms / self.baseline.ms if self.baseline and self.baseline.ms and each.ms else None
         )
 
-    def predicted_slower(self, each: Tried) -> float | None:
-        """Expected step time relative to no checkpointing: the recomputed forwards, at the
-        forward's share of the step without checkpointing."""
+    def predicted_slower(self, each: StrategyRun) -> float | None:
+        """Expected step time relative to no checkpointing: the recomputed forward passes, at the
+        forward pass's share of the step without checkpointing."""
         share = self.baseline.forward_share if self.baseline else None
         return None if share is None else 1 + each.again * share
 
     @property
-    def front(self) -> list[Tried]:
+    def front(self) -> list[StrategyRun]:
         """The Pareto front: strategies that no other one beats in both, by peak."""
         front = (e for e in self.ran if not any(_beats(other, e) for other in self.ran))
         return sorted(front, key=lambda each: each.peak)
 
 
-def _beats(one: Tried, other: Tried) -> bool:
+def _beats(one: StrategyRun, other: StrategyRun) -> bool:
     """True for a shorter step with no more memory, or less memory with no longer step."""
     ms, longer = one.ms or 0.0, other.ms or 0.0
     return (ms < longer and one.peak <= other.peak * (1 + _SAME_PEAK)) or (
@@ -111,26 +109,20 @@ def _plain(case: CheckpointingCase) -> CheckpointingCase:
 
 
 def sweeps(results: Sequence[Result[CheckpointingCase]]) -> list[Sweep]:
-    groups: dict[str, list[Tried]] = {}
-    for result in results:
-        groups.setdefault(_plain(result.case).key, []).append(Tried(result))
-    return [Sweep(members) for members in groups.values()]
+    groups = grouped(results, lambda result: _plain(result.case).key)
+    return [Sweep([StrategyRun(result) for result in members]) for members in groups.values()]
 
 
-def checkpointing_blocks(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
     all_sweeps = sweeps(results)
     return (
         *(finding for sweep in all_sweeps for finding in _saving(sweep)),
         *(finding for sweep in all_sweeps for finding in _nested(sweep)),
         *(_budget(sweep, each) for sweep in all_sweeps for each in sweep.budgets),
         *_prediction(all_sweeps),
-        *(_pareto(number, sweep) for number, sweep in enumerate(all_sweeps) if len(sweep.ran) > 1),
-        *(_table(number, sweep) for number, sweep in enumerate(all_sweeps)),
+        *(_pareto(index, sweep) for index, sweep in enumerate(all_sweeps) if len(sweep.ran) > 1),
+        *(_table(index, sweep) for index, sweep in enumerate(all_sweeps)),
     )
-
-
-def _ids(*members: Tried) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(each.record.id for each in members))
 
 
 def _saving(sweep: Sweep) -> Iterator[Finding]:
@@ -154,12 +146,12 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
         planned = [each for each in sweep.all if each.strategy == NONE]
         status = planned[0].record.status if planned else ""
         without = {"oom": "ran out of memory", "": "was not tried"}.get(status, "did not run")
-        yield Finding(
-            code="checkpointing.least-memory",
-            values=values | {"without": without},
-            records=_ids(*simple, *planned),
-            text=f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; without"
+        yield finding(
+            "checkpointing.least-memory",
+            f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; without"
             f" checkpointing it {without}.",
+            [*simple, *planned],
+            values | {"without": without},
             tone="good",
         )
         return
@@ -172,30 +164,30 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
         " the time"
     )
     if slower < 1:
-        yield Finding(
-            code="checkpointing.impossible-time",
-            values=values,
-            records=_ids(*simple, baseline),
-            text=f"{text}: it does more work, so the machine was busy with something else and its"
-            " times are not usable.",
+        yield finding(
+            "checkpointing.impossible-time",
+            f"{text}: it does more work, so the machine was busy with something else and its times"
+            " are not usable.",
+            [*simple, baseline],
+            values,
             tone="warn",
         )
         return
     if expected is None:
         text += (
-            f"; one more forward is {number(4 / 3, 3)}× if the forward is a third of the step"
-            " and the optimizer costs nothing"
+            f"; one more forward pass is {number(4 / 3, 3)}× if the forward pass is a third of the"
+            " step and the optimizer costs nothing"
         )
     else:
         text += (
-            f" ({number(expected, 3)}× predicted, as the forward is"
+            f" ({number(expected, 3)}× predicted, as the forward pass is"
             f" {percent(baseline.forward_share or 0)} of the step)"
         )
-    yield Finding(
-        code="checkpointing.saving",
-        values=values | {"predicted_slower": expected, "forward_share": baseline.forward_share},
-        records=_ids(*simple, baseline),
-        text=f"{text}.",
+    yield finding(
+        "checkpointing.saving",
+        f"{text}.",
+        [*simple, baseline],
+        values | {"predicted_slower": expected, "forward_share": baseline.forward_share},
         tone="good" if least.peak < baseline.peak else "info",
     )
 
@@ -213,7 +205,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
         f"{sweep.name}: the strategy with the fewest saved inputs is nested, {layers} blocks halved"
         f" down to single ones ({'-'.join(map(str, halved.sizes))}): at most {halved.inputs} inputs"
         f" instead of {single.inputs}, growing with the logarithm of the depth, for"
-        f" {number(halved.again, 3)} recomputed forwards per block instead of one;"
+        f" {number(halved.again, 3)} recomputed forward passes per block instead of one;"
         f" {duration(halved.ms or 0)} against {duration(single.ms or 0)} a step."
     )
     rest = (
@@ -226,11 +218,13 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     if layers > 2:
         rest += (
             f" As few as {fewest} inputs are possible, splitting off one block at"
-            f" a time, for {number(most_again, 3)} forwards per block."
+            f" a time, for {number(most_again, 3)} forward passes per block."
         )
-    yield Finding(
-        code="checkpointing.nested",
-        values={
+    yield finding(
+        "checkpointing.nested",
+        text if same else text + rest,
+        [halved, single],
+        {
             "step": sweep.name,
             "layers": layers,
             "inputs": halved.inputs,
@@ -244,23 +238,20 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
             "fewest_inputs": fewest,
             "most_again": most_again,
         },
-        records=_ids(halved, single),
-        text=text if same else text + rest,
         conclusion=rest.strip() if same else "",
     )
 
 
-def _budget(sweep: Sweep, each: Tried) -> Finding:
+def _budget(sweep: Sweep, each: StrategyRun) -> Finding:
     """The strategy chosen for the budget, and whether it fitted when run."""
     assert each.budget is not None
     values: dict[str, Value] = {"step": sweep.name, "budget": each.budget}
     if not each.ok:
-        return Finding(
-            code="checkpointing.budget-not-run",
-            values=values | {"status": each.record.status},
-            records=_ids(each),
-            text=f"{sweep.name} under {bytes_(each.budget)}: {each.record.status},"
-            f" {each.record.reason}",
+        return finding(
+            "checkpointing.budget-not-run",
+            f"{sweep.name} under {bytes_(each.budget)}: {each.record.status}, {each.record.reason}",
+            each,
+            values | {"status": each.record.status},
             tone="warn",
         )
     fits = each.peak <= each.budget
@@ -281,14 +272,14 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
     faster = best if best is not None and best.strategy != each.strategy else None
     if faster is not None:
         values |= {"fastest": faster.strategy, "fastest_ms": faster.ms}
-    return Finding(
-        code="checkpointing.budget",
-        values=values,
-        records=_ids(each, *(within if faster else ())),
-        text=f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
+    return finding(
+        "checkpointing.budget",
+        f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
         f" prediction ({bytes_(each.predicted or 0)}) for the least recomputation; {limit} it"
         f" peaks at {bytes_(each.peak)} and {'fits' if fits else 'does not fit'}, with"
         f" {duration(each.ms or 0)} a step.",
+        [each, *(within if faster else ())],
+        values,
         conclusion=f"The fastest strategy of the sweep that fits is {faster.words},"
         f" {duration(faster.ms or 0)}."
         if faster
@@ -298,22 +289,22 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
 
 
 def _prediction(all_sweeps: Sequence[Sweep]) -> Iterator[Finding]:
-    judged = [
+    known = [
         (abs(each.off), each)
         for sweep in all_sweeps
         for each in (*sweep.ran, *sweep.budgets)
         if each.off is not None
     ]
-    if not judged:
+    if not known:
         return
-    worst, case = max(judged, key=lambda pair: pair[0])
-    middle = statistics.median(off for off, _ in judged)
-    yield Finding(
-        code="checkpointing.prediction",
-        values={"runs": len(judged), "median": middle, "worst": worst, "step": case.case.name},
-        records=_ids(*(each for _, each in judged)),
-        text=f"Predicted peaks of {len(judged)} runs are off by {percent(middle)} in the median and"
-        f" {percent(worst)} at most ({case.case.name}).",
+    worst, run = max(known, key=lambda pair: pair[0])
+    middle = statistics.median(off for off, _ in known)
+    yield finding(
+        "checkpointing.prediction",
+        f"Predicted peaks of {len(known)} runs are off by {percent(middle)} in the median and"
+        f" {percent(worst)} at most ({run.case.name}).",
+        [each for _, each in known],
+        {"runs": len(known), "median": middle, "worst": worst, "step": run.case.name},
         tone="good" if worst <= _PREDICTED else "warn",
         timed=False,
     )
@@ -322,12 +313,8 @@ def _prediction(all_sweeps: Sequence[Sweep]) -> Iterator[Finding]:
 def _pareto(index: int, sweep: Sweep) -> Figure:
     unit, name = (_GIB, "GiB") if max(e.peak for e in sweep.ran) >= _GIB else (2**20, "MiB")
 
-    def curve(label: str, members: Sequence[Tried]) -> Curve:
-        return Curve(
-            label=label,
-            x=tuple(each.peak / unit for each in members),
-            y=tuple(each.ms or 0.0 for each in members),
-        )
+    def plotted(label: str, members: Sequence[StrategyRun]) -> Curve:
+        return curve(label, ((each.peak / unit, each.ms or 0.0) for each in members))
 
     simple = sorted(
         (e for e in sweep.ran if e.strategy != NONE and len(e.sizes) == 1), key=lambda e: e.sizes
@@ -335,13 +322,13 @@ def _pareto(index: int, sweep: Sweep) -> Figure:
     others = [each for each in sweep.ran if each not in simple]
     ends = dict.fromkeys(each.strategy for each in (*simple[:1], *simple[-1:]))
     return Figure(
-        name=f"checkpointing-pareto{_suffix(index)}",
+        name=f"checkpointing-pareto{suffix(index)}",
         title=f"Memory against time: {sweep.name}",
         kind="lines",
         curves=(
-            *([curve(f"segments of {' to '.join(ends)}", simple)] if simple else []),
-            *(curve(each.words.removeprefix("checkpointing "), [each]) for each in others),
-            curve("Pareto front", sweep.front),
+            *([plotted(f"segments of {' to '.join(ends)}", simple)] if simple else []),
+            *(plotted(each.words.removeprefix("checkpointing "), [each]) for each in others),
+            plotted("Pareto front", sweep.front),
         ),
         x_label=f"peak memory, {name}",
         y_label="step, ms",
@@ -349,55 +336,32 @@ def _pareto(index: int, sweep: Sweep) -> Figure:
     )
 
 
-def _suffix(index: int) -> str:
-    return f"-{index + 1}" if index else ""
-
-
 def _table(index: int, sweep: Sweep) -> Table:
     best = {each.strategy for each in sweep.front}
     columns = [
         col("strategy", lambda e: e.strategy, key=True),
         col(
-            "stretches",
+            "segments",
             lambda e: "no" if e.strategy == NONE else "-".join(map(str, e.sizes)),
             hint="blocks per segment at each level, outermost first",
             key=True,
         ),
-        col(
-            "saved inputs",
-            lambda e: e.inputs,
-            "count",
-            key=True,
-            hint="of segments, at most at one time",
-        ),
-        col(
-            "recomputed",
-            lambda e: e.again,
-            "number",
-            key=True,
-            hint="forwards of a block in the backward, mean",
-        ),
+        col("saved inputs", lambda e: e.inputs, "count", key=True, hint="of segments, at most"),
+        col("recomputed", lambda e: e.again, "number", key=True, hint="forward passes per block"),
         col("budget", lambda e: e.budget, "bytes", hint="limit that it ran under", key=True),
         col("peak", lambda e: e.peak, "bytes"),
         col("predicted", lambda e: e.predicted, "bytes", hint="from the configuration alone"),
         col("off", lambda e: e.off, "percent", hint="predicted over measured, minus one"),
         col("in phase", lambda e: e.peak_phase),
-        col(
-            "peak of loss",
-            lambda e: e.record.quantity("peak_bytes", phase="loss"),
-            "bytes",
-            hint="everything saved, no gradient yet",
-        ),
-        col(
-            "peak of backward", lambda e: e.record.quantity("peak_bytes", phase="backward"), "bytes"
-        ),
+        col("peak of loss", lambda e: e.peak_of("loss"), "bytes", hint="no gradient yet"),
+        col("peak of backward", lambda e: e.peak_of("backward"), "bytes"),
         col("step", lambda e: e.ms, unit="ms", hint="median"),
         col("× without", sweep.slower, "number", hint="relative to no checkpointing"),
         col(
             "× predicted",
             sweep.predicted_slower,
             "number",
-            hint="1 + recomputed forwards × the forward's share of the step without checkpointing",
+            hint="1 + recomputed forward passes × their share of the step without checkpointing",
         ),
         col(
             "on the front",
@@ -406,7 +370,7 @@ def _table(index: int, sweep: Sweep) -> Table:
         ),
     ]
     return table(
-        f"checkpointing-strategies{_suffix(index)}",
+        f"checkpointing-strategies{suffix(index)}",
         f"Every strategy: {sweep.name}",
         (*sweep.all, *sweep.budgets),
         columns,

@@ -22,9 +22,8 @@ from typing import Any
 import msgspec
 
 from stepscope.model.config import precision
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
 from stepscope.studies.compile.cases import (
     AttentionCase,
     CompileCase,
@@ -55,9 +54,7 @@ class Compile(Study[CompileFlags, CompileCase]):
 
     def cases(self, flags: CompileFlags) -> tuple[CompileCase, ...]:
         effort: dict[str, Any] = {
-            "warmup": flags.warmup,
-            "rounds": flags.rounds,
-            "warm": flags.warm,
+            name: getattr(flags, name) for name in ("warmup", "rounds", "warm")
         }
         models = tuple(workloads(flags, ("train-step",)))
         cases: list[CompileCase] = []
@@ -81,18 +78,6 @@ class Compile(Study[CompileFlags, CompileCase]):
         if "model" in flags.part:
             cases += [case_of(model, ModelCase, **effort) for model in models]
         return tuple(cases)
-
-    def measure(self, case: CompileCase, bench: Bench) -> Measurement:
-        from stepscope.studies.compile.measure import measure_compile, measure_trace
-
-        if isinstance(case, TraceCase):
-            return measure_trace(case, bench)
-        return measure_compile(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.compile.view import compile_blocks
-
-        return compile_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CompileFlags]]:
         if environment.device_kind == "cpu":

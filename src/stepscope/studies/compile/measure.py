@@ -19,7 +19,7 @@ from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention.workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.compile.cases import AttentionCase, ModelCase, TraceCase
+from stepscope.studies.compile.cases import AttentionCase, CompileCase, ModelCase, TraceCase
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TimedCase = ModelCase | AttentionCase
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _WARM_TIMEOUT_S = 900.0
-_MOST_NAMED = 8
+_MAX_REASONS = 8
 _EXPLAINED = "Explanation: "
 
 
@@ -76,12 +76,18 @@ def load_compiler() -> float:
 
 
 def first_run_s(step: Subject, device: Device) -> float:
-    """Seconds of a first step, until the device has finished it."""
+    """Seconds of a first step, until the GPU has finished it."""
     device.synchronize()
     start = time.perf_counter()
     step.run()
     device.synchronize()
     return time.perf_counter() - start
+
+
+def measure(case: CompileCase, bench: Bench) -> Measurement:
+    return (
+        measure_trace(case, bench) if isinstance(case, TraceCase) else measure_compile(case, bench)
+    )
 
 
 def measure_compile(case: TimedCase, bench: Bench) -> Measurement:
@@ -107,7 +113,7 @@ def _measure(case: TimedCase, bench: Bench) -> Measurement:
     bench.progress(1, 3, "timing")
     series = _time_interleaved((eager, compiled), device, case.rounds, bench)
     # Compared by identity, not by count: torch keeps only the most recent entries.
-    late = sum(all(one is not known for known in before) for one in compilations())
+    late = sum(all(new is not known for known in before) for new in compilations())
     quantities = [
         Quantity(name="load_s", value=load_s, unit="s"),
         Quantity(name="cold_s", value=cold_s, unit="s"),
@@ -154,8 +160,8 @@ def _time_interleaved(
     from stepscope.measure.timer import time_step
 
     samples: dict[tuple[str, str, Clock], list[float]] = {}
-    for number in range(rounds):
-        for variant in variants if number % 2 == 0 else variants[::-1]:
+    for index in range(rounds):
+        for variant in variants if index % 2 == 0 else variants[::-1]:
             timing = time_step(
                 variant.step.phases(),
                 device,
@@ -164,9 +170,10 @@ def _time_interleaved(
                 inner_marks="always",
                 before=variant.step.reset,
             )
-            for one in timing.series:
-                samples.setdefault((variant.name, one.name, one.clock), []).extend(one.values)
-        bench.progress(number + 1, rounds, "rounds")
+            for series in timing.series:
+                key = (variant.name, series.name, series.clock)
+                samples.setdefault(key, []).extend(series.values)
+        bench.progress(index + 1, rounds, "rounds")
     order = {variant.name: index for index, variant in enumerate(variants)}
     return tuple(
         Series(name=name, variant=variant_name, unit="ms", clock=clock, values=tuple(values))
@@ -252,8 +259,8 @@ def _graph_counts() -> tuple[Quantity, ...]:
 def _recompiled() -> list[str]:
     return [
         _guard(str(reason))
-        for one in compilations()
-        if (reason := getattr(one, "recompile_reason", None))
+        for metrics in compilations()
+        if (reason := getattr(metrics, "recompile_reason", None))
     ]
 
 
@@ -274,8 +281,8 @@ def _reasons() -> dict[str, list[str]]:
     """Reasons of graph breaks and recompilations, most frequent first."""
     from torch._dynamo.utils import counters
 
-    breaks = counters["graph_break"].most_common(_MOST_NAMED)
+    breaks = counters["graph_break"].most_common(_MAX_REASONS)
     return {
         "breaks": [f"{times}× {_cause(str(reason))}" for reason, times in breaks],
-        "recompiled": _recompiled()[:_MOST_NAMED],
+        "recompiled": _recompiled()[:_MAX_REASONS],
     }

@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import HostShare, host_bound, median_ms
+from stepscope.analysis.limits import host_bound, median_ms
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import count, duration, number
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
 from stepscope.studies.training.flags import GRAPHS_OF_TORCH
+from stepscope.studies.views.builders import HOST_BOUND, curve, finding
 
 PHASES = ("forward", "backward", "step")
 FORMS = ("eager", "compiled")
@@ -24,7 +25,7 @@ _LEFT = "before_backward"
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-class Row(NamedTuple):
+class CompileRow(NamedTuple):
     """A case with its record and derived values."""
 
     record: Record
@@ -57,16 +58,13 @@ class Row(NamedTuple):
         eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
         return eager / compiled if eager is not None and compiled else None
 
-    def host(self, form: str) -> HostShare | None:
-        """Share of the step in which the device waits for the host."""
-        return host_bound(self.record, form)
-
-    def host_share(self, form: str) -> float | None:
-        share = self.host(form)
+    def cpu_share(self, form: str) -> float | None:
+        """Share of the step in which the GPU waits for the CPU."""
+        share = host_bound(self.record, form)
         return share.fraction if share else None
 
-    def host_bound(self, form: str) -> bool:
-        share = self.host(form)
+    def cpu_bound(self, form: str) -> bool:
+        share = host_bound(self.record, form)
         return share is not None and share.bound
 
     @property
@@ -82,116 +80,106 @@ class Row(NamedTuple):
         return cold * 1e3 / (eager - compiled)
 
 
-def compile_blocks(results: Sequence[Result[CompileCase]]) -> tuple[Block, ...]:
-    rows = [Row(*result) for result in results]
+def view(results: Sequence[Result[CompileCase]]) -> tuple[Block, ...]:
+    rows = [CompileRow(*result) for result in results]
     timed = [row for row in rows if row.gain("step") is not None]
     return (
         *_findings(rows, timed),
         *_figures(timed),
-        *([_times_table(timed)] if timed else []),
-        *([_memory_table(timed)] if any(_has_memory(row) for row in timed) else []),
+        *_times_table(timed),
+        *_memory_table([row for row in timed if _has_memory(row)]),
         *_graph_table([row for row in rows if row.record.status == "ok"]),
         *failed_table("compile", [row.record for row in rows]),
     )
 
 
-def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
+def _findings(rows: Sequence[CompileRow], timed: Sequence[CompileRow]) -> Iterator[Finding]:
     if timed:
-        paced = [row for row in timed if not row.host_bound("eager")]
-        ranked = sorted(paced or timed, key=_step_gain)
-        worst, best = ranked[0], ranked[-1]
-        where = "A compiled step is"
-        if len(ranked) < len(timed):
-            where = "In cases that are not host-bound, a compiled step is"
-        gain = number(_step_gain(best), 3)
-        text = f"{where} {gain} times as fast as eager in the best case ({_described(best)})"
-        if best is not worst:
-            text += f" and {number(_step_gain(worst), 3)} in the worst ({_described(worst)})"
-        slower = [row for row in timed if _step_gain(row) < _SLOWER]
-        if slower:
-            text += f"; {len(slower)} of all {len(timed)} cases are slower than eager"
-        yield Finding(
-            code="compile.gain",
-            values={
-                "best": _step_gain(best),
-                "best_case": best.record.case,
-                "worst": _step_gain(worst),
-                "worst_case": worst.record.case,
-                "cases": len(timed),
-                "slower": len(slower),
-            },
-            records=_ids(timed),
-            text=f"{text}.",
-            tone="warn" if slower else "good",
-        )
-        yield from _starved(timed)
-        yield from _waiting(timed)
-    late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
-    for row in late:
-        yield Finding(
-            code="compile.recompiled-while-timed",
-            values={"case": row.record.case},
-            records=(row.record.id,),
-            timed=False,
-            text=f"{_described(row)} was recompiled during timing: its times are not"
-            " steady-state times.",
-            tone="warn",
-        )
-    ok = [row for row in rows if row.record.status == "ok"]
-    broken = [row for row in ok if row.record.quantity("breaks")]
-    if broken:
-        first = broken[0]
-        reason = next(iter(_reasons(first, "breaks")), "no reason given")
-        yield Finding(
-            code="compile.graph-breaks",
-            values={"broken": len(broken), "cases": len(ok), "reason": reason},
-            records=_ids(ok),
-            timed=False,
-            text=f"The graph breaks in {len(broken)} of {len(ok)} cases. First reason in"
-            f" {_described(first)}: {reason}",
-            tone="warn",
-        )
-    elif ok:
-        yield Finding(
-            code="compile.graph-breaks",
-            values={"broken": 0, "cases": len(ok)},
-            records=_ids(ok),
-            timed=False,
-            text=f"The graph breaks in none of {len(ok)} cases.",
-            tone="good",
-        )
+        yield _gain(timed)
+        yield from _cpu_bound(timed)
+        yield from _first_step(timed)
+    for row in timed:
+        if row.record.quantity("recompiled_while_timed"):
+            yield finding(
+                "compile.recompiled-while-timed",
+                f"{_described(row)} was recompiled during timing: its times are not steady-state"
+                " times.",
+                row,
+                {"case": row.record.case},
+                tone="warn",
+                timed=False,
+            )
+    if ok := [row for row in rows if row.record.status == "ok"]:
+        yield _graph_breaks(ok)
 
 
-def _ids(rows: Sequence[Row]) -> tuple[str, ...]:
-    return tuple(row.record.id for row in rows)
+def _gain(timed: Sequence[CompileRow]) -> Finding:
+    gpu_bound = [row for row in timed if not row.cpu_bound("eager")]
+    ranked = sorted(gpu_bound or timed, key=_step_gain)
+    worst, best = ranked[0], ranked[-1]
+    where = "A compiled step is"
+    if len(ranked) < len(timed):
+        where = "In cases that are not CPU-bound, a compiled step is"
+    gain = number(_step_gain(best), 3)
+    text = f"{where} {gain} times as fast as eager in the best case ({_described(best)})"
+    if best is not worst:
+        text += f" and {number(_step_gain(worst), 3)} in the worst ({_described(worst)})"
+    slower = [row for row in timed if _step_gain(row) < _SLOWER]
+    if slower:
+        text += f"; {len(slower)} of all {len(timed)} cases are slower than eager"
+    return finding(
+        "compile.gain",
+        f"{text}.",
+        timed,
+        {
+            "best": _step_gain(best),
+            "best_case": best.record.case,
+            "worst": _step_gain(worst),
+            "worst_case": worst.record.case,
+            "cases": len(timed),
+            "slower": len(slower),
+        },
+        tone="warn" if slower else "good",
+    )
 
 
-def _step_gain(row: Row) -> float:
+def _step_gain(row: CompileRow) -> float:
     return row.gain("step") or 0.0
 
 
-def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
-    eager = [row for row in timed if row.host_bound("eager")]
+def _graph_breaks(ok: Sequence[CompileRow]) -> Finding:
+    broken = [row for row in ok if row.record.quantity("breaks")]
+    values: dict[str, Value] = {"broken": len(broken), "cases": len(ok)}
+    text = f"The graph breaks in none of {len(ok)} cases."
+    if broken:
+        reason = next(iter(_reasons(broken[0], "breaks")), "no reason given")
+        values["reason"] = reason
+        text = (
+            f"The graph breaks in {len(broken)} of {len(ok)} cases. First reason in"
+            f" {_described(broken[0])}: {reason}"
+        )
+    tone: Tone = "warn" if broken else "good"
+    return finding("compile.graph-breaks", text, ok, values, tone=tone, timed=False)
+
+
+def _cpu_bound(timed: Sequence[CompileRow]) -> Iterator[Finding]:
+    eager = [row for row in timed if row.cpu_bound("eager")]
     if not eager:
         return
-    still = [row for row in eager if row.host_bound("compiled")]
+    still = [row for row in eager if row.cpu_bound("compiled")]
     gains = [_step_gain(row) for row in eager]
     ends = dict.fromkeys(number(end, 3) for end in (min(gains), max(gains)))
     text = (
-        f"{len(eager)} of {len(timed)} cases are host-bound when eager: there the speedup"
+        f"{len(eager)} of {len(timed)} cases are CPU-bound when eager: there the speedup"
         f" ({' to '.join(ends)} times) comes from fewer or cheaper launches"
     )
     if still:
-        text += f", and {len(still)} of them are still host-bound when compiled"
-    yield Finding(
-        code="compile.host-bound",
-        values={"eager": len(eager), "compiled": len(still), "cases": len(timed)},
-        records=_ids(timed),
-        text=f"{text}.",
-    )
+        text += f", and {len(still)} of them are still CPU-bound when compiled"
+    values = {"eager": len(eager), "compiled": len(still), "cases": len(timed)}
+    yield finding("compile.host-bound", f"{text}.", timed, values)
 
 
-def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
+def _first_step(timed: Sequence[CompileRow]) -> Iterator[Finding]:
     longest = max(timed, key=lambda row: row.record.quantity("cold_s") or 0.0)
     cold, warm = (longest.record.quantity(name) for name in ("cold_s", "warm_s"))
     if cold is None:
@@ -204,47 +192,31 @@ def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
     after = longest.pays_after()
     if after is not None:
         text += f"; the speedup amortizes this after {count(round(after))} steps"
-    yield Finding(
-        code="compile.first-step",
-        values={
-            "case": longest.record.case,
-            "cold_s": cold,
-            "warm_s": warm,
-            "pays_after": after,
-        },
-        records=(longest.record.id,),
-        text=f"{text}.",
-    )
+    case = longest.record.case
+    values: dict[str, Value] = {"case": case, "cold_s": cold, "warm_s": warm, "pays_after": after}
+    yield finding("compile.first-step", f"{text}.", longest, values)
 
 
-def _described(row: Row) -> str:
+def _described(row: CompileRow) -> str:
     mode = "" if row.mode == "default" else f", {row.mode}"
     scope = "" if row.kind == "attention" else f" by {row.scope}"
     return f"{row.name}{scope}{mode}"
 
 
-def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
+def _figures(timed: Sequence[CompileRow]) -> Iterator[Figure]:
     for kind, what in (("model", "a training step"), ("attention", "attention alone")):
         shown = [row for row in timed if row.kind == kind]
         if len(shown) < 2:
             continue
-        parts = {row.record.case: _parts(row) for row in shown}
-        shown_parts = _distinguishing(list(parts.values()))
+        parts = [_parts(row) for row in shown]
+        shown_parts = _distinguishing(parts)
+        labels = [" ".join(filter(None, map(part.get, shown_parts))) for part in parts]
         yield Figure(
             name=f"compile-gain-{kind}",
             title=f"Speedup of compiled over eager: {what}",
             kind="bars",
             curves=tuple(
-                Curve(
-                    label=phase,
-                    x=tuple(
-                        " ".join(
-                            text for what in shown_parts if (text := parts[row.record.case][what])
-                        )
-                        for row in shown
-                    ),
-                    y=tuple(row.gain(phase) or 0.0 for row in shown),
-                )
+                curve(phase, zip(labels, (row.gain(phase) or 0.0 for row in shown), strict=True))
                 for phase in PHASES
             ),
             x_label=", ".join(shown_parts),
@@ -252,7 +224,7 @@ def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
         )
 
 
-def _parts(row: Row) -> dict[str, str]:
+def _parts(row: CompileRow) -> dict[str, str]:
     """Parts of the name of a case, by their meaning."""
     case = row.case
     dtype = _SHORT.get(case.dtype, case.dtype)
@@ -285,28 +257,21 @@ def _distinguishing(cases: Sequence[dict[str, str]]) -> list[str]:
     return needed
 
 
-def _times_table(timed: Sequence[Row]) -> Table:
-    without_loading = (
-        " Cold and warm exclude the time to load the compiler."
-        if all(row.record.quantity("load_s") is not None for row in timed)
-        else ""
-    )
-    return table(
+def _times_table(timed: Sequence[CompileRow]) -> Iterator[Table]:
+    if not timed:
+        return
+    without_loading = all(row.record.quantity("load_s") is not None for row in timed)
+    yield table(
         "compile-times",
         "Eager and compiled, interleaved",
         timed,
         [
             *_IDENTITY,
-            col("cold", _seconds("cold_s"), unit="s", hint="first step, empty cache"),
-            col("warm", _seconds("warm_s"), unit="s", hint="first step of a new process"),
+            col("cold", _quantity("cold_s"), unit="s", hint="first step, empty cache"),
+            col("warm", _quantity("warm_s"), unit="s", hint="first step of a new process"),
             *(column for phase in PHASES for column in _phase_columns(phase)),
-            col(
-                "host-bound, eager",
-                lambda row: row.host_share("eager"),
-                "percent",
-                hint="share of the step in phases limited by their launches",
-            ),
-            col("compiled", lambda row: row.host_share("compiled"), "percent"),
+            col("CPU-bound, eager", lambda row: row.cpu_share("eager"), "percent", hint=HOST_BOUND),
+            col("compiled", lambda row: row.cpu_share("compiled"), "percent"),
             col(
                 "amortized after",
                 lambda row: row.pays_after(),
@@ -314,7 +279,8 @@ def _times_table(timed: Sequence[Row]) -> Table:
                 hint="steps until the speedup has made up for the first step",
             ),
         ],
-        caption="Medians of interleaved steps, after compiling and warm-up." + without_loading,
+        caption="Medians of interleaved steps, after compiling and warm-up."
+        + " Cold and warm exclude the time to load the compiler." * without_loading,
     )
 
 
@@ -325,7 +291,7 @@ _IDENTITY = (
 )
 
 
-def _seconds(name: str) -> Callable[[Row], float | None]:
+def _quantity(name: str) -> Callable[[CompileRow], float | None]:
     return lambda row: row.record.quantity(name)
 
 
@@ -337,20 +303,21 @@ def _phase_columns(phase: str) -> tuple[Declared, ...]:
     )
 
 
-def _has_memory(row: Row) -> bool:
+def _has_memory(row: CompileRow) -> bool:
     return row.record.quantity("peak_bytes", variant="eager") is not None
 
 
-def _memory_table(timed: Sequence[Row]) -> Table:
-    replayed = any(row.replayed for row in timed)
+def _memory_table(rows: Sequence[CompileRow]) -> Iterator[Table]:
+    if not rows:
+        return
 
     def column(title: str, form: str, name: str, hint: str = "") -> Declared:
         return col(title, lambda row: _bytes(row, form, name), "bytes", hint=hint)
 
-    return table(
+    yield table(
         "compile-memory",
         "Memory, eager and compiled",
-        [row for row in timed if _has_memory(row)],
+        rows,
         [
             *_IDENTITY,
             column("before backward, eager", "eager", _LEFT, "bytes saved for backward"),
@@ -360,23 +327,23 @@ def _memory_table(timed: Sequence[Row]) -> Table:
         ],
         caption="The peak includes the full memory pool of torch's CUDA graphs; the bytes saved for"
         " backward in it are unknown."
-        if replayed
+        if any(row.replayed for row in rows)
         else "",
     )
 
 
-def _bytes(row: Row, form: str, name: str) -> float | None:
+def _bytes(row: CompileRow, form: str, name: str) -> float | None:
     # Old records counted the allocations of a replay, which are zero: leave them out.
     if row.replayed and form == "compiled" and row.record.quantity(_LEFT, variant=form) is not None:
         return None
     return row.record.quantity(name, variant=form)
 
 
-def _reasons(row: Row, what: str) -> list[str]:
+def _reasons(row: CompileRow, what: str) -> list[str]:
     return row.record.attachment(what, list[str]) or []
 
 
-def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
+def _graph_table(ok: Sequence[CompileRow]) -> Iterator[Table]:
     def counted(title: str, hint: str = "") -> Declared:
         return col(title, lambda row: row.record.quantity(title), "count", hint=hint)
 
@@ -395,12 +362,7 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
                 *rest,
                 counted("graphs"),
                 counted("operators", "calls captured by TorchDynamo"),
-                col(
-                    "tracing",
-                    _seconds("trace_s"),
-                    unit="s",
-                    hint="time of tracing without compiling",
-                ),
+                col("tracing", _quantity("trace_s"), unit="s", hint="without compiling"),
                 counted("breaks"),
                 named("break reasons", "breaks"),
                 counted("recompilations"),

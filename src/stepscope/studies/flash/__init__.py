@@ -5,13 +5,14 @@
     stepscope run flash --part grid --attention sdpa tiled --seq 128 256 --head 64 --device cpu
 
 The study has three parts. `grid` has one case for each implementation, dtype, length and head
-dimension, with forward, backward and both in one record. `race` times all implementations
+dimension, with forward, backward and both in one record. `race` compares all implementations
 interleaved on the same tensors: a GPU at its power limit lowers its clock, so only interleaved
-times are comparable. `tiles` times our kernels with every tile size, to check the chosen ones.
+times are comparable. `tiles` times Stepscope's kernels with every tile size, to check the chosen
+ones.
 
 The full study takes an estimated 16 minutes on one H200: 5 minutes for the 420 eager cells of the
 grid, 6 minutes for its 80 cells that torch compiles first, 3.5 minutes for 100 tiles at 2 s, and
-1.5 minutes for 16 races. `--attention triton sdpa_cudnn` leaves out most of it.
+1.5 minutes for 16 comparisons. `--attention triton sdpa_cudnn` leaves out most of it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.report.blocks import Table
+from stepscope.studies.base import Study
 from stepscope.studies.flash.cases import (
     PUBLISHED_SHAPES,
     FlashCase,
@@ -35,7 +36,7 @@ class Flash(Study[FlashFlags, FlashCase]):
     name = "flash"
     title = "Attention implementations"
     question = (
-        "How fast is each attention compared with the others and with the limit of this machine,"
+        "How fast is each attention compared with the others and with the ceiling of this machine,"
         " how much memory does it take, how accurate is it, and which kernel ran?"
     )
     examples = (
@@ -51,22 +52,12 @@ class Flash(Study[FlashFlags, FlashCase]):
     def cases(self, flags: FlashFlags) -> tuple[FlashCase, ...]:
         races = tuple(race_cases(flags)) if "race" in flags.part else ()
         return (
-            # Short races include host time, and a profiler can slow later launches: they run first.
+            # Short races include CPU time, and a profiler can slow later launches: they run first.
             *(race for race in races if race.is_short),
             *(grid_cases(flags) if "grid" in flags.part else ()),
             *(race for race in races if not race.is_short),
             *(tile_cases(flags) if "tiles" in flags.part else ()),
         )
-
-    def measure(self, case: FlashCase, bench: Bench) -> Measurement:
-        from stepscope.studies.flash.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.flash.view import flash_blocks
-
-        return flash_blocks(records, self.results(records))
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.flash.view import headline_table
@@ -105,14 +96,11 @@ class Flash(Study[FlashFlags, FlashCase]):
             attention=("triton", "sdpa_flash", "reference", "tiled"),
             shape=("1x16x16384x64",),
         )
-        full = FlashFlags()
-        return {
-            "quick": (quick,),
-            "seeds": (course,),
-            "cs336-2026": (course,),
-            "h200": (full,),
-            "full": (full,),
-        }
+        return (
+            {"quick": (quick,)}
+            | dict.fromkeys(("seeds", "cs336-2026"), (course,))
+            | dict.fromkeys(("h200", "full"), (FlashFlags(),))
+        )
 
 
 STUDY = Flash()

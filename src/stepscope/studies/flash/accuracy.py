@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
 LONGEST = 4096
-_MOST_SCORES = 16 * LONGEST**2
+_MAX_SCORES = 16 * LONGEST**2
 """Limit on scores: one float64 tensor of this many takes 2 GiB."""
 _CACHED = 64
 
 
 class Truth(NamedTuple):
-    """Results in float64, in host memory so that no later peak memory includes them."""
+    """Results in float64, in CPU memory so that no later peak memory includes them."""
 
     exact: dict[str, Tensor]
     reference_error: dict[str, float]
@@ -34,7 +34,7 @@ class Truth(NamedTuple):
 def errors(step: AttentionStep, device: Device) -> tuple[Quantity, ...]:
     """Largest errors of output and gradients; empty where float64 would cost too much."""
     work = step.workload
-    if work.seq > LONGEST or work.batch * work.heads * work.seq**2 > _MOST_SCORES:
+    if work.seq > LONGEST or work.batch * work.heads * work.seq**2 > _MAX_SCORES:
         return ()
     plain = msgspec.structs.replace(work, attention="reference", mode="both")
     truth = _truth(plain, device)

@@ -13,7 +13,7 @@ from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload
-from stepscope.studies.flag_checks import check_seconds
+from stepscope.studies.flag_checks import check_at_least, check_seconds
 
 Part = Literal["grid", "race", "tiles"]
 PARTS: tuple[Part, ...] = ("grid", "race", "tiles")
@@ -27,12 +27,22 @@ _COMPILED_FOR_EACH_SHAPE = ("compiled", "flex")
 _COMPILED_HEADS = (64, 128)
 _SIXTEEN_BIT_ONLY = ("sdpa_flash", "sdpa_cudnn")
 _SHORT = 1024
-"""Up to this length, with one head, calls are host-bound; consecutive calls are timed as well."""
+"""Up to this length, with one head, calls are CPU-bound; consecutive calls are timed as well."""
 _CALLS_IN_A_ROW = {True: 20, False: 5}
 """Consecutive calls of a sample, for short shapes and for others."""
 CHOSEN = "chosen"
 """Variant name of the tile chosen by the tile table, with its own number of warps."""
 
+GRID_ATTENTIONS = (
+    "triton",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "flex",
+    "compiled",
+    "reference",
+    "tiled",
+)
 PUBLISHED_SHAPES = (
     "1x16x16384x64",
     "4x16x4096x64",
@@ -49,17 +59,9 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study; in the grid every combination of the values is a case."""
 
     part: tuple[Part, ...] = PARTS
-    """Parts to run: grid, race, tiles."""
-    attention: tuple[str, ...] = (
-        "triton",
-        "sdpa_flash",
-        "sdpa_cudnn",
-        "sdpa_efficient",
-        "flex",
-        "compiled",
-        "reference",
-        "tiled",
-    )
+    """Parts to run: grid (each implementation alone), race (implementations interleaved), tiles
+    (tile sizes of Stepscope's kernels)."""
+    attention: tuple[str, ...] = GRID_ATTENTIONS
     """Implementations of the grid (`stepscope list attentions`)."""
     dtype: tuple[str, ...] = ("bfloat16", "float32")
     """Dtypes of the grid: bfloat16, float16, float32."""
@@ -71,7 +73,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Further shapes of the grid: batch x heads x length x d, in bfloat16 unless followed by
     `:float32`."""
     race: tuple[str, ...] = (*MANY_HEADS, *SHORT)
-    """Shapes of the races."""
+    """Shapes at which implementations are compared, interleaved."""
     racers: tuple[str, ...] = (
         "triton",
         "sdpa_flash",
@@ -81,7 +83,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
         "flex",
         "auto",
     )
-    """Implementations to race; those that do not support a shape are reported."""
+    """Implementations to compare; those that do not support a shape are reported."""
     tile_head: tuple[int, ...] = (64, 128)
     """Head dimensions of the tile measurements."""
     warmup: int = 2
@@ -91,16 +93,14 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     min_seconds: float = 0.05
     """Keep sampling a pass until this much time has passed (at most 200 samples)."""
     rounds: int = 20
-    """Minimum number of rounds of a race."""
+    """Minimum number of rounds of interleaved samples."""
     race_seconds: float = 0.5
-    """Keep racing until this much time has passed (at most 200 rounds)."""
+    """Keep sampling rounds until this much time has passed (at most 200 rounds)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_at_least(1, steps=self.steps)
+        check_at_least(1, rounds=self.rounds)
+        check_at_least("warmup", self.warmup, least=0)
         check_seconds("min-seconds", self.min_seconds)
         check_seconds("race-seconds", self.race_seconds)
 
@@ -119,13 +119,8 @@ class Shape(AttentionInputs, frozen=True, kw_only=True):
                 "use batch x heads x length x d: 1x16x4096x64",
             )
         batch, heads, seq, head = map(int, parts)
-        return cls(
-            batch=batch,
-            heads=heads,
-            seq=seq,
-            head=head,
-            dtype=precision(dtype or "bfloat16").name,
-        )
+        dtype = precision(dtype or "bfloat16").name
+        return cls(batch=batch, heads=heads, seq=seq, head=head, dtype=dtype)
 
     @property
     def key(self) -> str:
@@ -136,16 +131,8 @@ class Shape(AttentionInputs, frozen=True, kw_only=True):
         return self.is_single and self.seq <= _SHORT
 
     def workload(self, attention: str) -> AttentionWorkload:
-        return AttentionWorkload(
-            attention=attention,
-            batch=self.batch,
-            heads=self.heads,
-            seq=self.seq,
-            head=self.head,
-            dtype=self.dtype,
-            causal=True,
-            mode="both",
-        )
+        inputs = {name: getattr(self, name) for name in Shape.__struct_fields__}
+        return AttentionWorkload(attention=attention, causal=True, mode="both", **inputs)
 
 
 class GridCase(AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", tag="grid"):
@@ -167,7 +154,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
     racers: tuple[str, ...]
     back_to_back: int
     host_ahead: bool = False
-    """Whether the device was kept busy until the host had issued the call."""
+    """Whether the GPU was kept busy until the CPU had issued the call."""
     warmup: int
     rounds: int
     min_seconds: float
@@ -178,7 +165,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
 
 
 class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
-    """Every tile size of one of our kernels; most of the time is compiling."""
+    """Every tile size of one of Stepscope's kernels; most of the time is compiling."""
 
     kernel: Pass = msgspec.field(name="pass")
     causal: bool = True

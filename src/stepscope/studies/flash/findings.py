@@ -1,9 +1,8 @@
-"""Findings of the grid, and of failed cases and lints in all parts of the study."""
+"""Findings of the grid, and of failed cases and failed checks in all parts of the study."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
@@ -11,26 +10,25 @@ from stepscope.analysis.lints import lint_record
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Value
-from stepscope.report.format import bytes_, duration, number, percent, rate
+from stepscope.report.format import bytes_, counted, duration, number, percent, rate
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.flash.rows import OURS, GridRow, sort_key
+from stepscope.studies.views.builders import failure_findings, finding, grouped, some
 
 HOST_MARK = "*"
 POLICY = (
     "at most 1.0× (output, 16 bit), 1.5× (gradients, 16 bit) or 2× (float32) the error of the"
     " reference in the same dtype, plus one unit in the last place"
 )
-_SEVERAL = 3
 _OF_THE_HOST = ("wide-spread", "first-call-inside")
-"""Lints about spread, which host-bound times are expected to have."""
-_WHAT = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
+"""Checks of the spread, which CPU-bound times are expected to fail."""
 
 
 def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     timed = [row for row in rows if row.record.status == "ok" and row.time()]
     yield from _highest_rates(timed)
-    yield from _fastest_peer(timed)
-    yield from _host(timed)
+    yield from _fastest_baseline(timed)
+    yield from _cpu_bound(timed)
     yield from _narrow_dtypes(timed)
     yield from _saved(timed)
     yield from _memory_growth(timed)
@@ -38,17 +36,17 @@ def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     yield from _own_kernels(timed)
 
 
-def _ids(rows: Iterable[GridRow]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row.record.id for row in rows))
-
-
 def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Report, for each dtype, the highest rate of all implementations and of ours."""
-    for dtype in dict.fromkeys(row.case.dtype for row in rows):
-        alike = [row for row in rows if row.case.dtype == dtype]
-        best = max(alike, key=_rate)
-        ours = max((row for row in alike if row.attention == OURS), key=_rate, default=best)
-        share, ceiling, own = best.share(), matrix_ceiling(best.record), _rate(ours)
+    """For each dtype, the highest rate of all implementations and of Stepscope's kernels."""
+    for dtype, members in grouped(rows, lambda row: row.case.dtype).items():
+        best = max(members, key=_rate)
+        ours = max((row for row in members if row.attention == OURS), key=_rate, default=best)
+        share, ceiling, limit = (
+            best.share(),
+            matrix_ceiling(best.record),
+            matmul_ceiling(best.record),
+        )
+        cited = [best]
         values: dict[str, Value] = {
             "dtype": dtype,
             "rate": _rate(best),
@@ -66,122 +64,119 @@ def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
                 " alone reach here"
             )
         if ours is not best and best.attention != OURS:
-            values |= {"ours": own, "ours_shape": ours.case.sizes}
-            text += f"; ours reaches {rate(own, 'FLOP/s')} at {ours.case.sizes}"
+            cited.append(ours)
+            values |= {"ours": _rate(ours), "ours_shape": ours.case.sizes}
+            text += f"; Stepscope reaches {rate(_rate(ours), 'FLOP/s')} at {ours.case.sizes}"
         text += "."
-        limit = matmul_ceiling(best.record)
         if limit and ceiling and limit.name != ceiling.name:
             values |= {"limit": limit.name, "limit_rate": limit.value}
             text += (
-                f" Its {dtype} matmuls are computed as {limit.name}, whose limit is"
+                f" Its {dtype} matmuls are computed as {limit.name}, whose ceiling is"
                 f" {rate(limit.value, 'FLOP/s')}."
             )
-        cited = (best, ours) if "ours" in values else (best,)
-        yield Finding(code="flash.highest-rate", values=values, records=_ids(cited), text=text)
+        yield finding("flash.highest-rate", text, cited, values)
 
 
 def _rate(row: GridRow) -> float:
     return row.rate() or 0.0
 
 
-class Rival(NamedTuple):
-    """Our implementation and the fastest other at one shape."""
+class BaselinePair(NamedTuple):
+    """Stepscope's kernels and the fastest other implementation at one shape."""
 
     ours: GridRow
-    peer: GridRow
+    baseline: GridRow
 
     @property
     def ratio(self) -> float:
-        """The peer's time over ours; above 1 ours is faster."""
-        return self.peer.median / self.ours.median
+        """Time of the baseline over that of Stepscope; above 1 Stepscope is faster."""
+        return self.baseline.median / self.ours.median
 
     @property
-    def host_decides(self) -> bool:
-        return self.ours.host_decides or self.peer.host_decides
+    def is_cpu_bound(self) -> bool:
+        return self.ours.is_cpu_bound or self.baseline.is_cpu_bound
 
 
-def rivals(rows: Sequence[GridRow]) -> list[Rival]:
-    """Ours against the fastest other, by shape, where both were timed."""
-    by_shape: dict[str, list[GridRow]] = {}
-    for row in rows:
-        if row.record.status == "ok" and row.time() is not None:
-            by_shape.setdefault(row.label, []).append(row)
+def baseline_pairs(rows: Sequence[GridRow]) -> list[BaselinePair]:
+    """Stepscope and the fastest other implementation, by shape, where both were timed."""
+    timed = [row for row in rows if row.record.status == "ok" and row.time() is not None]
     pairs = []
-    for members in by_shape.values():
+    for members in grouped(timed, lambda row: row.label).values():
         ours = next((row for row in members if row.attention == OURS), None)
         others = [row for row in members if row.attention != OURS]
         if ours and others:
-            pairs.append(Rival(ours, min(others, key=lambda row: row.median)))
-    return sorted(pairs, key=lambda rival: sort_key(rival.ours.case))
+            pairs.append(BaselinePair(ours, min(others, key=lambda row: row.median)))
+    return sorted(pairs, key=lambda pair: sort_key(pair.ours.case))
 
 
-def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    pairs = rivals(rows)
+def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    pairs = baseline_pairs(rows)
     if not pairs:
         return
-    by_kernels = [rival for rival in pairs if not rival.host_decides]
-    by_host = [rival for rival in pairs if rival.host_decides]
-    lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
-    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.label}" for r in lost]
-    slower = sum(rival.ratio < 1.0 for rival in by_host)
-    faster = len(by_kernels) - len(lost)
-    yield Finding(
-        code="flash.fastest-peer",
-        values={
+    by_gpu = [pair for pair in pairs if not pair.is_cpu_bound]
+    by_cpu = [pair for pair in pairs if pair.is_cpu_bound]
+    lost = sorted((p for p in by_gpu if p.ratio < 1.0), key=lambda p: p.ratio)
+    behind = [f"{number(p.ratio, 3)} of {p.baseline.attention} at {p.ours.label}" for p in lost]
+    slower = sum(pair.ratio < 1.0 for pair in by_cpu)
+    faster = len(by_gpu) - len(lost)
+    yield finding(
+        "flash.fastest-peer",
+        f"Compared with the fastest other implementation at each of {counted(len(pairs), 'shape')}"
+        f" (timed one after the other, not interleaved), Stepscope is faster at {faster} of"
+        f" {len(by_gpu)} GPU-bound shapes"
+        + (f" and slower at {len(lost)} ({some(behind)})." if lost else "."),
+        [row for pair in pairs for row in pair],
+        {
             "shapes": len(pairs),
-            "by_kernels": len(by_kernels),
+            "by_kernels": len(by_gpu),
             "faster": faster,
             "behind": len(lost),
             "lowest": lost[0].ratio if lost else None,
-            "by_host": len(by_host),
+            "by_host": len(by_cpu),
             "behind_by_host": slower,
         },
-        records=_ids(row for rival in pairs for row in rival),
-        text=f"Compared with the fastest other implementation at each of {len(pairs)} shapes (timed"
-        f" one after the other, not interleaved), ours is faster at {faster} of {len(by_kernels)}"
-        " device-bound shapes"
-        + (f" and slower at {len(lost)} ({_some(behind)})." if lost else "."),
-        conclusion=f"The other {len(by_host)} shapes are host-bound; ours is slower at {slower}."
-        if by_host
+        conclusion=f"At the other {counted(len(by_cpu), 'shape')} the CPU is the limit; Stepscope"
+        f" is slower at {slower}."
+        if by_cpu
         else "",
     )
 
 
-def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Report host-bound cells, whose rate is not that of the kernels."""
-    slow = [row for row in rows if row.host_decides]
+def _cpu_bound(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """Cells whose time is that of issuing the launches, not that of the kernels."""
+    slow = [row for row in rows if row.is_cpu_bound]
     if not slow:
         return
-    single = [row.case.seq for row in rows if row.case.is_single and not row.host_decides]
+    single = [row.case.seq for row in rows if row.case.is_single and not row.is_cpu_bound]
     ours = [row.issued_ms() or 0.0 for row in slow if row.attention == OURS]
     text = (
-        f"{len(slow)} of {len(rows)} cells are host-bound (host issue time above half of the time);"
-        f" their rates are not those of the kernels ({HOST_MARK} in the tables)."
+        f"{len(slow)} of {len(rows)} cells are CPU-bound (issuing the launches takes more than half"
+        f" of the time); their rates are not those of the kernels ({HOST_MARK} in the tables)."
     )
     if single:
-        text += f" With one head, every cell below length {min(single)} is host-bound."
+        text += f" With one head, every cell below length {min(single)} is CPU-bound."
     if ours:
         text += (
-            f" In these cells issuing a forward and a backward of {OURS} takes"
+            f" In these cells issuing a forward and backward pass of {OURS} takes"
             f" {duration(min(ours))} to {duration(max(ours))}."
         )
-    yield Finding(
-        code="flash.host-bound",
-        values={
+    yield finding(
+        "flash.host-bound",
+        text,
+        rows,
+        {
             "cells": len(slow),
             "of": len(rows),
             "free_from_length": min(single, default=None),
             "issue_ms_low": min(ours, default=None),
             "issue_ms_high": max(ours, default=None),
         },
-        records=_ids(rows),
-        text=text,
         tone="warn",
     )
 
 
 def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Report 16-bit kernels slower than float32, a sign that they miss the tensor cores."""
+    """16-bit kernels slower than float32, a sign that they miss the tensor cores."""
     ours = {(row.case.sizes, row.case.dtype): row for row in rows if row.attention == OURS}
     pairs = [
         (row, wide)
@@ -194,18 +189,18 @@ def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
         if (here := row.time()) and (there := wide.time()) and here.low > there.high
     ]
     if pairs:
-        yield Finding(
-            code="flash.narrow-dtype",
-            values={"shapes": len(pairs), "slower": len(slower)},
-            records=_ids(row for pair in pairs for row in pair),
-            text=f"Our kernels in a 16-bit dtype against float32, {len(pairs)} shapes:"
-            f" slower {f'at {_some(slower)}' if slower else 'nowhere'}.",
+        yield finding(
+            "flash.narrow-dtype",
+            "Stepscope's kernels in a 16-bit dtype compared with float32,"
+            f" {counted(len(pairs), 'shape')}: slower at {some(slower) or 'none'}.",
+            [row for pair in pairs for row in pair],
+            {"shapes": len(pairs), "slower": len(slower)},
             tone="warn" if slower else "good",
         )
 
 
 def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Compare the bytes that a forward saves for backward with the prediction."""
+    """Bytes that a forward pass saves for backward, measured and predicted."""
     pairs = [
         (saved - (row.predicted_saved or 0.0), row)
         for row in rows
@@ -222,17 +217,17 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
     )
     if inexact:
         text += f"; cells of {', '.join(inexact)} differ by at most {bytes_(most)} ({name})"
-    yield Finding(
-        code="flash.saved",
-        values={"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},
-        records=_ids(row for _, row in pairs),
-        text=f"{text}.",
+    yield finding(
+        "flash.saved",
+        f"{text}.",
+        [row for _, row in pairs],
+        {"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},
         tone="info" if inexact else "good",
     )
 
 
 def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Report how peak memory grows with the length, at one d and dtype."""
+    """Growth of peak memory with the length, at one d and dtype."""
     single = [row for row in rows if row.case.is_single and row.peak]
     if not single:
         return
@@ -247,53 +242,50 @@ def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
         name: fitted_exponent([row.case.seq for row in points], [row.peak or 0.0 for row in points])
         for name, points in longest.items()
     }
-    grown = [
+    growth = [
         f"{name} {number(exponents[name], 2)} ({bytes_(last.peak or 0.0)} at {last.case.seq})"
         for name, (*_, last) in longest.items()
     ]
-    if grown:
-        yield Finding(
-            code="flash.memory-growth",
-            values={"dtype": dtype, "head": head, **exponents},
-            records=_ids(row for points in longest.values() for row in points),
-            text="Peak memory grows as a power of the length; exponents over the three longest in"
-            f" {dtype} at d {head}: {', '.join(grown)}.",
+    if growth:
+        yield finding(
+            "flash.memory-growth",
+            "Peak memory grows as a power of the length; exponents over the three longest in"
+            f" {dtype} at d {head}: {', '.join(growth)}.",
+            [row for points in longest.values() for row in points],
+            {"dtype": dtype, "head": head, **exponents},
         )
 
 
 def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    judged: dict[str, list[tuple[float, GridRow]]] = {}
-    for row in rows:
-        ratio = row.error_ratio(*RESULTS)
-        if ratio is not None:
-            judged.setdefault(row.attention, []).append((ratio, row))
-    for attention, own in judged.items():
-        missed = [row for _, row in own if row.misses]
-        # The policy binds our kernels only: of the others, only misses are reported.
+    known = [row for row in rows if row.error_ratio(*RESULTS) is not None]
+    for attention, members in grouped(known, lambda row: row.attention).items():
+        missed = [row for row in members if row.misses]
+        # The policy binds Stepscope's kernels only: of the others, only misses are reported.
         if attention != OURS and not missed:
             continue
-        ratio, worst = max(own, key=lambda pair: pair[0])
+        worst = max(members, key=lambda row: row.error_ratio(*RESULTS) or 0.0)
+        ratio = worst.error_ratio(*RESULTS) or 0.0
         text = (
             f"The error of {attention} is at most {number(ratio, 3)} times that of the reference in"
-            f" the same dtype, over {len(own)} shapes ({worst.label})."
+            f" the same dtype, over {counted(len(members), 'shape')} ({worst.label})."
         )
         if missed:
             named = [f"{row.label} {'/'.join(row.misses)}" for row in missed]
-            text += f" It exceeds the policy of our kernels at {len(missed)}: {_some(named)}."
+            text += f" It exceeds the policy of Stepscope at {len(missed)}: {some(named)}."
         else:
             text += f" All are within the policy: {POLICY}."
-        yield Finding(
-            code="flash.accuracy",
-            values={
+        yield finding(
+            "flash.accuracy",
+            text,
+            members,
+            {
                 "attention": attention,
                 "ratio": ratio,
-                "shapes": len(own),
+                "shapes": len(members),
                 "worst": worst.label,
                 "missed": len(missed),
                 "tensors": "/".join(missed[0].misses) if missed else "",
             },
-            records=_ids(row for _, row in own),
-            text=text,
             tone="info" if attention != OURS else "warn" if missed else "good",
         )
 
@@ -302,47 +294,31 @@ def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
     ours = [row for row in rows if row.attention == OURS and row.kernels.get("forward")]
     foreign = any(lint.code == "other-kernel" for row in ours for lint in lint_record(row.record))
     if ours and not foreign:
-        yield Finding(
-            code="flash.own-kernels",
-            values={"records": len(ours)},
-            records=_ids(ours),
-            text=f"In all {len(ours)} records of {OURS} the profiler saw our forward and backward"
-            " kernels and no other attention kernel.",
+        yield finding(
+            "flash.own-kernels",
+            f"In all {len(ours)} records of {OURS} the profiler saw Stepscope's kernels for forward"
+            " and backward, and no other attention kernel.",
+            ours,
+            {"records": len(ours)},
             tone="good",
         )
 
 
 def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Findings about failed cases and lints of all parts."""
-    failed = [record for record in records if record.status != "ok"]
-    for status in dict.fromkeys(record.status for record in failed):
-        alike = [record for record in failed if record.status == status]
-        yield Finding(
-            code="flash.without-result",
-            values={"status": status, "cases": len(alike), "of": len(records)},
-            records=tuple(record.id for record in alike),
-            text=f"{len(alike)} of {len(records)} cases {_WHAT.get(status, 'failed')}:"
-            f" {_some([record.case for record in alike])}. First reason: {alike[0].reason}",
-            tone="info" if status == "skipped" else "warn",
-        )
-    host_bound = {row.record.id for row in rows if row.host_decides}
-    lints = [(lint, record.id) for record in records for lint in lint_record(record)]
-    for code, times in Counter(lint.code for lint, _ in lints).items():
-        matches = [(lint.message, record) for lint, record in lints if lint.code == code]
-        by_host = sum(record in host_bound for _, record in matches) * (code in _OF_THE_HOST)
-        text = f"Lint {code}, {times}×, first: {matches[0][0]}"
-        if by_host:
-            text += f". Of these, {by_host} are host-bound cells"
-        yield Finding(
-            code="flash.lint",
-            values={"lint": code, "times": times, "host_decides": by_host},
-            records=tuple(dict.fromkeys(record for _, record in matches)),
-            text=f"{text}.",
+    """Failed cases and failed checks of all parts."""
+    yield from failure_findings("flash.without-result", [(r.case, r) for r in records])
+    cpu_bound = {row.record.id for row in rows if row.is_cpu_bound}
+    lints = [(lint, record) for record in records for lint in lint_record(record)]
+    for code, matches in grouped(lints, lambda pair: pair[0].code).items():
+        expected = sum(record.id in cpu_bound for _, record in matches) * (code in _OF_THE_HOST)
+        text = f"Check {code} failed {len(matches)}×, first: {matches[0][0].message}"
+        if expected:
+            text += f". Of these, {counted(expected, 'cell')} are CPU-bound"
+        yield finding(
+            "flash.lint",
+            f"{text}.",
+            [record for _, record in matches],
+            {"lint": code, "times": len(matches), "host_decides": expected},
             tone="warn",
             timed=False,
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SEVERAL
-    return ", ".join(names[:_SEVERAL]) + (f" and {more} more" if more > 0 else "")

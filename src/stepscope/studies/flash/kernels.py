@@ -1,4 +1,4 @@
-"""Our attention kernels: which ran, their compiled resources, and all of their tile sizes."""
+"""Stepscope's attention kernels: which ran, their compiled resources, and their tile sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from stepscope.analysis.kernels.expected import SEPARATOR, owner
@@ -16,8 +17,9 @@ from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, table
 from stepscope.studies.flash.cases import CHOSEN, PASSES
 from stepscope.studies.flash.rows import OURS, GridRow, Tiles, integer_quantity
+from stepscope.studies.views.builders import finding, grouped
 
-_LONGEST_NAME = 48
+_MAX_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
 _RESULTS: dict[Pass, tuple[str, ...]] = {
     "forward": ("output",),
@@ -26,7 +28,7 @@ _RESULTS: dict[Pass, tuple[str, ...]] = {
 }
 _NOT_SLOWER = 1.02
 """Times in two dtypes within this factor count as equal."""
-_LITTLE = 0.05
+_TOLERATED = 0.05
 """Largest share by which a chosen tile may be slower than the fastest at one shape."""
 
 
@@ -41,7 +43,7 @@ def kernels_seen(row: GridRow, mode: str) -> str | None:
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 
 def kernels_table(rows: Sequence[GridRow]) -> Iterator[Table]:
@@ -74,8 +76,8 @@ def kernels_table(rows: Sequence[GridRow]) -> Iterator[Table]:
         )
 
 
-class _Card(NamedTuple):
-    """One of our kernels in one dtype at one head dimension."""
+class _KernelRow(NamedTuple):
+    """One of Stepscope's kernels in one dtype at one head dimension."""
 
     kernel: Pass
     longest: GridRow
@@ -84,19 +86,19 @@ class _Card(NamedTuple):
     wide: GridRow | None
     """The same cell as `longest` in float32."""
 
-    def fact(self, name: str) -> int | None:
+    def resource(self, name: str) -> int | None:
         return integer_quantity(self.longest.record, self.kernel, name)
 
     @property
     def tile(self) -> str | None:
-        m, n, warps, stages = map(self.fact, ("tile_m", "tile_n", "warps", "stages"))
+        m, n, warps, stages = map(self.resource, ("tile_m", "tile_n", "warps", "stages"))
         if None in (m, n, warps, stages):
             return None
         return f"{m} × {n}, {warps} warps, {stages} stages"
 
     @property
     def skipped(self) -> float | None:
-        m, n, case = self.fact("tile_m"), self.fact("tile_n"), self.longest.case
+        m, n, case = self.resource("tile_m"), self.resource("tile_n"), self.longest.case
         return skipped_tiles(case.seq, m, n) if m and n and case.causal else None
 
     @property
@@ -123,24 +125,20 @@ def skipped_tiles(seq: int, rows: int, columns: int) -> float:
     return 1.0 - seen / (across * down)
 
 
-def _cards(rows: Sequence[GridRow]) -> Iterator[_Card]:
+def _kernel_rows(rows: Sequence[GridRow]) -> Iterator[_KernelRow]:
     ours = [
         row
         for row in rows
         if row.attention == OURS and row.case.is_single and row.record.status == "ok"
     ]
     wide = {(row.case.head, row.case.seq): row for row in ours if row.case.dtype == "float32"}
-    groups: dict[tuple[int, str], list[GridRow]] = {}
-    for row in sorted(ours, key=lambda row: row.case.seq, reverse=True):
-        groups.setdefault((row.case.head, row.case.dtype), []).append(row)
-    # By head dimension, then kernel, then dtype.
-    for (head, _), kernel, members in sorted(
-        ((group, kernel, members) for group, members in groups.items() for kernel in PASSES),
-        key=lambda card: (card[0][0], PASSES.index(card[1]), card[0][1]),
-    ):
-        known = (row for row in members if row.error_ratio(*_RESULTS[kernel]) is not None)
-        longest = members[0]
-        yield _Card(kernel, longest, next(known, None), wide.get((head, longest.case.seq)))
+    ours.sort(key=lambda row: (row.case.head, row.case.dtype, -row.case.seq))
+    for head, of_head in grouped(ours, lambda row: row.case.head).items():
+        by_dtype = grouped(of_head, lambda row: row.case.dtype).values()
+        for kernel, members in product(PASSES, by_dtype):
+            known = (row for row in members if row.error_ratio(*_RESULTS[kernel]) is not None)
+            longest = members[0]
+            yield _KernelRow(kernel, longest, next(known, None), wide.get((head, longest.case.seq)))
 
 
 def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
@@ -152,23 +150,19 @@ def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
         col("d", lambda r: r.longest.case.head, "count"),
         col("dtype", lambda r: r.longest.case.dtype),
         col("tile", lambda r: r.tile, hint="query rows × key rows, warps, stages"),
-        col(
-            "registers",
-            lambda r: r.fact("registers"),
-            "count",
-            hint="per thread; at most 255",
-        ),
-        col("spills", lambda r: r.fact("spills"), "count", hint="registers spilled to memory"),
-        col("shared memory", lambda r: r.fact("shared_bytes"), "bytes", hint="per block"),
+        col("registers", lambda r: r.resource("registers"), "count", hint="per thread"),
+        col("spills", lambda r: r.resource("spills"), "count", hint="registers spilled to memory"),
+        col("shared memory", lambda r: r.resource("shared_bytes"), "bytes", hint="per block"),
         col("skipped tiles", lambda r: r.skipped, "percent", hint=skipped),
         col("at length", lambda r: r.longest.case.seq, "count"),
         col("16-bit not slower", lambda r: r.not_slower, hint=slower),
         col("error", lambda r: r.error, unit="×", hint=error),
         col("error at length", lambda r: r.exact and r.exact.case.seq, "count"),
     ]
-    cards = list(_cards(rows))
-    if cards:
-        yield table("flash-health", "Resources and accuracy of our kernels", cards, columns)
+    listed = list(_kernel_rows(rows))
+    if listed:
+        title = "Resources and accuracy of Stepscope's kernels"
+        yield table("flash-health", title, listed, columns)
 
 
 def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
@@ -176,11 +170,11 @@ def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
     chosen = _chosen(studies)
     if not chosen:
         return
-    beaten = [study for study in chosen if study.lost > _LITTLE]
+    beaten = [study for study in chosen if study.lost > _TOLERATED]
     text = (
         f"The chosen tiles of {len(chosen)} kernels compared with {len(chosen[0].names)} sizes with"
         f" {chosen[0].case.warps} warps: {len(chosen) - len(beaten)} are at most"
-        f" {percent(_LITTLE)} slower than the fastest"
+        f" {percent(_TOLERATED)} slower than the fastest"
     )
     for study in beaten:
         text += (
@@ -188,15 +182,12 @@ def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
             f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen tile and"
             f" {duration(study.timed[study.fastest])} with {_sized(study.fastest)}"
         )
-    yield Finding(
-        code="flash.tile-choice",
-        values={
-            "kernels": len(chosen),
-            "beaten": len(beaten),
-            "most_lost": max(study.lost for study in chosen),
-        },
-        records=tuple(study.record.id for study in chosen),
-        text=text + ".",
+    most_lost = max(study.lost for study in chosen)
+    yield finding(
+        "flash.tile-choice",
+        f"{text}.",
+        chosen,
+        {"kernels": len(chosen), "beaten": len(beaten), "most_lost": most_lost},
         tone="warn" if beaten else "good",
     )
 
@@ -211,8 +202,8 @@ class _Tile(NamedTuple):
     study: Tiles
     name: str
 
-    def fact(self, what: str) -> int | None:
-        return self.study.fact(self.name, what)
+    def resource(self, what: str) -> int | None:
+        return self.study.resource(self.name, what)
 
     @property
     def ms(self) -> float | None:
@@ -224,12 +215,12 @@ class _Tile(NamedTuple):
 
     @property
     def size(self) -> str:
-        return f"{self.fact('tile_m')} × {self.fact('tile_n')}"
+        return f"{self.resource('tile_m')} × {self.resource('tile_n')}"
 
     def with_keys(self, times: float) -> Cell:
         """Cell of the tile with `times` as many keys."""
-        keys = int(times * (self.fact("tile_n") or 0))
-        return _cell(self.study, f"{self.fact('tile_m')}x{keys}")
+        keys = int(times * (self.resource("tile_n") or 0))
+        return _cell(self.study, f"{self.resource('tile_m')}x{keys}")
 
 
 def tile_tables(studies: Sequence[Tiles]) -> Iterator[Table]:
@@ -253,10 +244,9 @@ def tile_tables(studies: Sequence[Tiles]) -> Iterator[Table]:
 
 def _compiled(*counts: str) -> Iterator[Declared]:
     for what in counts:
-        yield col(what, partial(_Tile.fact, what=what), "count")
-    yield col("shared memory", lambda r: r.fact("shared_bytes"), "bytes")
-    resident = "resident blocks per multiprocessor"
-    yield col("blocks", lambda r: r.blocks, "count", hint=resident)
+        yield col(what, partial(_Tile.resource, what=what), "count")
+    yield col("shared memory", lambda r: r.resource("shared_bytes"), "bytes")
+    yield col("blocks", lambda r: r.blocks, "count", hint="resident blocks per multiprocessor")
 
 
 def _choices(studies: Sequence[Tiles]) -> Table:
@@ -264,7 +254,10 @@ def _choices(studies: Sequence[Tiles]) -> Table:
         return _unbroken(f"{_sized(name)}, {number(study.timed[name], 3)}")
 
     def spilling(study: Tiles) -> int:
-        return sum(bool(study.fact(name, "spills")) for name in study.timed)
+        return sum(bool(study.resource(name, "spills")) for name in study.timed)
+
+    def missing(study: Tiles) -> int:
+        return len(study.names) - len(study.timed)
 
     columns = [
         col("kernel", lambda r: r.study.kernel),
@@ -276,23 +269,18 @@ def _choices(studies: Sequence[Tiles]) -> Table:
         col("half the keys", lambda r: r.with_keys(0.5), unit="ms"),
         col("fastest, ms", lambda r: timed(r.study, r.study.fastest)),
         col("slowest, ms", lambda r: timed(r.study, [*r.study.timed][-1])),
-        col(
-            "spilling",
-            lambda r: spilling(r.study),
-            "count",
-            hint="number of sizes that spill registers",
-        ),
+        col("spilling", lambda r: spilling(r.study), "count", hint="sizes that spill registers"),
         col(
             "did not run",
-            lambda r: len(r.study.names) - len(r.study.timed),
+            lambda r: missing(r.study),
             "count",
-            hint="do not fit or do not compile",
+            hint="do not fit or compile",
         ),
     ]
     shapes = dict.fromkeys(study.case.sizes for study in studies)
     return table(
         "flash-tile-choice",
-        "The chosen tiles and their neighbours",
+        "The chosen tiles and their neighbors",
         [_Tile(study, CHOSEN) for study in studies],
         columns,
         caption=f"bfloat16, causal, at {' and '.join(shapes)}. The chosen tiles also serve other"
@@ -319,7 +307,7 @@ def _square(study: Tiles) -> Table:
 
 
 def _cell(study: Tiles, name: str) -> Cell:
-    ms, spills = study.ms(name), study.fact(name, "spills")
+    ms, spills = study.ms(name), study.resource(name, "spills")
     if ms is None:
         return study.refused.get(name, "").partition(":")[0] or None
     return f"{number(ms)} (spills {spills})" if spills else ms

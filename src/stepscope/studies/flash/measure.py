@@ -1,4 +1,4 @@
-"""Measure a case of the flash study: a grid cell, a race, or the tiles of one kernel."""
+"""Measure a case of the flash study: a grid cell, a comparison, or the tiles of one kernel."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
 
-_MOST_FLOPS_ON_A_CPU = 5e10
+_MAX_FLOPS_ON_A_CPU = 5e10
 """FLOPs per call: about one second on two cores."""
 _YARDSTICK = "sdpa"
 """Implementation that allocates the tensors of a race; all others are variants of it."""
 
-Facts = dict[str, tuple[float, str]]
+Resources = dict[str, tuple[float, str]]
 """Values with their units."""
 
 
-def measure_case(case: FlashCase, bench: Bench) -> Measurement:
+def measure(case: FlashCase, bench: Bench) -> Measurement:
     match case:
         case GridCase():
             return _measure_grid(case, bench)
@@ -69,7 +69,7 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
         quantities.append(Quantity(name="peak_bytes", value=peak - allocated_before, unit="B"))
     quantities += errors(step, device)
     if case.attention == "triton":
-        quantities += launch_facts(step.results)
+        quantities += launch_resources(step.results)
     return Measurement(
         series=(*series["both"], *series["forward"], *series["backward"]),
         quantities=tuple(quantities),
@@ -79,22 +79,22 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
 
 
 def _refuse_long_on_a_cpu(work: AttentionWorkload, device: Device) -> None:
-    if device.kind == "cpu" and work.flops() > _MOST_FLOPS_ON_A_CPU:
+    if device.kind == "cpu" and work.flops() > _MAX_FLOPS_ON_A_CPU:
         raise CaseSkipped(
             f"{work.flops() / 1e9:.0f} GFLOP per call: on a CPU this study is limited to"
-            f" {_MOST_FLOPS_ON_A_CPU / 1e9:.0f}"
+            f" {_MAX_FLOPS_ON_A_CPU / 1e9:.0f}"
         )
 
 
 def _kernels(step: AttentionStep, device: Device) -> dict[str, str]:
-    """Names of the kernels of one forward and one backward; empty on a CPU."""
+    """Names of the kernels of one forward and one backward pass; empty on a CPU."""
     from stepscope.measure.kernels import kernel_names, profile_kernels
 
     kernels = {}
     for mode in ("forward", "backward"):
-        one = step.variant(mode=mode)
-        one.reset()
-        runs = profile_kernels(one.run_phases, device)
+        variant = step.variant(mode=mode)
+        variant.reset()
+        runs = profile_kernels(variant.run_phases, device)
         if runs is not None:
             kernels[mode] = kernel_names(runs)
     return kernels
@@ -142,7 +142,7 @@ def _time(step: AttentionStep, case: GridCase, bench: Bench) -> Timing:
 
 
 def _named(timing: Timing, mode: str) -> tuple[Series, ...]:
-    """Rename the series of a pass; on a GPU the host clock measures its issue time."""
+    """Rename the series of a pass; on a GPU, the host clock measures its issue time."""
     by_name = {(series.name, series.clock): series for series in timing.series}
     on_device, issued = by_name.get(("step", "device")), by_name.get(("issue", "host"))
     chosen = (
@@ -185,7 +185,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
     kernels: dict[str, str] = {}
-    # Profile last, and not where host time counts: a profiler can slow later launches.
+    # Profile last, and not where CPU time counts: a profiler can slow later launches.
     for name, step in racers.items() if not case.is_short else ():
         runs = profile_kernels(step.results, device)
         if runs is not None:
@@ -200,7 +200,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
 
 
 def _first_call(step: AttentionStep) -> str | None:
-    """Run the first call, which compiles; return why it failed, which excludes it from the race."""
+    """Run the first call, which compiles; return why it failed, or None."""
     refusal = step.refusal()
     if refusal is not None:
         return f"refused: {refusal}"
@@ -235,9 +235,9 @@ def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
         f"{m}x{n}": chosen._replace(m=m, n=n, warps=case.warps, registers=0)
         for m, n in product(case.tile_sizes, repeat=2)
     }
-    processor = _processor(torch.cuda.get_device_properties(bench.device.torch_device))
+    multiprocessor = _multiprocessor(torch.cuda.get_device_properties(bench.device.torch_device))
     series: list[Series] = []
-    quantities = [*_quantities("sm", processor)]
+    quantities = [*_quantities("sm", multiprocessor)]
     refused: dict[str, str] = {}
     for done, (name, tile) in enumerate(wanted.items()):
         bench.progress(done, len(wanted), "tiles")
@@ -245,9 +245,9 @@ def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
         if isinstance(result, str):
             refused[name] = result
             continue
-        times, facts = result
+        times, resources = result
         series.append(Series(name="step", variant=name, unit="ms", values=times, clock="device"))
-        quantities += _quantities(name, facts)
+        quantities += _quantities(name, resources)
     return Measurement(
         series=tuple(series), quantities=tuple(quantities), attachments={"refused": refused}
     )
@@ -255,7 +255,7 @@ def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
 
 def measure_tile(
     which: Pass, tile: Tile, run: Callable[[], object], samples: int, bench: Bench
-) -> tuple[tuple[float, ...], Facts] | str:
+) -> tuple[tuple[float, ...], Resources] | str:
     """Return times and compiled resources of a tile, or the reason why it did not run.
 
     Fewer pipeline stages need less shared memory, so they are tried before giving up.
@@ -281,14 +281,14 @@ def measure_tile(
             except Exception as error:
                 # The compiler does not support some tiles; the others are still measured.
                 return f"does not compile: {_named_error(error)}"
-            launch = next((one for one in launches if one.kind == which), None)
+            launch = next((launch for launch in launches if launch.kind == which), None)
             if launch is None:
                 return "was not launched"
             runs = profile_kernels(repeat, bench.device) or ()
-        times = tuple(one.ms for one in runs if one.name == launch.kernel.name)
+        times = tuple(run.ms for run in runs if run.name == launch.kernel.name)
         if not times:
             return f"the profiler saw no {launch.kernel.name}"
-        return times, _facts(launch)
+        return times, _resources(launch)
     return why
 
 
@@ -296,7 +296,7 @@ def _named_error(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _processor(properties: Any) -> Facts:
+def _multiprocessor(properties: Any) -> Resources:
     """Resources of one streaming multiprocessor, shared by its resident blocks."""
     return {
         # Every GPU of the last ten years has 65536; older torch versions lack the attribute.
@@ -307,36 +307,38 @@ def _processor(properties: Any) -> Facts:
     }
 
 
-def launch_facts(run: Callable[[], object]) -> tuple[Quantity, ...]:
+def launch_resources(run: Callable[[], object]) -> tuple[Quantity, ...]:
     """Tile and compiled resources of each kernel that `run` launches; the variant is its pass."""
     from stepscope.attention.triton import launch as triton_launch
 
     with triton_launch.recorded_launches() as launches:
         run()
-    facts = {one.kind: _facts(one) for one in launches}
-    return tuple(one for kind, values in facts.items() for one in _quantities(kind, values))
+    resources = {launch.kind: _resources(launch) for launch in launches}
+    return tuple(
+        quantity for kind, values in resources.items() for quantity in _quantities(kind, values)
+    )
 
 
-def _facts(launch: Any) -> Facts:
+def _resources(launch: Any) -> Resources:
     """Tile and resources; the delta kernel has no tile, and the interpreter compiles nothing."""
-    facts: Facts = {}
+    resources: Resources = {}
     tile, kernel = launch.tile, launch.kernel
     if tile is not None:
-        facts |= {
+        resources |= {
             "tile_m": (tile.m, "rows"),
             "tile_n": (tile.n, "rows"),
             "warps": (tile.warps, "warps"),
             "stages": (tile.stages, "stages"),
         }
     if kernel is not None:
-        facts |= {
+        resources |= {
             "registers": (kernel.n_regs, "registers"),
             "spills": (kernel.n_spills, "registers"),
             "shared_bytes": (kernel.metadata.shared, "B"),
         }
-    return facts
+    return resources
 
 
-def _quantities(variant: str, facts: Facts) -> Iterator[Quantity]:
-    for name, (value, unit) in facts.items():
+def _quantities(variant: str, resources: Resources) -> Iterator[Quantity]:
+    for name, (value, unit) in resources.items():
         yield Quantity(name=name, variant=variant, value=value, unit=unit)

@@ -1,4 +1,4 @@
-"""Speed relative to peers, from the races of the flash study: ratios, findings and tables."""
+"""Stepscope's attention compared with other implementations: ratios, findings and tables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from stepscope.report.format import counted, duration, number
 from stepscope.report.tables import col, table
 from stepscope.studies.flash.cases import PUBLISHED_SHAPES
 from stepscope.studies.flash.rows import OURS, AttentionRace, sort_key
+from stepscope.studies.views.builders import finding, ratio_cell
 
 PUBLISHED = tuple(shape.replace("x", ",") for shape in PUBLISHED_SHAPES)
 LEADERBOARD = PUBLISHED[0]
 """The shape timed by the course's leaderboard."""
-SHORT_PEER = "sdpa"
+SHORT_BASELINE = "sdpa"
 
 
 class Comparison(NamedTuple):
-    """A peer and the shapes at which ours is compared with it."""
+    """A baseline and the shapes at which Stepscope is compared with it."""
 
-    peer: str
+    baseline: str
     shapes: tuple[str, ...]
     dtype: str = "bfloat16"
 
@@ -38,10 +39,14 @@ COMPARISONS = (
 
 
 class Compared(NamedTuple):
-    """A race at one shape and the peer's time over ours in it."""
+    """A race at one shape and the baseline's time over Stepscope's."""
 
     race: AttentionRace
     ratio: Ratio
+
+    @property
+    def record(self) -> Record:
+        return self.race.record
 
 
 def compared(wanted: Comparison, ran: Sequence[AttentionRace]) -> list[Compared]:
@@ -50,18 +55,18 @@ def compared(wanted: Comparison, ran: Sequence[AttentionRace]) -> list[Compared]
         Compared(race, ratio)
         for sizes in wanted.shapes
         if (race := by_shape.get((sizes, wanted.dtype))) is not None
-        and (ratio := race.ratio(wanted.peer)) is not None
+        and (ratio := race.ratio(wanted.baseline)) is not None
     ]
 
 
 def short_races(ran: Sequence[AttentionRace], ours: str) -> list[Compared]:
-    """Ratios of consecutive calls with one head and a short length, which include host time."""
+    """Ratios of consecutive calls with one head and a short length, which include CPU time."""
     return [
         Compared(race, ratio)
         for race in ran
         if race.case.is_short
         and race.times(OURS)
-        and (ratio := race.ratio(SHORT_PEER, ours, in_a_row=True)) is not None
+        and (ratio := race.ratio(SHORT_BASELINE, ours, in_a_row=True)) is not None
     ]
 
 
@@ -81,9 +86,8 @@ def geometric_mean(pairs: Sequence[Compared]) -> Interval:
 
 def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
     for wanted in COMPARISONS:
-        pairs = compared(wanted, ran)
-        if pairs:
-            yield _against(wanted, pairs)
+        if pairs := compared(wanted, ran):
+            yield _against_baseline(wanted, pairs)
     leaderboard = [
         (race, times)
         for race in ran
@@ -91,38 +95,40 @@ def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
         and (times := race.times(OURS))
     ]
     for race, times in leaderboard[-1:]:
-        yield Finding(
-            code="flash.leaderboard-shape",
-            values={"ms": times.median, "low": times.low, "high": times.high},
-            text=f"{LEADERBOARD} takes {duration(times.median)} forward and backward.",
-            records=(race.record.id,),
+        yield finding(
+            "flash.leaderboard-shape",
+            f"{LEADERBOARD} takes {duration(times.median)} forward and backward.",
+            race,
+            {"ms": times.median, "low": times.low, "high": times.high},
         )
     for name in (OURS, "auto"):
-        short = short_races(ran, name)
-        if short:
-            yield _short(name, short)
+        if short := short_races(ran, name):
+            yield _short_calls(name, short)
     for race in ran:
         for name in race.case.racers:
-            out = race.out(name)
-            if out and out.startswith("failed"):
-                yield Finding(
-                    code="flash.racer-failed",
-                    values={"racer": name, "shape": race.case.sizes, "dtype": race.case.dtype},
-                    text=f"{name} at {race.case.sizes} {race.case.dtype} {out}",
+            reason = race.out(name) or ""
+            if reason.startswith("failed"):
+                yield finding(
+                    "flash.racer-failed",
+                    f"{name} at {race.case.sizes} {race.case.dtype} {reason}",
+                    race,
+                    {"racer": name, "shape": race.case.sizes, "dtype": race.case.dtype},
                     tone="warn",
-                    records=(race.record.id,),
                 )
 
 
-def _against(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
+def _against_baseline(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
     least, mean = lowest(pairs), geometric_mean(pairs)
     shapes = counted(len(wanted.shapes), "shape")
     missing = len(wanted.shapes) - len(pairs)
-    over = f"{len(pairs)} of {shapes}" if missing else shapes
-    return Finding(
-        code="flash.against-peer",
-        values={
-            "peer": wanted.peer,
+    return finding(
+        "flash.against-peer",
+        f"Compared with {wanted.baseline} in {wanted.dtype}, Stepscope is {number(mean.value, 3)}"
+        f" times as fast (geometric mean of {f'{len(pairs)} of {shapes}' if missing else shapes};"
+        f" lowest {number(least.ratio.value, 3)} at {least.race.case.sizes}).",
+        pairs,
+        {
+            "peer": wanted.baseline,
             "dtype": wanted.dtype,
             "mean": mean.value,
             "low": mean.low,
@@ -131,122 +137,114 @@ def _against(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
             "shape": least.race.case.sizes,
             "missing": missing,
         },
-        text=f"Relative to {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
-        f" fast (geometric mean of {over}; lowest {number(least.ratio.value, 3)} at"
-        f" {least.race.case.sizes}).",
         tone="good" if mean.low > 1 and not missing else "warn" if mean.high < 1 else "info",
-        records=_ids(pairs),
     )
 
 
-def _short(ours: str, pairs: Sequence[Compared]) -> Finding:
+def _short_calls(ours: str, pairs: Sequence[Compared]) -> Finding:
     least, mean = lowest(pairs), geometric_mean(pairs).value
     slower = sum(pair.ratio.high < 1.0 for pair in pairs)
-    verdict = "slower than torch's SDPA at"
-    return Finding(
-        code="flash.short-calls",
-        values={
+    text = (
+        f"In consecutive calls, CPU time included, {ours} is {number(mean, 3)} times as fast as"
+        f" {SHORT_BASELINE} over {counted(len(pairs), 'shape')} with one head"
+        f" (lowest {number(least.ratio.value, 3)} at {least.race.case.sizes})"
+    )
+    if slower:
+        text += f": significantly slower at {slower} of them"
+    elif least.ratio.value < 1.0:
+        text += "; where it is below 1, the difference is within the noise"
+    return finding(
+        "flash.short-calls",
+        f"{text}.",
+        pairs,
+        {
             "ours": ours,
-            "peer": SHORT_PEER,
+            "peer": SHORT_BASELINE,
             "mean": mean,
             "lowest": least.ratio.value,
             "shape": least.race.case.sizes,
             "slower": slower,
             "shapes": len(pairs),
         },
-        text=f"In consecutive calls, host time included, {ours} is {number(mean, 3)} times as fast"
-        f" as {SHORT_PEER} over {counted(len(pairs), 'shape')} with one head"
-        f" (lowest {number(least.ratio.value, 3)} at {least.race.case.sizes}):"
-        f" {f'{verdict} {slower}' if slower else f'{verdict} none'} of them.",
         tone="warn" if slower else "good",
-        records=_ids(pairs),
     )
 
 
-def _ids(pairs: Sequence[Compared]) -> tuple[str, ...]:
-    return tuple(pair.race.record.id for pair in pairs)
-
-
 class _Speed(NamedTuple):
-    """A ratio to a peer and the medians it is computed from."""
+    """A ratio to a baseline and the medians it is computed from."""
 
     against: str
     shape: str
     ratio: Interval
     in_a_row: float | None = None
     ours: float | None = None
-    peer: float | None = None
+    baseline: float | None = None
 
 
 def speed_table(ran: Sequence[AttentionRace], name: str = "flash-speed") -> Table | None:
     shape = "batch, heads, length, d; bfloat16 unless marked fp32"
-    measured = "the peer's median over ours, with its 95 % interval; above 1 ours is faster"
+    single = "median time of the baseline over that of Stepscope, with its 95 % interval"
     in_a_row = "the same ratio of consecutive calls, by the host clock"
     columns = [
-        col("against", lambda r: r.against),
+        col("compared with", lambda r: r.against),
         col("shape", lambda r: r.shape, hint=shape),
-        col("measured", lambda r: r.ratio, unit="×", hint=measured),
+        col("speedup", lambda r: r.ratio, unit="×", hint=single),
         col("consecutive", lambda r: r.in_a_row, unit="×", hint=in_a_row),
-        col("ours", lambda r: r.ours, unit="ms"),
-        col("peer", lambda r: r.peer, unit="ms"),
+        col("Stepscope", lambda r: r.ours, unit="ms"),
+        col("baseline", lambda r: r.baseline, unit="ms"),
     ]
-    rows = [*_peer_rows(ran), *_short_rows(ran)]
+    rows = [*_baseline_rows(ran), *_short_rows(ran)]
     if not rows:
         return None
     return table(
         name,
-        "Speed against peers, forward + backward, causal",
+        "Stepscope's attention compared with others, forward + backward, causal",
         rows,
         # A terminal is narrow: show the ratios without their times.
         columns[:-2] if name == "headline" else columns,
-        caption=f"Ours is {OURS}, called through the public function. Samples are interleaved on"
-        f" the same tensors in one process, timed by the device clock {_start(ran)}. Means are"
+        caption=f"Stepscope is {OURS}, called through the public function. Samples are interleaved"
+        f" on the same tensors in one process, timed by the GPU clock {_start(ran)}. Means are"
         " geometric. Short: the lowest ratio of the shapes with one head, consecutive calls by the"
-        " host clock; auto: the same with auto as ours.",
+        " host clock; auto: the same with auto instead of triton.",
     )
 
 
-def _peer_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
+def _baseline_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for wanted in COMPARISONS:
-        pairs, peer = compared(wanted, ran), wanted.peer
+        pairs, baseline = compared(wanted, ran), wanted.baseline
         suffix = "" if wanted.dtype == "bfloat16" else " fp32"
         for race, ratio in pairs:
-            in_a_row = race.ratio(peer, in_a_row=True)
+            in_a_row = race.ratio(baseline, in_a_row=True)
             yield _Speed(
-                peer,
+                baseline,
                 race.case.sizes + suffix,
-                _interval(ratio),
+                ratio_cell(ratio),
                 in_a_row.value if in_a_row else None,
                 race.median(OURS),
-                race.median(peer),
+                race.median(baseline),
             )
         if len(wanted.shapes) > 1 and pairs:
-            yield _Speed(peer, f"mean of {len(pairs)}{suffix}", geometric_mean(pairs))
+            yield _Speed(baseline, f"mean of {len(pairs)}{suffix}", geometric_mean(pairs))
 
 
 def _short_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for ours in (OURS, "auto"):
-        pairs = short_races(ran, ours)
-        if pairs:
+        if pairs := short_races(ran, ours):
             race, ratio = lowest(pairs)
             yield _Speed(
-                f"{SHORT_PEER}, {'short' if ours == OURS else ours}",
+                f"{SHORT_BASELINE}, {'short' if ours == OURS else ours}",
                 race.case.sizes,
-                _interval(ratio),
+                ratio_cell(ratio),
                 ratio.value,
                 race.median(ours, in_a_row=True),
-                race.median(SHORT_PEER, in_a_row=True),
+                race.median(SHORT_BASELINE, in_a_row=True),
             )
-
-
-def _interval(ratio: Ratio) -> Interval:
-    return Interval(value=ratio.value, low=ratio.low, high=ratio.high)
 
 
 def _start(ran: Sequence[AttentionRace]) -> str:
     if all(race.case.host_ahead for race in ran):
-        return "with the host ahead, as in a training step whose queue is full"
-    return "from an idle device, so that times of short kernels include host time"
+        return "with the CPU ahead, as in a training step whose launch queue is full"
+    return "from an idle GPU, so that times of short kernels include CPU time"
 
 
 class _Calls(NamedTuple):
@@ -260,9 +258,10 @@ class _Calls(NamedTuple):
         return self.race.record
 
     def cell(self, racer: str) -> Cell:
-        out = None if self.in_a_row else self.race.out(racer)
-        median = self.race.median(racer, in_a_row=self.in_a_row)
-        return out.partition(":")[0] if out else median
+        reason = None if self.in_a_row else self.race.out(racer)
+        if reason:
+            return reason.partition(":")[0]
+        return self.race.median(racer, in_a_row=self.in_a_row)
 
 
 def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table | None:
@@ -275,8 +274,8 @@ def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table 
         if not in_a_row or any(race.median(racer, in_a_row=True) for racer in racers)
     ]
     calls = (
-        f"single: by the device clock {_start(ran)}; consecutive: time per call of several calls,"
-        " by the host clock"
+        f"single: by the GPU clock {_start(ran)}; consecutive: time per call of several calls, by"
+        " the host clock"
     )
     columns = [
         col("batch,heads,length,d", lambda r: r.race.case.sizes, key=True),
@@ -284,7 +283,5 @@ def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table 
         col("calls", lambda r: "consecutive" if r.in_a_row else "single", hint=calls),
         *(col(racer, partial(_Calls.cell, racer=racer), unit="ms") for racer in racers),
     ]
-    if not rows:
-        return None
-    caption = "Medians of interleaved samples."
-    return table(name, "All races, forward + backward", rows, columns, caption=caption)
+    title, caption = "All comparisons, forward + backward", "Medians of interleaved samples."
+    return table(name, title, rows, columns, caption=caption) if rows else None

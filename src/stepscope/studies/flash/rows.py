@@ -1,4 +1,4 @@
-"""Results of the flash study with derived values: grid cells, races and tiles."""
+"""Results of the flash study with derived values: grid cells, comparisons and tiles."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from stepscope.studies.flash.cases import (
 
 OURS = "triton"
 GRADIENTS = RESULTS[1:]
-HOST_FROM = 0.5
-"""A cell is host-bound from this ratio of host issue time to total time on: a device that starts
-idle waits for the last launch."""
+CPU_BOUND_FROM = 0.5
+"""A cell is CPU-bound from this ratio of issue time to total time on: a GPU that starts idle waits
+for the last launch."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
 """Errors that the policy allows for output and gradients, relative to the reference's error."""
@@ -32,7 +32,7 @@ _WARP = 32
 _REGISTERS_AT_ONCE = 256
 """Allocation granularity of registers per warp."""
 _RESERVED_SHARED = 1024
-_MOST_BLOCKS = 32
+_MAX_BLOCKS = 32
 
 
 class GridRow(Result[GridCase]):
@@ -71,15 +71,15 @@ class GridRow(Result[GridCase]):
         return time.median
 
     def issued_ms(self) -> float | None:
-        """Host issue time of both passes in ms; None where the host clock is the only clock."""
+        """CPU time to issue both passes in ms; None where the host clock is the only clock."""
         on_device = self.record.find("both", "device") is not None
         return median_ms(self.record, "both", "host") if on_device else None
 
     @cached_property
-    def host_decides(self) -> bool:
-        """Whether the cell is host-bound."""
+    def is_cpu_bound(self) -> bool:
+        """Whether the time is that of issuing the launches."""
         issued, time = self.issued_ms(), self.time()
-        return bool(issued and time and issued >= HOST_FROM * time.median)
+        return bool(issued and time and issued >= CPU_BOUND_FROM * time.median)
 
     def rate(self, mode: str = "both") -> float | None:
         """FLOP/s at the median time; a causal mask halves the FLOPs."""
@@ -122,18 +122,18 @@ class GridRow(Result[GridCase]):
 
 
 class AttentionRace(Result[AttentionRaceCase]):
-    """Implementations interleaved on the same tensors."""
+    """Implementations interleaved on the same tensors, by single or by consecutive calls."""
 
     def times(self, name: str, *, in_a_row: bool = False) -> Summary | None:
-        return _summary(self._series(name, in_a_row=in_a_row))
+        return _summary(self._series(name, in_a_row))
 
     def median(self, name: str, *, in_a_row: bool = False) -> float | None:
         times = self.times(name, in_a_row=in_a_row)
         return times.median if times else None
 
-    def ratio(self, peer: str, ours: str = OURS, *, in_a_row: bool = False) -> Ratio | None:
-        """The peer's time over ours; above 1 ours is faster."""
-        own, other = (self._series(name, in_a_row=in_a_row) for name in (ours, peer))
+    def ratio(self, baseline: str, ours: str = OURS, *, in_a_row: bool = False) -> Ratio | None:
+        """Time of the baseline over that of `ours`; above 1 `ours` is faster."""
+        own, other = self._series(ours, in_a_row), self._series(baseline, in_a_row)
         if own is None or other is None or not own.values or not other.values:
             return None
         return ratio_interval(own.values, other.values, level=0.95)
@@ -142,7 +142,7 @@ class AttentionRace(Result[AttentionRaceCase]):
         """Reason why an implementation did not run."""
         return (self.record.attachment("excluded", dict[str, str]) or {}).get(name)
 
-    def _series(self, name: str, *, in_a_row: bool) -> Series | None:
+    def _series(self, name: str, in_a_row: bool) -> Series | None:
         return self.record.find("wall" if in_a_row else "step", variant=name)
 
 
@@ -180,13 +180,13 @@ class Tiles(Result[TilesCase]):
     def ms(self, name: str) -> float | None:
         return median_ms(self.record, "step", variant=name)
 
-    def fact(self, name: str, what: str) -> int | None:
+    def resource(self, name: str, what: str) -> int | None:
         return integer_quantity(self.record, name, what)
 
     def blocks(self, name: str) -> int | None:
         """Resident blocks of the kernel per multiprocessor."""
-        own = [self.fact(name, what) for what in ("registers", "shared_bytes", "warps")]
-        limits = [self.fact("sm", what) for what in ("registers", "shared_bytes", "threads")]
+        own = [self.resource(name, what) for what in ("registers", "shared_bytes", "warps")]
+        limits = [self.resource("sm", what) for what in ("registers", "shared_bytes", "threads")]
         known = [value for value in (*own, *limits) if value is not None]
         return resident_blocks(*known) if len(known) == len(own) + len(limits) else None
 
@@ -208,10 +208,10 @@ def resident_blocks(
     per_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
     return int(
         min(
-            sm_registers // per_warp // warps if per_warp else _MOST_BLOCKS,
+            sm_registers // per_warp // warps if per_warp else _MAX_BLOCKS,
             sm_shared // (shared + _RESERVED_SHARED),
             sm_threads // (warps * _WARP),
-            _MOST_BLOCKS,
+            _MAX_BLOCKS,
         )
     )
 

@@ -7,10 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Interval, Kind, Table
+from stepscope.report.blocks import Block, Cell, Kind, Table
 from stepscope.report.format import number, rate
-from stepscope.report.tables import col, table
+from stepscope.report.tables import col, cols, interval, table
 from stepscope.studies.attention.workload import MODES, RESULTS
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.flash.cases import FlashCase, TilesCase
@@ -23,9 +22,9 @@ from stepscope.studies.flash.figures import (
 from stepscope.studies.flash.findings import (
     HOST_MARK,
     POLICY,
+    baseline_pairs,
     common_findings,
     grid_findings,
-    rivals,
 )
 from stepscope.studies.flash.kernels import (
     health_table,
@@ -36,22 +35,23 @@ from stepscope.studies.flash.kernels import (
 )
 from stepscope.studies.flash.races import race_findings, race_table, speed_table
 from stepscope.studies.flash.rows import GRADIENTS, GridRow, Tiles, grid_rows, races
+from stepscope.studies.views.builders import grouped
 
 _LEGEND = (
     "Forward and backward: ms · {unit} · share of the matmul rate measured here in that dtype."
-    f" {HOST_MARK} Host-bound: host issue time is above half of the total, the kernels are faster."
+    f" {HOST_MARK} CPU-bound: issuing takes more than half of the total, the kernels are faster."
 )
 _UNITS = {"cpu": ("GFLOP/s", 1e9)}
 _USUAL_UNIT = ("TFLOP/s", 1e12)
-_MOST_GROUPS = 8
+_MAX_GROUPS = 8
 _NO_BREAK = "\u00a0"
 _SIZES = "batch,heads,length,d"
-_TENSORS = {"output": "output", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_TENSORS = {"output": "output", "dQ": "dq", "dK": "dk", "dV": "dv"}
 
 Results = Sequence[Result[FlashCase]]
 
 
-def flash_blocks(records: Sequence[Record], results: Results) -> tuple[Block, ...]:
+def view(results: Results) -> tuple[Block, ...]:
     rows, ran = grid_rows(results), races(results)
     tiles = [
         Tiles(*result) for result in results_of(results, TilesCase) if result.record.status == "ok"
@@ -60,10 +60,10 @@ def flash_blocks(records: Sequence[Record], results: Results) -> tuple[Block, ..
         *race_findings(ran),
         *grid_findings(rows),
         *tile_findings(tiles),
-        *common_findings(records, rows),
+        *common_findings([result.record for result in results], rows),
         *filter(None, (speed_table(ran), race_table(ran))),
         *_length_blocks(rows),
-        *_rival_table(rows),
+        *_baseline_table(rows),
         *_memory_blocks(rows),
         *_accuracy_tables(rows),
         *kernels_table(rows),
@@ -84,7 +84,7 @@ def headline_table(results: Results) -> Table | None:
 
 def _length_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
     """A figure and a table for each dtype and head dimension, then the multi-head shapes."""
-    for (dtype, head), members in list(by_dtype_and_head(rows).items())[:_MOST_GROUPS]:
+    for (dtype, head), members in list(by_dtype_and_head(rows).items())[:_MAX_GROUPS]:
         yield from rate_figure(dtype, head, members)
         limit = matrix_ceiling(members[0].record)
         above = f"; matmuls alone: {rate(limit.value, 'FLOP/s')}" if limit else ""
@@ -95,8 +95,7 @@ def _length_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
             ("length", "count", lambda row: row.case.seq),
             caption=_LEGEND.format(unit=_unit(members[0])[0]),
         )
-    many = _shapes_table(rows)
-    if many:
+    if many := _shapes_table(rows):
         yield many
 
 
@@ -116,15 +115,12 @@ def _shapes_table(rows: Sequence[GridRow], name: str = "flash-shapes") -> Table 
 def _memory_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
     yield from memory_figures(rows)
     measured = [row for row in rows if row.peak]
-    heads: dict[str, list[int]] = {}
-    for row in measured:
-        if row.case.is_single:
-            heads.setdefault(row.case.dtype, []).append(row.case.head)
-    shown = [
-        row
-        for row in measured
-        if not row.case.is_single or row.case.head == shown_head(sorted(heads[row.case.dtype]))
-    ]
+    single = [row for row in measured if row.case.is_single]
+    heads = {
+        dtype: shown_head(sorted(row.case.head for row in members))
+        for dtype, members in grouped(single, lambda row: row.case.dtype).items()
+    }
+    shown = [r for r in measured if not r.case.is_single or r.case.head == heads[r.case.dtype]]
     if shown:
         yield _by_implementation(
             "flash-peaks",
@@ -153,7 +149,7 @@ def _speed(row: GridRow) -> Cell:
     parts = [number(time.median, 3), _brief(reached / _unit(row)[1], 0.01)]
     if share is not None:
         parts.append(_brief(share * 100.0, 0.1) + " %")
-    text = " · ".join(parts) + (HOST_MARK if row.host_decides else "")
+    text = " · ".join(parts) + (HOST_MARK if row.is_cpu_bound else "")
     return text.replace(" ", _NO_BREAK)
 
 
@@ -180,46 +176,35 @@ def _by_implementation(
     for row in rows:
         cells.setdefault(key_of(row), {})[row.attention] = cell(row)
 
-    def of(attention: str, item: tuple[Cell, dict[str, Cell]]) -> Cell:
-        return item[1].get(attention)
-
-    return table(
-        name,
-        title,
-        cells.items(),
-        [
-            col(key_title, lambda r: r[0], key_kind),
-            *(
-                col(attention, partial(of, attention), kind)
-                for attention in dict.fromkeys(row.attention for row in rows)
-            ),
-        ],
-        caption=caption,
-    )
+    columns = [
+        col(key_title, lambda r: r[0], key_kind),
+        *cols(dict.fromkeys(row.attention for row in rows), lambda r, name: r[1].get(name), kind),
+    ]
+    return table(name, title, cells.items(), columns, caption=caption)
 
 
-def _rival_table(rows: Sequence[GridRow]) -> Iterator[Table]:
-    pairs = rivals(rows)
-    decided = "host: host issue time is above half of either time"
+def _baseline_table(rows: Sequence[GridRow]) -> Iterator[Table]:
+    pairs = baseline_pairs(rows)
+    limited = "CPU: issuing takes more than half of either time"
     columns = [
         col(_SIZES, lambda r: r.ours.case.sizes),
         col("dtype", lambda r: r.ours.case.dtype),
-        col("fastest other", lambda r: r.peer.attention),
-        col("ratio", lambda r: r.ratio, unit="×", hint="the other's time over ours"),
-        col("decided by", lambda r: "host" if r.host_decides else "device", hint=decided),
-        col("ours", lambda r: r.ours.median, unit="ms"),
-        col("our host", lambda r: r.ours.issued_ms(), unit="ms"),
-        col("other", lambda r: r.peer.median, unit="ms"),
-        col("its host", lambda r: r.peer.issued_ms(), unit="ms"),
+        col("fastest other", lambda r: r.baseline.attention),
+        col("speedup", lambda r: r.ratio, unit="×", hint="time of the other over Stepscope's"),
+        col("limited by", lambda r: "CPU" if r.is_cpu_bound else "GPU", hint=limited),
+        col("Stepscope", lambda r: r.ours.median, unit="ms"),
+        col("Stepscope, issued in", lambda r: r.ours.issued_ms(), unit="ms", hint="CPU time"),
+        col("other", lambda r: r.baseline.median, unit="ms"),
+        col("other, issued in", lambda r: r.baseline.issued_ms(), unit="ms", hint="CPU time"),
     ]
     if pairs:
         yield table(
             "flash-fastest-peer",
-            "Ours against the fastest other, by shape",
+            "Stepscope compared with the fastest other, by shape",
             pairs,
             columns,
             caption="Forward and backward, medians. Timed one after the other and not interleaved,"
-            " so the clock accounts for a few percent; use the races for comparisons.",
+            " so the clock accounts for a few percent; use the interleaved comparisons.",
         )
 
 
@@ -241,39 +226,34 @@ class _Errors(NamedTuple):
 
 def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
     """Errors against float64 by implementation, and each error that exceeds the policy."""
-    judged = [
+    known = [
         row for row in rows if row.record.status == "ok" and row.error_ratio(*RESULTS) is not None
     ]
-    groups: dict[tuple[str, str], _Errors] = {}
-    for row in judged:
-        key = (row.attention, row.case.dtype)
-        groups.setdefault(key, _Errors(*key, [])).rows.append(row)
+    groups = grouped(known, lambda row: (row.attention, row.case.dtype))
     hint = "the largest over all shapes, relative to the reference's error"
     columns = [
         col("attention", lambda r: r.attention),
         col("dtype", lambda r: r.dtype),
-        *(
-            col(title, partial(_Errors.worst, name=name), unit="×", hint=hint)
-            for name, title in _TENSORS.items()
-        ),
+        *cols(_TENSORS, lambda r, title: r.worst(_TENSORS[title]), unit="×", hint=hint),
         col("shapes within the policy", lambda r: r.within),
     ]
     if groups:
         yield table(
             "flash-errors",
             "Errors against float64",
-            groups.values(),
+            [_Errors(*key, members) for key, members in groups.items()],
             columns,
-            caption=f"Lengths up to 4096. The policy of our kernels: {POLICY}. Where the error of"
-            " the reference is close to one unit in the last place, a larger ratio can be within"
+            caption=f"Lengths up to 4096. The policy of Stepscope: {POLICY}. Where the error of the"
+            " reference is close to one unit in the last place, a larger ratio can be within"
             " the policy.",
         )
-    misses = [(row, name) for row in judged for name in row.misses]
+    titles = {name: title for title, name in _TENSORS.items()}
+    misses = [(row, name) for row in known for name in row.misses]
     columns = [
         col("attention", lambda r: r[0].attention),
         col(_SIZES, lambda r: r[0].case.sizes),
         col("dtype", lambda r: r[0].case.dtype),
-        col("tensor", lambda r: _TENSORS[r[1]]),
+        col("tensor", lambda r: titles[r[1]]),
         col("error", lambda r: r[0].record.quantity("error", variant=r[1]), "number"),
         col("allowed", lambda r: r[0].allowed_error(r[1]), "number"),
         col("vs reference", lambda r: r[0].error_ratio(r[1]), unit="×"),
@@ -284,7 +264,7 @@ def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             "Errors that exceed the policy",
             sorted(misses, key=lambda miss: miss[0].attention),
             columns,
-            caption="The policy binds our kernels; other implementations do not promise it.",
+            caption="The policy binds Stepscope only; other implementations do not promise it.",
         )
 
 
@@ -299,24 +279,21 @@ _IDENTITY = (
 
 
 def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
-    counted = "a causal mask halves the FLOPs; a backward counts as 2.5 forwards"
-    issued = "host issue time of both passes; close to the total, the cell is host-bound"
-    limit = "both passes, over the matmul rate measured here in that dtype"
+    def rate_of(mode: str, row: GridRow) -> float | None:
+        return row.rate(mode)
+
+    counted = "a causal mask halves the FLOPs; a backward pass counts as 2.5 forward passes"
+    issued = "CPU time to issue both passes; close to the total, the cell is CPU-bound"
+    ceiling = "both passes, over the matmul rate measured here in that dtype"
     columns = [
         *_IDENTITY,
-        *(col(mode, partial(_interval, mode), unit="ms") for mode in MODES),
-        col("host", lambda r: r.issued_ms(), unit="ms", hint=issued),
+        *cols(MODES, lambda r, mode: interval(r.time(mode)), unit="ms"),
+        col("issued in", lambda r: r.issued_ms(), unit="ms", hint=issued),
         *(
-            col(
-                f"{mode} rate",
-                partial(GridRow.rate, mode=mode),
-                "rate",
-                unit="FLOP/s",
-                hint=counted,
-            )
+            col(f"{mode} rate", partial(rate_of, mode), "rate", unit="FLOP/s", hint=counted)
             for mode in MODES
         ),
-        col("of the limit", lambda r: r.share(), "percent", hint=limit),
+        col("of the ceiling", lambda r: r.share(), "percent", hint=ceiling),
         col("reason", lambda r: r.record.reason or None, key=True),
     ]
     if rows:
@@ -325,8 +302,8 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             "All cells: times and rates",
             rows,
             columns,
-            caption="Median with its 95 % interval. The backward is timed alone, from an existing"
-            " output gradient; both is a forward and a backward timed together.",
+            caption="Median with its 95 % interval. The backward pass is timed alone, from an"
+            " existing output gradient; both is a forward and a backward pass timed together.",
         )
     shown = [
         row
@@ -334,20 +311,16 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
         if row.record.status == "ok" and (row.peak or row.error_ratio("output") is not None)
     ]
     error = "largest error against float64, over that of the reference in this dtype"
-    saved = "allocated by the forward, including its output"
+    saved = "allocated by the forward pass, including its output"
     predicted = "saved bytes predicted from the shapes"
+    gradients = "the worst of dQ, dK, dV"
     columns = [
         *_IDENTITY,
         col("peak", lambda r: r.peak, "bytes", hint="of forward and backward, including inputs"),
         col("saved", lambda r: r.record.quantity("saved_bytes"), "bytes", hint=saved),
         col("predicted", lambda r: r.predicted_saved, "bytes", hint=predicted),
         col("output error", lambda r: r.error_ratio("output"), unit="×", hint=error),
-        col(
-            "gradient error",
-            lambda r: r.error_ratio(*GRADIENTS),
-            unit="×",
-            hint="the worst of dQ, dK, dV",
-        ),
+        col("gradient error", lambda r: r.error_ratio(*GRADIENTS), unit="×", hint=gradients),
         col("kernels, forward", lambda r: kernels_seen(r, "forward")),
         col("kernels, backward", lambda r: kernels_seen(r, "backward")),
     ]
@@ -360,8 +333,3 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             caption="Errors up to length 4096. Kernels seen by the profiler, with attention kernels"
             " first and names shortened.",
         )
-
-
-def _interval(mode: str, row: GridRow) -> Cell:
-    time = row.time(mode)
-    return Interval(value=time.median, low=time.low, high=time.high) if time else None

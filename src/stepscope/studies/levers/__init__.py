@@ -4,8 +4,8 @@
     stepscope run levers --lever coalescing tiling
     stepscope run levers --lever card
 
-Each lever is one computation in a slow and a fast variant that differ in one technique: control
-divergence, precision, fusion, recomputation, coalesced access, tiling. `card` lists the units,
+Each technique is one computation in a slow and a fast variant: control divergence, precision,
+fusion, recomputation, coalesced access, tiling. `card` lists the units,
 registers, caches and clocks of the device. On a GPU the variants are Triton kernels, on a CPU calls
 of NumPy and torch on one core.
 """
@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.report.blocks import Table
+from stepscope.studies.base import Study
 from stepscope.studies.levers.cases import CARD, LeverCase, LeversFlags
 
 
 class Levers(Study[LeversFlags, LeverCase]):
     name = "levers"
-    title = "Levers"
+    title = "Optimization techniques"
     question = (
         "What does each of six optimization techniques gain on this device, how close does it come"
-        " to the limit, and what does the hardware do differently?"
+        " to the ceiling, and what does the hardware do differently?"
     )
     examples = (
         "stepscope run levers",
@@ -49,16 +49,6 @@ class Levers(Study[LeversFlags, LeverCase]):
             )
             for lever in flags.lever
         )
-
-    def measure(self, case: LeverCase, bench: Bench) -> Measurement:
-        from stepscope.studies.levers.measure import measure_card, measure_lever
-
-        return measure_card(bench) if case.lever == CARD else measure_lever(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.levers.view import levers_blocks
-
-        return levers_blocks(self.results(records))
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.levers.view import levers_table

@@ -6,11 +6,12 @@ import msgspec
 
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.levers.catalog import LEVERS
 
 CARD = "card"
 NAMES = (CARD, *LEVERS)
-_LARGEST_MIB = 8192
+_MAX_MIB = 8192
 _ROWS_STEP = 256
 
 
@@ -18,10 +19,11 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study."""
 
     lever: tuple[str, ...] = NAMES
-    """Levers to measure: card, divergence, precision, fusion, recomputation, coalescing, tiling."""
+    """Techniques to measure: card (the device's resources), divergence, precision, fusion,
+    recomputation, coalescing, tiling."""
     mib: int = 0
-    """Array size of the memory-bound levers in MiB; 0 means 512 on a GPU and 32 on a CPU. It must
-    exceed the caches to measure the memory."""
+    """Array size of the memory-bound techniques in MiB; 0 means 512 on a GPU and 32 on a CPU. It
+    must exceed the caches to measure the memory."""
     rows: int = 0
     """Rows of the matrices, a multiple of 256; 0 means 4096 on a GPU (tiling uses half of them) and
     512 on a CPU."""
@@ -34,18 +36,16 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.lever:
             if name not in NAMES:
                 raise unknown_name("lever", name, NAMES)
-        if not 0 <= self.mib <= _LARGEST_MIB:
-            raise UsageError(f"mib is {self.mib}", f"give at most {_LARGEST_MIB}, or 0")
+        if not 0 <= self.mib <= _MAX_MIB:
+            raise UsageError(f"mib is {self.mib}", f"give at most {_MAX_MIB}, or 0")
         if self.rows < 0 or self.rows % _ROWS_STEP:
             raise UsageError(f"rows is {self.rows}", f"give a multiple of {_ROWS_STEP}")
-        if self.rounds < 1:
-            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_at_least(1, rounds=self.rounds)
+        check_at_least("warmup", self.warmup, least=0)
 
 
 class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):
-    """A lever in its two variants, or the device card, which has no sizes."""
+    """A technique in its two variants, or the device card, which has no sizes."""
 
     lever: str
     mib: int | None = None

@@ -1,4 +1,4 @@
-"""Descriptions of the levers: the two variants on a GPU and a CPU, and the hardware mechanism."""
+"""The techniques: their two variants on a GPU and on a CPU, and the hardware mechanism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stepscope.analysis.waterfall import Cause
 
 
 class Words(NamedTuple):
-    """Description of a lever on one kind of device."""
+    """Description of a technique on one kind of device."""
 
     slow: str
     fast: str
@@ -41,8 +41,8 @@ LEVERS: dict[str, Lever] = {
         Words(
             "both sides of a branch computed for all elements, one selected",
             "elements sorted by side, each side computed only where it is taken",
-            "a vector register holds neighbouring elements and executes one instruction for all of"
-            " them: where neighbours differ, both sides are computed for both",
+            "a vector register holds neighboring elements and executes one instruction for all of"
+            " them: where neighbors differ, both sides are computed for both",
         ),
         "matmuls below peak",
         "masked tiles of causal attention, padding of ragged batches",
@@ -84,14 +84,14 @@ LEVERS: dict[str, Lever] = {
     "recomputation": Lever(
         "Recomputation",
         Words(
-            "the forward saves what the backward needs, and the backward reads it",
-            "the backward recomputes it from the input",
+            "the forward pass saves what the backward pass needs, and the backward pass reads it",
+            "the backward pass recomputes it from the input",
             "arithmetic in a memory-bound kernel is free: recomputing a value in a register costs"
             " less than loading it, and no memory is needed between the passes",
         ),
         Words(
-            "the forward saves what the backward needs, and the backward reads it",
-            "the backward recomputes it from the input, chunk by chunk in the cache",
+            "the forward pass saves what the backward pass needs, and the backward pass reads it",
+            "the backward pass recomputes it from the input, chunk by chunk in the cache",
             "a core has few vector lanes, so recomputing a value takes about as long as loading"
             " it; the gain is memory",
         ),
@@ -102,14 +102,14 @@ LEVERS: dict[str, Lever] = {
     "coalescing": Lever(
         "Coalesced access",
         Words(
-            "neighbouring lanes read 32 bytes apart (array of structs with eight fields)",
-            "neighbouring lanes read neighbouring words (struct of arrays)",
-            "memory moves sectors of 32 bytes: a warp that reads 32 neighbouring words loads 4"
+            "neighboring lanes read 32 bytes apart (array of structs with eight fields)",
+            "neighboring lanes read neighboring words (struct of arrays)",
+            "memory moves sectors of 32 bytes: a warp that reads 32 neighboring words loads 4"
             " sectors, a warp that reads 32 words 32 bytes apart loads 32",
         ),
         Words(
             "elements read 64 bytes apart (array of structs with sixteen fields)",
-            "neighbouring elements read together (struct of arrays)",
+            "neighboring elements read together (struct of arrays)",
             "memory moves full cache lines: at 64 bytes apart one line is loaded for each element,"
             " and vector loads are not possible",
         ),
@@ -135,7 +135,7 @@ LEVERS: dict[str, Lever] = {
         cached=True,
     ),
 }
-"""Levers in the order of the tables."""
+"""Techniques in the order of the tables."""
 
 CARD: dict[str, tuple[str, str]] = {
     "sms": (
@@ -182,6 +182,6 @@ CARD: dict[str, tuple[str, str]] = {
 
 
 def words(lever: str, device_kind: str) -> Words:
-    """Description of a lever on this kind of device."""
+    """Description of a technique on this kind of device."""
     entry = LEVERS[lever]
     return entry.gpu if device_kind == "cuda" else entry.cpu

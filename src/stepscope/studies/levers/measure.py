@@ -1,4 +1,4 @@
-"""Measure a lever: check both variants against float64, then time them interleaved."""
+"""Measure a technique: check both variants against float64, then time them interleaved."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import importlib.util
 
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.levers.cases import LeverCase
+from stepscope.studies.levers.cases import CARD, LeverCase
 
 FORMS = ("slow", "fast")
 _MIB = {"cuda": 512, "cpu": 32}
 _ROWS = {"cuda": 4096, "cpu": 512}
 
 
+def measure(case: LeverCase, bench: Bench) -> Measurement:
+    return measure_card(bench) if case.lever == CARD else measure_lever(case, bench)
+
+
 def measure_card(bench: Bench) -> Measurement:
     from stepscope.measure.device_properties import device_card
 
-    facts, words = device_card(bench.device)
-    return Measurement(quantities=quantities(facts), attachments={"card": words})
+    properties, descriptions = device_card(bench.device)
+    return Measurement(quantities=quantities(properties), attachments={"card": descriptions})
 
 
 def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
@@ -40,16 +44,16 @@ def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
                 f"the {name} variant is wrong: its error is {largest:.2g}, above the tolerance of"
                 f" {variant.tolerance:.2g}"
             )
-        facts = {
+        values = {
             "error": (largest, "1"),
             "moved": (variant.moved, "B"),
             "flops": (variant.flops, "FLOP"),
         }
         if variant.kept is not None:
-            facts["kept"] = (variant.kept, "B")
+            values["kept"] = (variant.kept, "B")
         measured += [
-            Quantity(name=fact, variant=name, value=value, unit=unit)
-            for fact, (value, unit) in facts.items()
+            Quantity(name=quantity, variant=name, value=value, unit=unit)
+            for quantity, (value, unit) in values.items()
         ]
     del truth
     timing = time_interleaved(

@@ -6,37 +6,33 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.records.schema import Quantity, Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, count, duration, number, rate
 from stepscope.report.tables import col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.levers.cases import CARD as CARD_CASE
 from stepscope.studies.levers.cases import LeverCase
-from stepscope.studies.levers.catalog import CARD, LEVERS, Words, words
+from stepscope.studies.levers.catalog import CARD, LEVERS, words
+from stepscope.studies.views.builders import capitalized, curve, finding, suffix
 
 NO_GAIN = 1.05
 """Smallest speedup that counts as a gain."""
 
 
 class LeverRow:
-    """A measured lever with derived values."""
+    """A measured technique with derived values."""
 
     def __init__(self, result: Result[LeverCase]) -> None:
-        self.record = result.record
-        self.lever = result.case.lever
-
-    @property
-    def title(self) -> str:
-        return LEVERS[self.lever].title
-
-    @property
-    def words(self) -> Words:
-        return words(self.lever, self.record.environment.device_kind)
+        self.record, case = result
+        self.lever = LEVERS[case.lever]
+        self.name = case.lever
+        self.title = self.lever.title
+        self.words = words(case.lever, self.record.environment.device_kind)
 
     @property
     def unit(self) -> str:
         """Unit of its rate."""
-        return next(f"{one.unit}/s" for one in self.record.quantities if one.name == "work")
+        return next(f"{q.unit}/s" for q in self.record.quantities if q.name == "work")
 
     def ms(self, form: str) -> float:
         series = self.record.find("step", variant=form)
@@ -64,7 +60,7 @@ class LeverRow:
             (self._dtype(form), self.record.quantity("flops", variant=form))
             for form in ("slow", "fast")
         }
-        if LEVERS[self.lever].cached and len(arithmetic) == 1:
+        if self.lever.cached and len(arithmetic) == 1:
             return None
         slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
         return None if slow is None or fast is None else slow / fast
@@ -72,7 +68,7 @@ class LeverRow:
     def error(self, form: str) -> float | None:
         return self.record.quantity("error", variant=form)
 
-    def kept(self, form: str) -> float | None:
+    def saved_bytes(self, form: str) -> float | None:
         return self.record.quantity("kept", variant=form)
 
     def _ideal_s(self, form: str) -> float | None:
@@ -81,7 +77,7 @@ class LeverRow:
         flops, moved = (self.record.quantity(what, variant=form) for what in ("flops", "moved"))
         if arithmetic is None or memory is None or flops is None or moved is None:
             return None
-        if LEVERS[self.lever].cached:
+        if self.lever.cached:
             return flops / arithmetic
         return max(flops / arithmetic, moved / memory)
 
@@ -94,7 +90,7 @@ class LeverRow:
 
 
 def lever_rows(results: Sequence[Result[LeverCase]]) -> list[LeverRow]:
-    """The measured levers in the order of `LEVERS`."""
+    """The measured techniques in the order of `LEVERS`."""
     order = list(LEVERS)
     done = [
         LeverRow(result)
@@ -103,10 +99,10 @@ def lever_rows(results: Sequence[Result[LeverCase]]) -> list[LeverRow]:
         and result.case.lever in LEVERS
         and result.record.find("step", variant="fast")
     ]
-    return sorted(done, key=lambda row: order.index(row.lever))
+    return sorted(done, key=lambda row: order.index(row.name))
 
 
-def levers_blocks(results: Sequence[Result[LeverCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[LeverCase]]) -> tuple[Block, ...]:
     rows = lever_rows(results)
     cards = [
         result.record
@@ -117,18 +113,15 @@ def levers_blocks(results: Sequence[Result[LeverCase]]) -> tuple[Block, ...]:
     return (
         *map(_finding, rows),
         *_balance_findings(cards or [row.record for row in rows]),
-        *((shown,) if shown is not None else ()),
-        *_figures(rows),
-        *((_hardware_table(rows),) if rows else ()),
+        *filter(None, (shown,)),
+        *((_figure(rows), _hardware_table(rows)) if rows else ()),
         *(_card_table(record, index) for index, record in enumerate(cards)),
         *failed_table("levers", [result.record for result in results]),
     )
 
 
 def _finding(row: LeverRow) -> Finding:
-    slow, fast = row.ms("slow"), row.ms("fast")
-    words = row.words
-    gain = row.gain
+    slow, fast, gain = row.ms("slow"), row.ms("fast"), row.gain
     times = f"{duration(slow)} vs {duration(fast)}"
     if gain >= NO_GAIN:
         text = f"{row.title}: {number(gain, 3)}× faster ({times})"
@@ -138,24 +131,17 @@ def _finding(row: LeverRow) -> Finding:
         text = f"{row.title}: {number(1 / gain, 3)}× slower ({times})"
     if row.expected is not None:
         text += f"; {number(row.expected, 3)}× predicted from FLOPs and memory traffic"
-    saved = row.kept("slow"), row.kept("fast")
-    if saved[0] is not None and saved[1] is not None:
-        text += f"; {bytes_(saved[1])} instead of {bytes_(saved[0])} saved for backward"
-    pays = gain >= NO_GAIN or saved[0] is not None
-    why = words.hardware[:1].upper() + words.hardware[1:]
-    return Finding(
-        code="levers.gain",
-        values={
-            "lever": row.lever,
-            "slow_ms": slow,
-            "fast_ms": fast,
-            "gain": gain,
-            "expected": row.expected,
-        },
-        records=(row.record.id,),
-        text=f"{text}.",
-        conclusion=f"{why}.",
-        tone="good" if pays else "warn",
+    much, little = row.saved_bytes("slow"), row.saved_bytes("fast")
+    if much is not None and little is not None:
+        text += f"; {bytes_(little)} instead of {bytes_(much)} saved for backward"
+    values: dict[str, Value] = {"lever": row.name, "slow_ms": slow, "fast_ms": fast, "gain": gain}
+    return finding(
+        "levers.gain",
+        f"{text}.",
+        row,
+        values | {"expected": row.expected},
+        conclusion=f"{capitalized(row.words.hardware)}.",
+        tone="good" if gain >= NO_GAIN or much is not None else "warn",
     )
 
 
@@ -175,17 +161,15 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
         if name in seen or memory is None or not rates:
             continue
         seen.add(name)
-        parts = ", ".join(
-            f"{number(value / memory.value, 3)} in {dtype}" for dtype, value in rates.items()
-        )
-        yield Finding(
-            code="levers.balance",
-            values={"device": name}
-            | {dtype: value / memory.value for dtype, value in rates.items()},
-            records=(record.id,),
+        ridges = {dtype: value / memory.value for dtype, value in rates.items()}
+        parts = ", ".join(f"{number(ridge, 3)} in {dtype}" for dtype, ridge in ridges.items())
+        yield finding(
+            "levers.balance",
+            f"Ridge point of {name} in FLOPs per byte of memory traffic: {parts}. Kernels with a"
+            " lower arithmetic intensity are memory-bound.",
+            record,
+            {"device": name, **ridges},
             timed=False,
-            text=f"Ridge point of {name} in FLOPs per byte of memory traffic: {parts}. Kernels with"
-            " a lower arithmetic intensity are memory-bound.",
         )
 
 
@@ -195,10 +179,10 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
         return None
     return table(
         name,
-        "Six levers: slow and fast variant",
+        "Six techniques: slow and fast variant",
         rows,
         [
-            col("lever", lambda r: r.title),
+            col("technique", lambda r: r.title),
             col("slow", lambda r: r.ms("slow"), unit="ms"),
             col("fast", lambda r: r.ms("fast"), unit="ms"),
             col("gain", lambda r: r.gain, unit="×"),
@@ -232,31 +216,17 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
     )
 
 
-def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
-    if not rows:
-        return
-    known = [row for row in rows if row.expected is not None]
-    curves = [
-        Curve(
-            label="measured",
-            x=tuple(row.title for row in rows),
-            y=tuple(row.gain for row in rows),
-        )
-    ]
-    if known:
-        curves.append(
-            Curve(
-                label="expected",
-                x=tuple(row.title for row in known),
-                y=tuple(row.expected or 0.0 for row in known),
-            )
-        )
-    yield Figure(
+def _figure(rows: Sequence[LeverRow]) -> Figure:
+    expected = [(row.title, row.expected) for row in rows if row.expected is not None]
+    return Figure(
         name="levers-gains",
-        title="Gain of each lever",
+        title="Gain of each technique",
         kind="bars",
-        curves=tuple(curves),
-        x_label="lever",
+        curves=(
+            curve("measured", ((row.title, row.gain) for row in rows)),
+            *([curve("expected", expected)] if expected else []),
+        ),
+        x_label="technique",
         y_label="speedup",
     )
 
@@ -264,40 +234,40 @@ def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
 def _hardware_table(rows: Sequence[LeverRow]) -> Table:
     return table(
         "levers-hardware",
-        "Hardware mechanism of each lever",
+        "Hardware mechanism of each technique",
         rows,
         [
-            col("lever", lambda r: r.title),
+            col("technique", lambda r: r.title),
             col("slow variant", lambda r: r.words.slow),
             col("fast variant", lambda r: r.words.fast),
             col("mechanism", lambda r: r.words.hardware),
             col(
                 "in the waterfall",
-                lambda r: LEVERS[r.lever].cause,
-                hint="the part of a step's time that the lever shortens",
+                lambda r: r.lever.cause,
+                hint="the part of a step's time that the technique shortens",
             ),
-            col("in a training step", lambda r: LEVERS[r.lever].example),
+            col("in a training step", lambda r: r.lever.example),
         ],
     )
 
 
 def _card_table(record: Record, index: int) -> Table:
-    facts = {one.name: one for one in record.quantities}
+    quantities = {quantity.name: quantity for quantity in record.quantities}
     lines = [
         *((name, text, "") for name, text in record.required("card", dict[str, str]).items()),
         *(
-            (title, _fact(facts[name]), meaning)
+            (title, _formatted(quantities[name]), meaning)
             for name, (title, meaning) in CARD.items()
-            if name in facts
+            if name in quantities
         ),
         *(
-            (f"measured: {one.name}", rate(one.value, one.unit), one.detail)
-            for one in record.ceilings
-            if one.source == "measured"
+            (f"measured: {ceiling.name}", rate(ceiling.value, ceiling.unit), ceiling.detail)
+            for ceiling in record.ceilings
+            if ceiling.source == "measured"
         ),
     ]
     return table(
-        "levers-card" + (f"-{index + 1}" if index else ""),
+        f"levers-card{suffix(index)}",
         f"Device card: {record.environment.device_name}",
         lines,
         [
@@ -309,7 +279,7 @@ def _card_table(record: Record, index: int) -> Table:
     )
 
 
-def _fact(quantity: Quantity) -> str:
+def _formatted(quantity: Quantity) -> str:
     match quantity.unit:
         case "B":
             return bytes_(quantity.value)

@@ -1,19 +1,19 @@
-"""The step study: gain of each change to a training step, and its distance from the limit.
+"""The step study: gain of each change to a training step, and its distance from the ideal.
 
     stepscope run step --size small --context 512       # ladder, loss curves, waterfall
-    stepscope run step --part race --race 2.7b-2048     # against torch.compile, interleaved
+    stepscope run step --part race --race 2.7b-2048     # compared with torch.compile
 
 The study has four parts. `ladder` starts from the baseline step (eager, float32, naive attention)
 and times each change alone and on top of the changes before it. `loss` trains the same rungs on a
 learnable synthetic text and compares their loss curves with the float32 curve. `waterfall` traces
 the first and the fastest step and breaks each down by cause, from the ideal time of its operations
-to its measured time. `race` compares ours with the fastest torch.compile variant, interleaved on
-the same weights, and then measures the energy of each side alone.
+to its measured time. `race` compares Stepscope with the fastest torch.compile variant, on the same
+weights, and then measures the energy of each side alone.
 
 Estimated time on one H200: the ladder takes 1.5 minutes for small and 2 minutes for 2.7b at context
-2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A race takes 2 to 4 minutes
-with `--scopes block --modes default`, plus a minute for each variant that compiles the full model
-and several minutes for each variant with `--modes max-autotune`. The next command on the same
+2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A comparison takes 2 to 4
+minutes with `--scopes block --modes default`, plus a minute for each variant that compiles the full
+model and several minutes for each variant with `--modes max-autotune`. The next command on the same
 machine reuses the caches of torch.compile.
 """
 
@@ -24,9 +24,8 @@ from typing import Any
 
 import msgspec
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
 from stepscope.studies.step.cases import (
     PARTS,
     LossCase,
@@ -46,7 +45,7 @@ class Step(Study[StepFlags, StepCase]):
     title = "The fast step"
     question = (
         "How much does each change gain between the baseline step and the fastest step,"
-        " does the model still train to the same loss, and what keeps the step below its limit?"
+        " does the model still train to the same loss, and what keeps the step from its ideal time?"
     )
     examples = (
         "stepscope run step",
@@ -61,7 +60,7 @@ class Step(Study[StepFlags, StepCase]):
     no_model = "its ladder replaces parts of Stepscope's own model; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[StepCase, ...]:
-        # Small races include host time, and a profiler can slow later launches: races run first.
+        # Small races include CPU time, and a profiler can slow later launches: races run first.
         return (
             *(race_cases(flags) if "race" in flags.part else ()),
             *(ladder_cases(flags) if "ladder" in flags.part else ()),
@@ -92,16 +91,6 @@ class Step(Study[StepFlags, StepCase]):
             *sweep(False),
             *(row for row in rows if isinstance(row, RungCase) and row.rung != START),
         )
-
-    def measure(self, case: StepCase, bench: Bench) -> Measurement:
-        from stepscope.studies.step.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.step.view import step_blocks
-
-        return step_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
         if environment.device_kind == "cpu":

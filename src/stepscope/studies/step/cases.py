@@ -11,7 +11,7 @@ import msgspec
 
 from stepscope.errors import unknown_name
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_each, check_seconds
+from stepscope.studies.flag_checks import check_at_least, check_each, check_seconds
 from stepscope.studies.step.ladder import (
     RUNGS,
     How,
@@ -32,7 +32,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study: ladders by size, context and batch, and races by name."""
 
     part: tuple[Part, ...] = ("ladder", "loss", "waterfall")
-    """Parts to run: ladder, loss, waterfall, race."""
+    """Parts to run: ladder, loss, waterfall, race (the comparison with torch.compile)."""
     size: tuple[str, ...] = ("small",)
     """Model sizes of the ladder and the waterfall."""
     table: Literal["2025", "2026"] = "2025"
@@ -49,19 +49,20 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
     race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")
-    """Races: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512, 8b-32768, tiny-64."""
+    """Steps to compare with torch.compile: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512,
+    8b-32768, tiny-64."""
     scopes: tuple[str, ...] = SCOPES
-    """Scope of torch.compile for the peer in a race: block, model."""
+    """Scope of torch.compile in a comparison: block, model."""
     modes: tuple[str, ...] = MODES
-    """Modes of torch.compile for the peer: default, reduce-overhead, or max-autotune, which takes
-    minutes for each variant."""
+    """Modes of torch.compile in a comparison: default, reduce-overhead, or max-autotune, which
+    takes minutes for each variant."""
     attentions: tuple[str, ...] = ATTENTIONS
-    """Attention implementations of the peer."""
+    """Attention implementations of the torch.compile variants."""
     forms: tuple[str, ...] = ()
-    """Race only the variants whose name contains one of these strings, such as 'peer: block'
-    'updates in backward'."""
+    """Compare only the variants whose name contains one of these strings, such as 'peer: block'
+    (torch.compile of each block) 'updates in backward'."""
     heat_seconds: float = 300.0
-    """Time limit for the trials of a race in seconds; variants not tried by then are left out."""
+    """Time limit for trying the variants in seconds; those not tried by then are left out."""
     form_seconds: float = 400.0
     """Time limit for compiling and trying one variant in seconds; a slower variant is left out."""
     loss_size: str = "small"
@@ -90,19 +91,19 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     min_seconds: float = 0.5
     """Keep sampling until this much time has passed (at most 200 samples)."""
     blocks: int = 6
-    """Blocks of consecutive steps for each side of a race; the sides alternate."""
+    """Blocks of consecutive steps for each side of a comparison; the sides alternate."""
     block_seconds: float = 4.0
     """Minimum duration of a block of consecutive steps in seconds."""
     rounds: int = 10
-    """Minimum number of rounds of interleaved samples in a race."""
+    """Minimum number of rounds of interleaved samples in a comparison."""
 
     def __post_init__(self) -> None:
         for name in ("heat_seconds", "form_seconds"):
             shown = name.replace("_", "-")
             check_each(shown, (getattr(self, name),), lambda s: s > 0, "it must be above 0")
         for name in ("steps", "rounds", "loss_steps", "words"):
-            check_each(name, (getattr(self, name),), lambda n: n >= 1, "it must be at least 1")
-        check_seconds("warmup", self.warmup)
+            check_at_least(name, getattr(self, name))
+        check_at_least("warmup", self.warmup, least=0)
         check_seconds("min-seconds", self.min_seconds)
 
 

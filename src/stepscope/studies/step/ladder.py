@@ -36,14 +36,14 @@ RUNGS: dict[str, Rung] = {
         Rung("fused-loss", "chunked output head and loss", {"loss": "fused"}),
         # torch.compile fuses the same operations as the rungs that follow, so it does not stay.
         Rung("compile", "torch.compile of each block", {"compile": "block"}, stays=False),
-        Rung("fused-pieces", "our kernels between the matmuls", {"fused": True}),
+        Rung("fused-pieces", "Stepscope's kernels between the matmuls", {"fused": True}),
         Rung(
             "joined",
             "fused QKV and gate/up projections, cached weight casts",
             {"fused": True, "joined": True},
         ),
         Rung("fused-optimizer", "single-launch AdamW", {"optimizer": "stepscope-fused"}),
-        Rung("in-backward", "AdamW overlapped with the backward", {"optimizer": IN_BACKWARD}),
+        Rung("in-backward", "AdamW overlapped with the backward pass", {"optimizer": IN_BACKWARD}),
         Rung("graph", "CUDA graph of the step", {"graph": True}),
         Rung(
             "searched",
@@ -133,9 +133,9 @@ def needs_of_kernels(workload: Workload) -> tuple[str, ...]:
     Without them the naive implementation would run under the kernel's name, and emulated bfloat16
     would take longer than all other rungs together.
     """
-    ours = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
+    own = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
     return (
-        *(["kernels"] if ours else []),
+        *(["kernels"] if own else []),
         *(["bfloat16-units"] if precision(workload.dtype).compute == "bfloat16" else []),
     )
 

@@ -28,7 +28,7 @@ _WEIGHTS = 1.0 / np.arange(1, FOLLOWERS + 1)
 _SHARES = _WEIGHTS / _WEIGHTS.sum()
 
 
-def measure_case(case: StepCase, bench: Bench) -> Measurement:
+def measure(case: StepCase, bench: Bench) -> Measurement:
     if isinstance(case, LadderCase):
         return measure_step(case, case, bench)
     if isinstance(case, WaterfallCase):
@@ -67,11 +67,8 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
             # The trace is valid without the replay.
             notes["replay"] = first_cause(error)
         else:
-            series += [
-                msgspec.structs.replace(one, name="replay")
-                for one in replayed.series
-                if one.name == "step"
-            ]
+            steps = (times for times in replayed.series if times.name == "step")
+            series += [msgspec.structs.replace(times, name="replay") for times in steps]
     return Measurement(
         series=tuple(series),
         quantities=case.quantities(),
@@ -98,15 +95,15 @@ def measure_loss(case: LossCase, bench: Bench) -> Measurement:
         step.phases()
         begin_again(step, before)
     losses = torch.empty(case.steps, device=bench.device.torch_device)
-    for number, batch in enumerate(text):
+    for index, batch in enumerate(text):
         step.reset()
         step.tokens.copy_(batch[:, :-1])
         step.targets.copy_(batch[:, 1:])
         step.run_phases()
         assert step.loss is not None
-        losses[number].copy_(step.loss.detach())
-        if number % 10 == 9:
-            bench.progress(number + 1, case.steps, "steps of training")
+        losses[index].copy_(step.loss.detach())
+        if index % 10 == 9:
+            bench.progress(index + 1, case.steps, "steps of training")
     return Measurement(
         series=(Series(name="loss", unit="nats", values=tuple(losses.tolist())),),
         quantities=(*case.quantities(), Quantity(name="entropy", value=entropy(), unit="nats")),

@@ -1,13 +1,13 @@
-"""Race full training steps: try every variant, then compare the fastest variant of each side.
+"""Compare full training steps: try every variant, then time the fastest of each side.
 
-All variants share one set of weights and moments, so a model of which only one copy fits can race
-in several variants. A trial ("heat" in the record) builds a variant, warms it up, times a few
+All variants share one set of weights and moments, so a model of which only one copy fits can
+run in several variants. A trial ("heat" in the record) builds a variant, warms it up, times a few
 steps and frees it with all compiled code, so that no variant lacks memory because of another. A
-device lowers its clock under load, so trials cannot separate variants that are close; close
+GPU lowers its clock under load, so trials cannot separate variants that are close; close
 variants of one side are compared in alternating blocks (the run-off). The fastest variant of each
 side is then built again, from the compiler's caches, and timed twice in this process: in blocks of
 consecutive steps as in training, which is the result, and in interleaved samples that each start on
-an idle device. The last variant tried stays built, because compiling a full model takes long even
+an idle GPU. The last variant tried stays built, because compiling a full model takes long even
 from the caches. Finally the energy of each side is measured.
 """
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from stepscope.measure.timer import Timing
 
 _WARM_UP = 3
-_NEAR, _MOST_NEAR = 1.02, 3
+_NEAR, _MAX_NEAR = 1.02, 3
 """Variants within this factor of the fastest trial of a side, at most this many, run off."""
 _RUN_OFF_BLOCKS, _RUN_OFF_S = 4, 1.0
 _UNBROKEN_S = 4.0
 """Duration of consecutive steps for the energy measurement of a side, after warm-up."""
-_FORMS = 64
+_MAX_COMPILATIONS = 64
 """Recompile limit: the same code is compiled for every variant, beyond the default limit of 8."""
 
 
@@ -55,7 +55,7 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
     if any(racer.workload.compile != "no" for racer in case.racers):
         import torch._dynamo.config as dynamo
 
-        dynamo.recompile_limit = _FORMS
+        dynamo.recompile_limit = _MAX_COMPILATIONS
     field = Field(case.racers[0], bench)
     began = time.monotonic()
     for index, racer in enumerate(case.racers):
@@ -67,8 +67,8 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
     sides = list(field.heats)
     if {"peer", "ours"} - set(sides):
         reasons = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
-        raise CaseSkipped(f"no race: {reasons}")
-    # The peer goes last: a variant of it may still be built, and rebuilding costs minutes.
+        raise CaseSkipped(f"nothing to compare: {reasons}")
+    # PyTorch goes last: a variant of it may still be built, and rebuilding costs minutes.
     fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
     entries = [field.entry(fastest[side]) for side in sides]
     blocks = _consecutive(
@@ -134,7 +134,7 @@ def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dic
         except Exception as error:
             measured = first_cause(error)
         quantities, why = energy_quantities(measured, None)
-        energy += [msgspec.structs.replace(one, variant=racer.side) for one in quantities]
+        energy += [msgspec.structs.replace(each, variant=racer.side) for each in quantities]
         reasons |= dict.fromkeys(why.values())
     return energy, {"no_energy": "; ".join(reasons)} if reasons else {}
 
@@ -154,7 +154,7 @@ class Field:
         self._racers: dict[str, Racer] = {}
         self._ready: dict[str, Entry] = {}
         self.excluded: dict[str, str] = {}
-        """Reason why a variant did not race, by name."""
+        """Reason why a variant did not run, by name."""
         self.no_run_off: dict[str, str] = {}
         """Reason why the variants of a side did not run off, by side."""
 
@@ -198,8 +198,8 @@ class Field:
         """The fastest variant by its trial, and those within `_NEAR` of it."""
         heats = self.heats[side]
         order = sorted(heats, key=lambda name: heats[name].ms)
-        most_ms = heats[order[0]].ms * _NEAR
-        return [self._racers[name] for name in order[:_MOST_NEAR] if heats[name].ms <= most_ms]
+        max_ms = heats[order[0]].ms * _NEAR
+        return [self._racers[name] for name in order[:_MAX_NEAR] if heats[name].ms <= max_ms]
 
     def run_off(self, side: str) -> Racer:
         """Return the fastest variant of a side; close variants are timed in alternating blocks."""

@@ -1,4 +1,4 @@
-"""The races of the step study: their shapes and the variants of each side. Imports no torch."""
+"""Comparisons of full steps: their shapes and the variants of each side. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTENTIONS = ("sdpa_flash", "sdpa_cudnn")
 
 
 class RaceSpec(NamedTuple):
-    """The training step of a race, and what selects our variants for it."""
+    """The training step of a race, and what selects Stepscope's variants for it."""
 
     size: str
     context: int
@@ -31,14 +31,14 @@ class RaceSpec(NamedTuple):
     dtype: str = "bfloat16"
     table: str = "2025"
     checkpoint: str = NONE
-    """Activation checkpointing of the peer, where the step does not fit in memory without it."""
+    """Activation checkpointing of PyTorch, where the step does not fit in memory without it."""
     thrifty: int = 0
-    """Number of our blocks that save only their inputs, where the peer is checkpointed."""
+    """Number of Stepscope's blocks that save only their inputs, where PyTorch is checkpointed."""
     other_attention: str = "sdpa_cudnn"
-    """Attention tried next to `auto`, whose choice assumes that the host is not ahead."""
+    """Attention tried next to `auto`, whose choice assumes that the CPU is not ahead."""
     less_memory: bool = False
-    """Whether our variants save fewer activations than they could, one of them inputs only, and
-    their peak memory is compared with the peer's."""
+    """Whether Stepscope's variants save fewer activations than they could, one of them inputs only,
+    and their peak memory is compared with PyTorch's."""
 
 
 RACES: dict[str, RaceSpec] = {
@@ -64,15 +64,16 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SIDES = {
-    "peer": "the peer",
-    "ours": "ours",
-    "spare": "ours with fewer saved activations",
-    "narrow": "ours with narrower dtypes",
+    "peer": "PyTorch",
+    "ours": "Stepscope",
+    "spare": "Stepscope with fewer saved activations",
+    "narrow": "Stepscope with narrower dtypes",
 }
+"""Sides of a race, as records name them, in words."""
 
 
 class Racer(NamedTuple):
-    """A variant of the training step and the side it races for."""
+    """A variant of the training step and the side it belongs to."""
 
     side: str
     """One of `SIDES`."""
@@ -112,10 +113,11 @@ def racers(
     attentions: tuple[str, ...] = ATTENTIONS,
     forms: tuple[str, ...] = (),
 ) -> tuple[Racer, ...]:
-    """Variants of the peer and of ours, with the same dtypes of weights, gradients and state.
+    """Variants of PyTorch and of Stepscope, with the same dtypes of weights, gradients and state.
 
-    One variant of the peer comes first, then ours, then the rest, so that there is a race even if
-    the time limit is reached. With `forms`, only variants whose name contains one of these strings.
+    One variant of PyTorch comes first, then Stepscope's, then the rest, so that there is a result
+    even if the time limit is reached. With `forms`, only variants whose name contains one of these
+    strings.
     """
     spec = race_spec(name)
     first = start(spec.size, spec.table, spec.context, spec.batch, {})
@@ -167,7 +169,7 @@ def _our_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
     if spec.less_memory:
         yield _racer("ours", overlapped, keep=keep)
     yield _racer("ours", ours, compile="block", graph=True)
-    # Gradients and residual stream in other dtypes than the peer's: compared in a separate row.
+    # Gradients and residual stream in other dtypes than PyTorch's: compared in a separate row.
     narrow = msgspec.structs.replace(overlapped, keep=keep, graph=True, optimizer=AS_MADE)
     yield _racer("narrow", narrow)
     most = NORMS if spec.less_memory else ALL

@@ -16,6 +16,7 @@ from stepscope.studies.base import Result, results_of
 from stepscope.studies.step.cases import LadderCase, LossCase, StepCase, StepRaceCase
 from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.step.races import RACES, Heat, RaceSpec
+from stepscope.studies.views.builders import grouped
 
 TAIL = 10
 """The final loss is the mean over the last 1/TAIL of a curve."""
@@ -40,7 +41,7 @@ class Rung(NamedTuple):
 
     @property
     def host(self) -> HostShare | None:
-        """Share of the step in which the device waits for the host."""
+        """Share of the step in which the GPU waits for the CPU."""
         return host_bound(self.record)
 
     @property
@@ -80,12 +81,12 @@ class Ladder(NamedTuple):
 
 
 def ladders(results: Sequence[Result[StepCase]]) -> list[Ladder]:
-    groups: dict[tuple[object, ...], list[Result[LadderCase]]] = {}
-    for result in results_of(results, LadderCase):
+    def step(result: Result[LadderCase]) -> tuple[object, ...]:
         case = result.case
         overrides = tuple(sorted(case.overrides.items()))
-        key = (case.table, case.size, case.context, case.batch, overrides)
-        groups.setdefault(key, []).append(result)
+        return case.table, case.size, case.context, case.batch, overrides
+
+    groups = grouped(results_of(results, LadderCase), step)
     return [Ladder(_rungs(group)) for group in groups.values()]
 
 
@@ -152,9 +153,7 @@ class LossCurve(NamedTuple):
 
 
 def loss_curves(results: Sequence[Result[StepCase]]) -> dict[str, LossCurve]:
-    groups: dict[str, list[Result[LossCase]]] = {}
-    for result in results_of(results, LossCase):
-        groups.setdefault(result.case.rung, []).append(result)
+    groups = grouped(results_of(results, LossCase), lambda result: result.case.rung)
     return {
         rung: LossCurve(
             rung,
@@ -171,7 +170,7 @@ def loss_curves(results: Sequence[Result[StepCase]]) -> dict[str, LossCurve]:
 
 
 class Lead(NamedTuple):
-    """Step times of the peer and of one side in consecutive steps, and their ratio."""
+    """Step times of PyTorch and of one side in consecutive steps, and their ratio."""
 
     peer_ms: float
     ms: float
@@ -201,7 +200,7 @@ class StepRace(NamedTuple):
 
     @property
     def peers(self) -> int:
-        """Number of variants of the peer that ran."""
+        """Number of variants of PyTorch that ran."""
         return sum(
             isinstance(heat, Heat) and variant.startswith("peer: ")
             for variant, heat in self.heats.items()
@@ -216,7 +215,7 @@ class StepRace(NamedTuple):
         return () if series is None else series.values
 
     def lead(self, side: str = "ours") -> Lead | None:
-        """The peer against one side in consecutive steps; None if these were not measured."""
+        """PyTorch against one side in consecutive steps; None if these were not measured."""
         peer, own = self.blocks("peer"), self.blocks(side)
         if peer and own:
             ratio = paired_ratio(own, peer, level=0.95)
@@ -225,7 +224,7 @@ class StepRace(NamedTuple):
         return Lead(others.step_ms, alone.step_ms, None) if others and alone else None
 
     def ratio(self, side: str = "ours") -> Ratio | None:
-        """The peer's time over that of a side in interleaved samples, each from an idle device."""
+        """PyTorch's time over that of a side in interleaved samples, each from an idle GPU."""
         peer, own = self._samples("step", "peer"), self._samples("step", side)
         return ratio_interval(own, peer, level=0.95) if peer and own else None
 
@@ -241,13 +240,17 @@ class StepRace(NamedTuple):
         samples = self._samples("step", side)
         return summarize(samples).median if samples else None
 
+    @property
+    def mfu_basis(self) -> str:
+        """The rate that `mfu` is relative to: the peak of the data sheet, else the ceiling."""
+        return "data sheet" if matrix_ceiling(self.record, measured=False) else "measured"
+
     def mfu(self, side: str = "ours") -> float | None:
-        """MFU relative to the data sheet's rate for the dtype of the matmuls, else the measured."""
         ms, flops = self.step_ms(side), self.record.quantity("flops")
-        ceiling = matrix_ceiling(self.record, measured=False) or matrix_ceiling(self.record)
-        if ms is None or flops is None or ceiling is None or ms <= 0:
+        rate = matrix_ceiling(self.record, measured=self.mfu_basis == "measured")
+        if ms is None or flops is None or rate is None or ms <= 0:
             return None
-        return flops / (ms * 1e-3) / ceiling.value
+        return flops / (ms * 1e-3) / rate.value
 
     def peak(self, side: str) -> float | None:
         heat = self.heats.get(self.best.get(side, ""))
@@ -263,12 +266,11 @@ class StepRace(NamedTuple):
 def races(results: Sequence[Result[StepCase]]) -> list[StepRace]:
     """Races by name, in the order of `RACES`.
 
-    Of several races of one step, the one with the most peer variants counts, because the fastest
-    peer is known only among those; ties go to the race in which the peer is closest to ours.
+    Of several races of one step, the one with the most variants of PyTorch counts, because its
+    fastest is known only among those; ties go to the race in which PyTorch comes closest.
     """
-    groups: dict[str, list[StepRace]] = {}
-    for record, case in results_of(results, StepRaceCase):
-        groups.setdefault(case.race, []).append(_race(record, case.race))
+    ran = [_race(record, case.race) for record, case in results_of(results, StepRaceCase)]
+    groups = grouped(ran, lambda race: race.name)
     raced = []
     for name in RACES:
         if name in groups:

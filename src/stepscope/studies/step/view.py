@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import mfu, tokens_per_second
 from stepscope.analysis.power import Draw
 from stepscope.analysis.trace.summary import Summary as Trace
-from stepscope.records.stats import Ratio
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, Spread, Table
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Spread, Table
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import STATUS, col, failed_table, table
 from stepscope.studies.base import Result, results_of
@@ -30,6 +28,14 @@ from stepscope.studies.step.rows import (
     loss_curves,
     races,
 )
+from stepscope.studies.views.builders import (
+    HOST_SHARE,
+    MFU,
+    STEP_MS,
+    TOKENS,
+    curve,
+    ratio_cell,
+)
 from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
@@ -37,7 +43,7 @@ _POINTS, _WINDOWS = 60, 20
 _HOW = {"start": "", "first": "both", "alone": "alone", "so far": "cumulative"}
 
 
-def step_blocks(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
     climbed, curves, raced = ladders(results), loss_curves(results), races(results)
     others = [r.record for r in results if isinstance(r.case, WaterfallCase | StepRaceCase)]
     return (
@@ -59,18 +65,12 @@ def step_blocks(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
 def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
     climb = ladder.climb
     if len(climb) > 1:
-        names = (rung.case.rung for rung, _ in climb)
+        points = ((r.case.rung, step.median) for r, step in climb)
         yield Figure(
             name=f"step-climb{suffix}",
             title=f"From the baseline to the fastest step: {ladder.name}",
             kind="bars",
-            curves=(
-                Curve(
-                    label="step",
-                    x=tuple(START if name == START else f"+ {name}" for name in names),
-                    y=tuple(step.median for _, step in climb),
-                ),
-            ),
+            curves=(curve("step", ((n if n == START else f"+ {n}", ms) for n, ms in points)),),
             x_label="cumulative; the table says which changes do not stay",
             y_label="step time, ms",
         )
@@ -82,34 +82,16 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
         [
             col("change", lambda r: words(r.case.rung), key=True),
             col("how", lambda r: _HOW[r.case.how], key=True),
-            col(
-                "step",
-                lambda r: (
-                    r.step and Interval(value=r.step.median, low=r.step.low, high=r.step.high)
-                ),
-                unit="ms",
-                hint="median with its 95 % interval",
-            ),
+            STEP_MS,
             col(
                 "vs baseline",
                 lambda r: start.median / r.step.median if start and r.step else None,
                 unit="×",
             ),
             col("vs rung before", lambda r: r.gain, unit="×"),
-            col("tokens/s", lambda r: _rounded(tokens_per_second(r.record)), "count"),
-            col(
-                "MFU, measured",
-                lambda r: mfu(r.record),
-                "percent",
-                hint="relative to the measured matmul rate of its dtype",
-            ),
-            col("MFU, data sheet", lambda r: mfu(r.record, measured=False), "percent"),
-            col(
-                "host-bound",
-                lambda r: r.host and r.host.fraction,
-                "percent",
-                hint="share of the step in phases limited by their launches",
-            ),
+            TOKENS,
+            *MFU,
+            HOST_SHARE,
             col("peak memory", lambda r: r.peak, "bytes"),
             col("reason", lambda r: r.record.reason or None, key=True),
         ],
@@ -119,10 +101,6 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
         " rung that is one. Both: alone and cumulative are the same step. MFU is relative to the"
         " rate of each step's own dtype, so a faster dtype can lower it.",
     )
-
-
-def _rounded(value: float | None) -> int | None:
-    return None if value is None else round(value)
 
 
 def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
@@ -144,7 +122,7 @@ def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
             name="step-loss-curves",
             title="Training loss",
             kind="lines",
-            curves=tuple(_thinned(curve) for curve in shown.values()),
+            curves=tuple(map(_thinned, shown.values())),
             x_label="training step",
             y_label="loss, nats",
             caption="Mean of the seeds. The text is a Markov chain: each word is followed by one of"
@@ -156,28 +134,20 @@ def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
         yield _loss_table(curves)
 
 
-def _thinned(curve: LossCurve) -> Curve:
-    mean = curve.mean()
+def _thinned(losses: LossCurve) -> Curve:
+    mean = losses.mean()
     stride = max(1, len(mean) // _POINTS)
-    parts = [mean[at : at + stride] for at in range(0, len(mean), stride)]
-    return Curve(
-        label=curve.rung,
-        x=tuple(float(1 + index * stride) for index in range(len(parts))),
-        y=tuple(sum(part) / len(part) for part in parts),
-    )
+    parts = ((at, mean[at : at + stride]) for at in range(0, len(mean), stride))
+    return curve(losses.rung, ((1.0 + at, sum(part) / len(part)) for at, part in parts))
 
 
 def _deviations(shown: dict[str, LossCurve]) -> Iterator[Figure]:
     """Figure of deviations from the baseline, which overlapping loss curves do not show."""
     steps = max(1, len(shown[START].mean()) // _WINDOWS)
     curves = tuple(
-        Curve(
-            label=rung,
-            x=tuple(steps * (at + 0.5) for at in range(len(shares))),
-            y=tuple(100 * share for share in shares),
-        )
-        for rung, curve in shown.items()
-        if rung != START and (shares := curve.apart_in_windows(shown[START], steps))
+        curve(rung, ((steps * (at + 0.5), 100 * share) for at, share in enumerate(shares)))
+        for rung, losses in shown.items()
+        if rung != START and (shares := losses.apart_in_windows(shown[START], steps))
     )
     if curves:
         yield Figure(
@@ -194,18 +164,18 @@ def _deviations(shown: dict[str, LossCurve]) -> Iterator[Figure]:
 
 def _loss_table(curves: dict[str, LossCurve]) -> Table:
     start = curves.get(START)
-    fell = start.fell_by() if start is not None else None
+    decrease = start.fell_by() if start is not None else None
 
     def deviation(curve: LossCurve) -> float | None:
         return None if start is None or curve.rung == START else curve.apart(start)
 
-    def verdict(curve: LossCurve) -> str | None:
+    def outcome(curve: LossCurve) -> str | None:
         if not curve.by_seed:
             failed = curve.records[0]
             return f"{STATUS.get(failed.status, failed.status)}: {failed.reason}"
         if (deviates := deviation(curve)) is None:
             return None
-        if fell is None or fell < FALLS_BY:
+        if decrease is None or decrease < FALLS_BY:
             return "too few steps"
         return "same" if abs(deviates) <= AGREES_WITHIN else "deviates"
 
@@ -225,7 +195,7 @@ def _loss_table(curves: dict[str, LossCurve]) -> Table:
             ),
             col("decrease", lambda c: c.fell_by(), "percent", hint="smallest over the seeds"),
             col("vs float32", deviation, "percent", hint="largest deviation over the seeds"),
-            col("verdict", verdict),
+            col("outcome", outcome),
         ],
         caption=f"Same: the final loss is within {percent(AGREES_WITHIN)} of the float32 curve with"
         f" the same seed. Learning requires that the loss falls by at least {percent(FALLS_BY)}.",
@@ -251,47 +221,43 @@ class SpeedRow(NamedTuple):
 
 def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
     rows = [row for race in raced for row in _speed_rows(race)]
+    bases = dict.fromkeys(race.mfu_basis for race in raced)
     if not rows:
         return
     yield table(
         "step-speed",
-        "One training step: ours against the fastest peer",
+        "One training step: Stepscope compared with the fastest PyTorch variant",
         rows,
         [
             col("case", lambda r: r.case),
-            col("peer", lambda r: r.peer, hint="the fastest of its variants"),
-            col("peer", lambda r: r.peer_ms, unit="ms", hint="consecutive steps"),
-            col("ours", lambda r: r.own),
-            col("ours", lambda r: r.ms, unit="ms", hint="consecutive steps"),
+            col("PyTorch", lambda r: r.peer, hint="the fastest of its variants"),
+            col("PyTorch", lambda r: r.peer_ms, unit="ms", hint="consecutive steps"),
+            col("Stepscope", lambda r: r.own),
+            col("Stepscope", lambda r: r.ms, unit="ms", hint="consecutive steps"),
             col(
                 "consecutive",
                 lambda r: r.consecutive,
                 unit="×",
-                hint="the peer's step time over ours in consecutive steps as in training, or our"
-                " peak memory over the peer's",
+                hint="step time of PyTorch over that of Stepscope in consecutive steps as in"
+                " training, or peak memory of Stepscope over that of PyTorch",
             ),
             col(
                 "interleaved",
                 lambda r: r.interleaved,
                 unit="×",
-                hint="the same for interleaved single samples, each from an idle device,"
+                hint="the same for interleaved single samples, each from an idle GPU,"
                 " with its 95 % interval",
             ),
-            col(
-                "MFU",
-                lambda r: r.mfu,
-                "percent",
-                hint="ours, relative to the data sheet's rate, else to the measured rate",
-            ),
+            col(f"MFU, {' or '.join(bases)}", lambda r: r.mfu, "percent", hint="of Stepscope"),
         ],
-        caption="All variants run on the same weights in one process; the peer uses torch's fused"
+        caption="All variants run on the same weights in one process; PyTorch uses its fused"
         " AdamW. Consecutive steps run without a pause, in blocks of at least 4 s that alternate"
-        " between the sides, with the 95 % interval of the ratio of neighbouring blocks; a value"
+        " between the sides, with the 95 % interval of the ratio of neighboring blocks; a value"
         " without an interval comes from one such block for each side. Interleaved samples each"
-        " start on an idle device: they include host time that consecutive steps hide, and a"
+        " start on an idle GPU: they include CPU time that consecutive steps hide, and a"
         " power-limited clock recovers between them. Dtypes are the same, except in rows with"
         " narrower dtypes: there the gradients of the blocks' matmuls reach the optimizer in the"
-        " dtype of the matmuls, to which the peer's are rounded before they become float32, and"
+        " dtype of the matmuls, to which PyTorch's are rounded before they become float32, and"
         " with a narrow stream the residual stream has that dtype too. MFU counts the visible half"
         " of causal attention and no recomputation.",
     )
@@ -317,7 +283,7 @@ def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
             race.form(side),
             ms,
             lead_cell(race.lead(side)),
-            interval_cell(ratio),
+            ratio_cell(ratio),
             race.mfu(side),
         )
 
@@ -336,11 +302,7 @@ def lead_cell(lead: Lead | None) -> Cell:
     """Ratio of consecutive steps, with its interval where blocks alternated."""
     if lead is None:
         return None
-    return lead.value if lead.ratio is None else interval_cell(lead.ratio)
-
-
-def interval_cell(ratio: Ratio) -> Interval:
-    return Interval(value=ratio.value, low=ratio.low, high=ratio.high)
+    return lead.value if lead.ratio is None else ratio_cell(lead.ratio)
 
 
 class PowerRow(NamedTuple):
@@ -366,7 +328,7 @@ def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         rows,
         [
             col("case", lambda r: r.race.name),
-            col("side", lambda r: r.side),
+            col("side", lambda r: SIDES[r.side]),
             col("variant", lambda r: r.race.form(r.side)),
             col(
                 "energy",
@@ -389,7 +351,7 @@ def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         caption="One block of consecutive steps for each side, of 1.5 to 4 s or two steps after"
         " the clock has settled, measured by the device's energy counter, ± one increment. At the"
         " power cap the step time is the energy per step over the power limit. Reading the counter"
-        " slows a host-bound step.",
+        " slows a CPU-bound step.",
     )
 
 
@@ -412,7 +374,7 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         rows,
         [
             col("case", lambda r: r.case),
-            col("side", lambda r: r.name.partition(": ")[0]),
+            col("side", lambda r: SIDES[r.name.partition(": ")[0]]),
             col("variant", lambda r: r.name.partition(": ")[2]),
             col("step", lambda r: r.heat and r.heat.ms, unit="ms", hint="alone, by the host clock"),
             col(
@@ -430,11 +392,11 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
             col("peak memory", lambda r: r.heat and r.heat.peak_bytes, "bytes"),
             col("outcome", lambda r: r.outcome),
         ],
-        caption="The fastest variant of each side raced, by its run-off where there was one."
+        caption="The fastest variant of each side was compared, by its run-off where there was one."
         " The peak memory of a variant includes what all variants share (weights,"
         " moments). In the names, joined means fused QKV and gate/up projections, searched means"
         " autotuned GEMMs, keeps names the saved activations, and updates in backward means that"
-        " the optimizer overlaps with the backward.",
+        " the optimizer overlaps with the backward pass.",
     )
 
 
@@ -451,14 +413,14 @@ def _heat_rows(race: StepRace) -> Iterator[HeatRow]:
             elif run is not race:
                 yield HeatRow(race.name, name, heat, _elsewhere(run, side))
             else:
-                raced = name in race.best.values()
-                yield HeatRow(race.name, name, heat, _raced(run, side) if raced else None)
+                chosen = name in race.best.values()
+                yield HeatRow(race.name, name, heat, _chosen(run, side) if chosen else None)
         shown |= set(run.heats)
 
 
-def _raced(run: StepRace, side: str) -> str:
+def _chosen(run: StepRace, side: str) -> str:
     failed = (run.record.attachment("no_run_off", dict[str, str]) or {}).get(side)
-    return "raced" if failed is None else f"raced by its time alone, the run-off failed: {failed}"
+    return "chosen" if failed is None else f"chosen by its time alone, the run-off failed: {failed}"
 
 
 def _elsewhere(run: StepRace, side: str) -> str:

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Bench, Study
 from stepscope.studies.training.post_mortem import step_post_mortem
 from stepscope.studies.training.workload import case_of, workloads
 from stepscope.studies.warmup.cases import WarmupCase, WarmupFlags
@@ -39,18 +38,8 @@ class Warmup(Study[WarmupFlags, WarmupCase]):
             for warmup in flags.warmup
         )
 
-    def measure(self, case: WarmupCase, bench: Bench) -> Measurement:
-        from stepscope.studies.warmup.measure import measure_warmup
-
-        return measure_warmup(case, bench)
-
     def post_mortem(self, case: WarmupCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, message)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.warmup.view import warmup_blocks
-
-        return warmup_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[WarmupFlags]]:
         course = ("small", "medium", "large", "xl")

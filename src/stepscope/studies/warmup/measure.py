@@ -8,7 +8,7 @@ from stepscope.studies.training.timed import time_steps
 from stepscope.studies.warmup.cases import WarmupCase
 
 
-def measure_warmup(case: WarmupCase, bench: Bench) -> Measurement:
+def measure(case: WarmupCase, bench: Bench) -> Measurement:
     step = make_step(case, bench.device)
     timing = time_steps(step, bench, case, inner_marks="always")
     return Measurement(series=timing.series, quantities=step.quantities(), readings=timing.readings)

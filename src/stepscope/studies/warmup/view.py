@@ -8,11 +8,12 @@ from functools import cached_property, partial
 from stepscope.analysis.steady_state import Settling, settling
 from stepscope.records.stats import summarize
 from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.trusted import all_good
+from stepscope.studies.views.builders import curve, finding, grouped
 from stepscope.studies.warmup.cases import WarmupCase
 
 
@@ -30,20 +31,14 @@ class Process:
         return settling(self.steps)
 
 
-def warmup_blocks(results: Sequence[Result[WarmupCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[WarmupCase]]) -> tuple[Block, ...]:
     processes = [Process(result) for result in results]
     timed = [process for process in processes if process.steps]
     return (*_findings(timed), *_figure(timed), _table(processes))
 
 
-def _ids(processes: Sequence[Process]) -> tuple[str, ...]:
-    return tuple(process.record.id for process in processes)
-
-
 def _findings(processes: Sequence[Process]) -> Iterator[Finding]:
-    groups: dict[str, list[Process]] = {}
-    for process in processes:
-        groups.setdefault(process.case.name, []).append(process)
+    groups = grouped(processes, lambda process: process.case.name)
     for name, members in groups.items():
         yield _first_step(name, members)
     if processes:
@@ -54,7 +49,7 @@ def _first_step(name: str, processes: Sequence[Process]) -> Finding:
     steady = summarize([process.settling.steady for process in processes]).median
     first = summarize([process.steps[0] for process in processes]).median
     extra = summarize([process.settling.extra for process in processes]).median
-    values = {"first_ms": first, "steady_ms": steady, "extra_ms": extra}
+    values: dict[str, Value] = {"first_ms": first, "steady_ms": steady, "extra_ms": extra}
     many = len(processes) > 1
     where = f"median of {len(processes)} fresh processes" if many else "in its process"
     text = (
@@ -65,17 +60,14 @@ def _first_step(name: str, processes: Sequence[Process]) -> Finding:
     cold = next((process for process in processes if process.case.warmup == 0), None)
     if cold is not None:
         biased = summarize(cold.steps[: cold.case.steps])
-        values["cold_mean_off"] = off = biased.mean / steady - 1
+        off = biased.mean / steady - 1
+        values["cold_mean_off"] = off
         text += (
             f" Without warm-up{', in one process,' * many} the mean of {biased.count} steps is"
             f" {percent(off)} off, with a standard deviation of {duration(biased.std)}."
         )
-    return Finding(
-        code="warmup.first-step",
-        values={"step": name, "processes": len(processes), **values},
-        records=_ids(processes),
-        text=text,
-    )
+    values |= {"step": name, "processes": len(processes)}
+    return finding("warmup.first-step", text, processes, values)
 
 
 def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
@@ -90,14 +82,14 @@ def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
     }
     if not unlike:
         return None
-    name, (low, high) = max(unlike.items(), key=lambda one: one[1][1] / one[1][0])
-    return Finding(
-        code="warmup.unlike-processes",
-        values={"step": name, "fastest_ms": low, "slowest_ms": high},
-        records=_ids(groups[name]),
-        text=f"The number of warm-up steps that this machine needs is unknown: after its first"
+    name, (low, high) = max(unlike.items(), key=lambda item: item[1][1] / item[1][0])
+    return finding(
+        "warmup.unlike-processes",
+        "The number of warm-up steps that this machine needs is unknown: after its first"
         f" steps {name} takes {duration(low)} in one fresh process and {duration(high)} in another."
         " Stop other work on the machine and measure again.",
+        groups[name],
+        {"step": name, "fastest_ms": low, "slowest_ms": high},
         tone="warn",
     )
 
@@ -105,23 +97,23 @@ def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
 def _needed(processes: Sequence[Process]) -> Finding:
     """Number of steps until the slowest process is steady."""
     if not all_good(process.record for process in processes):
-        return Finding(
-            code="warmup.steps-unknown",
-            values={"processes": len(processes)},
-            records=_ids(processes),
-            text="The number of warm-up steps that this machine needs is unknown.",
+        return finding(
+            "warmup.steps-unknown",
+            "The number of warm-up steps that this machine needs is unknown.",
+            processes,
+            {"processes": len(processes)},
             tone="warn",
         )
     most = max(process.settling.steps for process in processes)
     at_least = any(process.settling.steps >= len(process.steps) // 2 for process in processes)
     needed = counted(most, "warm-up step") if most else "no warm-up step"
-    return Finding(
-        code="warmup.steps-needed",
-        values={"steps": most, "processes": len(processes), "at_least": at_least},
-        records=_ids(processes),
-        text=f"This machine needs {'at least ' * at_least}{needed} before a step is steady, in the"
+    return finding(
+        "warmup.steps-needed",
+        f"This machine needs {'at least ' * at_least}{needed} before a step is steady, in the"
         f" slowest of {len(processes)} fresh processes"
         f"{'' if at_least else '; more than that changes nothing'}.",
+        processes,
+        {"steps": most, "processes": len(processes), "at_least": at_least},
         tone="good" if most <= 5 else "warn",
     )
 
@@ -135,10 +127,9 @@ def _figure(processes: Sequence[Process]) -> Iterator[Figure]:
         title="The first steps of a fresh process",
         kind="lines",
         curves=tuple(
-            Curve(
-                label=process.case.name,
-                x=tuple(float(i + 1) for i in range(len(process.steps))),
-                y=tuple(value / process.settling.steady for value in process.steps),
+            curve(
+                process.case.name,
+                ((float(i), ms / process.settling.steady) for i, ms in enumerate(process.steps, 1)),
             )
             for process in cold
         ),
