@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.analysis.verdict import BreakdownPart, Estimate, RankedChange, Verdict
-from stepscope.report.format import duration, percent
+from stepscope.analysis.verdict import BreakdownPart, Estimate, MemoryChange, RankedChange, Verdict
+from stepscope.report.format import bytes_, duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,8 +69,24 @@ def sentences(verdict: Verdict) -> Iterator[str]:
             f"With {_listed(verdict.reachable_with)}: {duration(verdict.reachable_ms)},"
             f" {speedup:.2f}× as fast ({basis})."
         )
+        if verdict.reachable_warning:
+            yield f"Warning: with these changes {verdict.reachable_warning}."
     elif verdict.judged and not verdict.changes:
         yield "No known change is predicted to gain 3 % or more."
+    if verdict.memory_change is not None:
+        yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
+
+
+def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
+    """The largest reduction of the peak, with what it does to the time."""
+    saved = f"{change.title} would lower it by {bytes_(change.gain_bytes)}"
+    if change.gain_ms > 0:
+        time = f" and gain {duration(change.gain_ms)}"
+    else:
+        time = f" and cost {duration(-change.gain_ms)}"
+    if change.best_after:
+        time = f" (with {change.best_after} it also gains {duration(change.gain_after_ms)})"
+    return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}, as predicted."
 
 
 def _listed(titles: Sequence[str]) -> str:
@@ -88,7 +104,11 @@ def trust_text(verdict: Verdict) -> str:
 
 def gain_text(change: RankedChange) -> str:
     basis = "measured" if change.verified else "predicted"
-    return f"−{_with_range(change.gain)} {basis}"
+    memory = ""
+    if change.gain_bytes:
+        sign = "−" if change.gain_bytes > 0 else "+"
+        memory = f", memory {sign}{bytes_(abs(change.gain_bytes))} predicted"
+    return f"−{_with_range(change.gain)} {basis}{memory}"
 
 
 def _with_range(one: Estimate) -> str:
