@@ -56,16 +56,16 @@ def with_trace(record: Record, times: float) -> Record:
     return attached(record, profile=slower(record.required("profile", Summary), times))
 
 
-def predictions(record: Record) -> dict[str, float]:
+def predicted_gains(record: Record) -> dict[str, float]:
     return {one.advice.code: one.advice.gain_ms for one in predictions(facts_of(record))}
 
 
 def test_a_noisy_trace_of_a_cpu_predicts_what_a_clean_one_does() -> None:
     (record, *_) = read_records(ON_CPU)
-    clean = predictions(record)
+    clean = predicted_gains(record)
     assert {"fused-optimizer", "compile", "fused-attention"} <= set(clean)
     for times in (0.7, 1.9):
-        assert predictions(with_trace(record, times)) == pytest.approx(clean)
+        assert predicted_gains(with_trace(record, times)) == pytest.approx(clean)
     step = facts_of(record)
     assert wall_ms(step) == pytest.approx(step.step_ms)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from stepscope.advisor.advise import STUDY as TRIALS
 from stepscope.advisor.advise.cases import Trial
 from stepscope.advisor.advise.history import add_to_history
-from stepscope.advisor.advise.outcome import Tried
+from stepscope.advisor.advise.outcome import NO_GAIN, Tried
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
 from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer
@@ -160,7 +160,7 @@ class Verification:
     def _try_more(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
         """Try the advice for the changed step. Its bottleneck is different, so a change that would
         have gained nothing at first may now help, or replace one for the same setting."""
-        settled = {one.trial.code for one in alone if one.kept or not one.is_only_slow}
+        settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
         later = self._wanted(self._later([one.code for one in best.trial.advice]), settings)
         more = [one for one in later if one.code not in settled and "batch" not in one.setting]
         self._add(best, [one for one in more if one.gain_ms > 0])

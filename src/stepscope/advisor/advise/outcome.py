@@ -23,7 +23,6 @@ LOSS_WARNING = 0.01
 """Difference of the final losses from which a kept change has a warning."""
 
 NO_GAIN = "dropped: no gain shown"
-SLOWER = "dropped: slower"
 
 
 class Tried:
@@ -148,12 +147,7 @@ class Tried:
             if not compared:
                 return "kept, no loss to compare"
             return f"kept, but {self.loss_warning}" if self.loss_warning else "kept"
-        return SLOWER if self.ratio.low > 1 else NO_GAIN
-
-    @property
-    def is_only_slow(self) -> bool:
-        """True if nothing speaks against the change but its time."""
-        return self.verdict in (NO_GAIN, SLOWER)
+        return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
 
     @property
     def kept(self) -> bool:

@@ -51,7 +51,8 @@ def not_evaluated_findings(left_out: Sequence[NotEvaluated]) -> Iterator[Finding
             code="advice.not-evaluated",
             values={"changes": titles, "missing": missing},
             timed=False,
-            text=f"Not evaluated: {titles}. The records have no {missing}; {_SUPPLIED_BY[missing]}.",
+            text=f"Not evaluated: {titles}. The records have no {missing};"
+            f" {_SUPPLIED_BY[missing]}.",
             tone="warn",
         )
 

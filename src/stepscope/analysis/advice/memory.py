@@ -28,8 +28,8 @@ def _checkpoint(facts: Facts) -> Prediction | str:
         gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
         f" {facts.saved_bytes / 2**30:.3g} GiB of it are saved for backward",
-        risk=f"time: a second forward pass of {forward:.3g} ms; it pays if the freed memory is used,"
-        " for example for a larger batch",
+        risk=f"time: a second forward pass of {forward:.3g} ms; it pays if the freed memory is"
+        " used, for example for a larger batch",
         lines=(
             "from torch.utils.checkpoint import checkpoint",
             f"x = checkpoint(block, x, use_reentrant=False){_block_list_comment(facts)}",

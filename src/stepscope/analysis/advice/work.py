@@ -256,7 +256,8 @@ def _each_block(facts: Facts) -> tuple[str, ...]:
 def _graph(facts: Facts) -> Prediction | str:
     """The compiler's CUDA graphs, if the compiled step is still host-bound.
 
-    The next forward pass overwrites the gradients of a graph, so gradient accumulation rules it out.
+    The next forward pass overwrites the gradients of a graph, which rules out gradient
+    accumulation.
     """
     if not facts.on_gpu:
         return "the step runs on a CPU"
