@@ -27,7 +27,7 @@ from stepscope.cli.advice_page import advice_page
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.html import html_page
-from stepscope.report.run_index import entry_of, index_page
+from stepscope.report.run_index import RunEntry, entry_of, index_page
 from stepscope.studies.page import make_page
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {1280: 800, 1600: 1000, 390: 844}
 COMMITTED = {("advise", 1280, "dark"), ("advise", 390, "light")}
 """Screenshots of the documentation besides those of every page at 1280, light."""
-COLOURS = 64
+COLOURS = 128
 
 
 def pages(quick: Path | None) -> Iterator[tuple[str, str]]:
@@ -45,18 +45,21 @@ def pages(quick: Path | None) -> Iterator[tuple[str, str]]:
     base = next(record for record in watched if record.study == INSPECTED)
     yield "advise", html_page(advice_page(base, advise(facts_of(base)), advised))
     yield "inspect", html_page(make_page(watched))
-    yield "h200", html_page(make_page(read_records(ROOT / "results" / "h200.jsonl")))
-    runs = [(name, read_records(ROOT / "results" / name)) for name in _RUNS]
-    yield "compare", index_page([_entry(name, records) for name, records in runs])
+    yield "h200", html_page(make_page(_read("h200.jsonl", "profile_h200.jsonl")))
+    yield "compare", index_page([_entry(_read(name)) for name in _RUNS])
     if quick is not None:
         yield "quick", html_page(make_page(read_records(quick)))
+
+
+def _read(*names: str) -> list[Record]:
+    return [record for name in names for record in read_records(ROOT / "results" / name)]
 
 
 _RUNS = ("advise-tuned_h200.jsonl", "advise-slow_h200.jsonl")
 """The runs of the index, newest first."""
 
 
-def _entry(name: str, records: Sequence[Record]) -> object:
+def _entry(records: Sequence[Record]) -> RunEntry:
     page = make_page([record for record in records if record.study != TRIALS])
     return entry_of(records[0].run, page.title, page.subtitle, page.verdict)
 

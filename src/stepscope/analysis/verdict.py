@@ -13,7 +13,7 @@ MOST_CHANGES = 3
 
 IDEAL = "at the hardware limit"
 MATMULS = "matmuls and attention"
-SLOW_MATMULS = "matmuls below the limit"
+SLOW_MATMULS = "slow matmuls"
 MEMORY = "memory-bound operations"
 COPIES = "casts and copies"
 OPTIMIZER = "optimizer"

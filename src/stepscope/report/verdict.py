@@ -45,17 +45,17 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     share = verdict.limit_share
     if verdict.limit is not None and share is not None:
         yield (
-            f"A step takes {duration(verdict.step.value)}; the hardware allows"
-            f" {duration(verdict.limit.ms)} with {verdict.limit.dtype} matmuls, {percent(share)}"
-            " of that."
+            f"A step takes {duration(verdict.step.value)}. The hardware limit is"
+            f" {duration(verdict.limit.ms)}, with {verdict.limit.dtype} matmuls: {percent(share)}"
+            " of the step."
         )
     else:
         yield f"A step takes {duration(verdict.step.value)}."
     loss = verdict.largest_loss
     if loss is not None:
-        rest = "The largest part" if verdict.limit is None else "The largest loss"
+        rest = "The largest part" if verdict.limit is None else "The largest part beyond it"
         yield (
-            f"{rest} is {loss.label}: {duration(loss.ms)}, {percent(loss.ms / verdict.step.value)}."
+            f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
     if verdict.mfu is not None:
         yield f"MFU in {verdict.dtype}: {percent(verdict.mfu)}."
@@ -112,7 +112,14 @@ def gain_text(change: RankedChange) -> str:
 
 
 def _with_range(one: Estimate) -> str:
-    return f"{duration(one.value)} [{one.low:.3g}, {one.high:.3g}]"
+    """The value with its interval in the same unit."""
+    return f"{duration(one.value)} ({range_text(one)})"
+
+
+def range_text(one: Estimate) -> str:
+    low, high = duration(one.low), duration(one.high)
+    number, _, unit = low.rpartition(" ")
+    return f"{number} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
 
 
 def step_text(verdict: Verdict) -> str:
@@ -277,15 +284,15 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
     step = verdict.step
     if step is None:
         return
-    yield StatView("step", duration(step.value), f"[{step.low:.4g}, {step.high:.4g}]")
+    yield StatView("step", duration(step.value), f"95 %: {range_text(step)}")
     if verdict.limit is not None:
         share = verdict.limit_share
-        note = percent(share) if share is not None else ""
+        note = f"{percent(share)} of the step" if share is not None else ""
         yield StatView(f"hardware limit, {verdict.limit.dtype}", duration(verdict.limit.ms), note)
     if verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
-        note = f"{step.value / verdict.reachable_ms:.2f}×"
-        yield StatView(f"reachable, {basis}", duration(verdict.reachable_ms), note)
+        note = f"{step.value / verdict.reachable_ms:.2f}× as fast"
+        yield StatView(f"with known changes, {basis}", duration(verdict.reachable_ms), note)
     if verdict.mfu is not None:
         yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
 

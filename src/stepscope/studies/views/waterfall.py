@@ -133,7 +133,11 @@ def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> 
 
 
 def _group(cause: Cause) -> str:
-    return "not explained" if cause == "unattributed" else "lost"
+    if cause == "unattributed":
+        return "unattributed"
+    if cause == "communication":
+        return "communication"
+    return "idle" if cause == "launch gaps" else "lost"
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:
