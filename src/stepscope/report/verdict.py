@@ -116,8 +116,8 @@ def _with_range(one: Estimate) -> str:
     return f"{duration(one.value)} ({range_text(one)})"
 
 
-def range_text(one: Estimate) -> str:
-    low, high = duration(one.low), duration(one.high)
+def range_text(one: Estimate, digits: int = 3) -> str:
+    low, high = (duration(end, digits) for end in (one.low, one.high))
     number, _, unit = low.rpartition(" ")
     return f"{number} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
 
@@ -284,7 +284,7 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
     step = verdict.step
     if step is None:
         return
-    yield StatView("step", duration(step.value), f"95 %: {range_text(step)}")
+    yield StatView("step", duration(step.value), f"95 %: {range_text(step, 4)}")
     if verdict.limit is not None:
         share = verdict.limit_share
         note = f"{percent(share)} of the step" if share is not None else ""
