@@ -107,7 +107,7 @@ def gain_text(change: RankedChange) -> str:
     memory = ""
     if change.gain_bytes:
         sign = "−" if change.gain_bytes > 0 else "+"
-        memory = f", memory {sign}{bytes_(abs(change.gain_bytes))} predicted"
+        memory = f"; {sign}{bytes_(abs(change.gain_bytes))} predicted"
     return f"−{_with_range(change.gain)} {basis}{memory}"
 
 
