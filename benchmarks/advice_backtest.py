@@ -22,7 +22,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from stepscope.advisor.advise.facts import account_facts, facts_of
-from stepscope.analysis.advice.changes import afterwards, judged
+from stepscope.analysis.advice.changes import afterwards, predictions
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.loop import with_batch_times
 from stepscope.analysis.advice.rule import WORTH
@@ -84,7 +84,7 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
     }
     for record in (one for _, records in files for one in records if "profile" in one.attachments):
         facts = replace(facts_of(record), blocks=_BLOCKS)
-        advised = {one.advice.code: one.advice.gain_ms for one in judged(facts)}
+        advised = {one.advice.code: one.advice.gain_ms for one in predictions(facts)}
         for code, settings in (
             ("tf32", {"dtype": "tf32"}),
             ("bfloat16", {"dtype": "bfloat16"}),
@@ -203,7 +203,7 @@ def peaks(records: Sequence[Record]) -> Iterator[Peaks]:
             other = by_case.get(changed(record, **settings))
             if other is None or other is record:
                 continue
-            for one in judged(facts):
+            for one in predictions(facts):
                 if one.advice.code == code:
                     after = int(other.quantity("peak_bytes") or 0)
                     yield Peaks(

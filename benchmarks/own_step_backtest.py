@@ -23,7 +23,7 @@ from stepscope.advisor.advise.cases import STUDY_NAME
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.outcome import Tried
 from stepscope.analysis.advice.calibration import Verified, is_right
-from stepscope.analysis.advice.changes import advise, afterwards, judged
+from stepscope.analysis.advice.changes import advise, afterwards, predictions
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.timeline import gain_ms
@@ -111,7 +111,9 @@ def repredicted(records: Sequence[Record]) -> Iterator[Repredicted]:
 def _predicted(facts: Facts, codes: Sequence[str]) -> float | None:
     if len(codes) > 1:
         return gain_ms(facts, afterwards(facts, codes))
-    return next((one.advice.gain_ms for one in judged(facts) if one.advice.code == codes[0]), None)
+    return next(
+        (one.advice.gain_ms for one in predictions(facts) if one.advice.code == codes[0]), None
+    )
 
 
 def table(rows: Sequence[Repredicted]) -> str:

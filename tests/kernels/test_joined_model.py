@@ -271,7 +271,9 @@ def test_fused_linear_layers(layers: int, biased: bool, transposed: bool, autoca
             else:
                 out = functional.linear(read, torch.cat(ws), torch.cat(bs) if bs else None)
         grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
-        named = {f"d{n}": g.T if fused and transposed and n == 1 else g for n, g in enumerate(grads)}
+        named = {
+            f"d{n}": g.T if fused and transposed and n == 1 else g for n, g in enumerate(grads)
+        }
         return {"out": out.detach(), **named}
 
     for _ in range(2):

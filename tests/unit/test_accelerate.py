@@ -410,9 +410,9 @@ class Positioned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.1]))
         angles = torch.cat((angles, angles), dim=-1)[None]
-        out: Tensor = x + self.attention(
-            hidden_states=x, position_embeddings=(angles.cos(), angles.sin())
-        )[0]
+        out: Tensor = (
+            x + self.attention(hidden_states=x, position_embeddings=(angles.cos(), angles.sin()))[0]
+        )
         return out
 
 

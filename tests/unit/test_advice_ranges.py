@@ -17,7 +17,7 @@ from stepscope.advisor.advise.facts import block_list, facts_of
 from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import advice_table, trial_blocks
 from stepscope.analysis.advice import ranges
-from stepscope.analysis.advice.changes import advise, judged
+from stepscope.analysis.advice.changes import advise, predictions
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.ranges import gain_range, observed, ratio_range
 from stepscope.analysis.advice.rule import Advice
@@ -56,16 +56,16 @@ def with_trace(record: Record, times: float) -> Record:
     return attached(record, profile=slower(record.required("profile", Summary), times))
 
 
-def predictions(record: Record) -> dict[str, float]:
-    return {one.advice.code: one.advice.gain_ms for one in judged(facts_of(record))}
+def predicted_gains(record: Record) -> dict[str, float]:
+    return {one.advice.code: one.advice.gain_ms for one in predictions(facts_of(record))}
 
 
 def test_a_noisy_trace_of_a_cpu_predicts_what_a_clean_one_does() -> None:
     (record, *_) = read_records(ON_CPU)
-    clean = predictions(record)
+    clean = predicted_gains(record)
     assert {"fused-optimizer", "compile", "fused-attention"} <= set(clean)
     for times in (0.7, 1.9):
-        assert predictions(with_trace(record, times)) == pytest.approx(clean)
+        assert predicted_gains(with_trace(record, times)) == pytest.approx(clean)
     step = facts_of(record)
     assert wall_ms(step) == pytest.approx(step.step_ms)
 
@@ -118,7 +118,7 @@ def test_on_a_cpu_four_of_five_gains_lie_in_ranges_from_the_other_trials(
     for path in sorted((ROOT / "results").glob("advise-*_cpu.jsonl")):
         records = read_records(path)
         step = facts_of(records[0])
-        predicted = {one.advice.code: one.advice.gain_ms for one in judged(step)}
+        predicted = {one.advice.code: one.advice.gain_ms for one in predictions(step)}
         for one in (Tried(record) for record in records if record.study == "advise"):
             code, realised = one.trial.code, one.realised_ms
             if code not in predicted or realised is None or one.base_ms is None:

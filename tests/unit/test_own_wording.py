@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from own_records import attached, coded, inspected_record, tried
-from stepscope.advisor.advise.view import not_judged
+from stepscope.advisor.advise.view import not_evaluated_findings
 from stepscope.advisor.inspect import STUDY as INSPECT
-from stepscope.analysis.advice.unjudged import MEMORY, Unjudged
+from stepscope.analysis.advice.missing_inputs import MEMORY, NotEvaluated
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
@@ -115,10 +115,10 @@ def test_wording(code: str) -> None:
 
 
 def test_rules_with_a_missing_input_are_reported() -> None:
-    left_out = [Unjudged(code="x", title="a change", missing=MEMORY)]
-    finding = coded(not_judged(left_out), "advice.not-judged")
+    left_out = [NotEvaluated(code="x", title="a change", missing=MEMORY)]
+    finding = coded(not_evaluated_findings(left_out), "advice.not-evaluated")
     assert finding.values == {"changes": "a change", "missing": MEMORY}
-    assert finding.text.startswith(f"Not judged: a change. The records have no {MEMORY}; ")
+    assert finding.text.startswith(f"Not evaluated: a change. The records have no {MEMORY}; ")
 
 
 def test_each_lint_of_a_record_is_a_finding() -> None:

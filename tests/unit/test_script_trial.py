@@ -176,7 +176,7 @@ def test_error_with_many_lines_is_reported_by_its_first(tmp_path: Path) -> None:
 
 def test_verdicts_without_effect_and_with_a_broken_loss() -> None:
     idle = tried(30.0, notes={"without_effect": "it had no effect on the script (data)"})
-    assert Tried(idle).verdict == "dropped: it had no effect on the script (data)"
+    assert Tried(idle).verdict == "not applicable: it had no effect on the script (data)"
     step = Quantity(name="loss_lost", variant="changed", value=3, unit="steps")
     lost = tried(30.0, quantities=(step,))
     assert Tried(lost).verdict == "dropped: the loss is not finite from step 3 on"

@@ -49,6 +49,8 @@ CHANGED_MS = {
     "tf32": 35.0,
 }
 """Time of the changed step by code; the unchanged one takes 50."""
+TOGETHER_MS: dict[str, float] = {}
+"""Time of a combination, if it is not the product of its changes."""
 
 
 class PlantedRunner:
@@ -78,6 +80,7 @@ class PlantedRunner:
             ms = 50.0
             for one in trial.advice:
                 ms *= CHANGED_MS.get(one.code, 50.0) / 50.0
+            ms = TOGETHER_MS.get(trial.code, ms)
             self.asked.append(trial.code)
             _, before = store.finished(run.id).get((case.study, case.key), ("", 0))
             self._clock[0] += self._seconds
@@ -135,6 +138,34 @@ def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
     assert tried_codes == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
+def test_combination_keeps_only_changes_that_gain_on_top(tmp_path: Path) -> None:
+    """A change that gains alone is left out if the others have removed what it gains."""
+    slower_together = {"bfloat16+data-ahead": 31.0, "bfloat16+fused-optimizer": 24.0}
+    ahead = advice("data-ahead", 25.0, checkpoint="blocks")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(CHANGED_MS, "data-ahead", 38.0)
+        patched.setattr("test_verification.TOGETHER_MS", slower_together)
+        tried_codes = verify(tmp_path, BFLOAT16, UPDATE, ahead)
+    assert tried_codes[3:] == ["bfloat16+data-ahead", "bfloat16+fused-optimizer"]
+
+
+def test_without_time_for_single_steps_all_are_combined_at_once(tmp_path: Path) -> None:
+    ahead = advice("data-ahead", 25.0, checkpoint="blocks")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(CHANGED_MS, "data-ahead", 45.0)
+        tried_codes = verify(tmp_path, BFLOAT16, UPDATE, ahead, within_s=45.0)
+    assert tried_codes[3:] == ["bfloat16+fused-optimizer+data-ahead"]
+
+
+def test_change_predicted_to_cost_time_is_tried_on_top_only(tmp_path: Path) -> None:
+    slow = advice("fused-attention", -10.0, attention="fused")
+    gains = advice("fused-attention", 10.0, attention="fused")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(CHANGED_MS, "fused-attention", 40.0)
+        result = verify(tmp_path, BFLOAT16, slow, later=lambda _: (gains,))
+    assert result == ["bfloat16", "bfloat16+fused-attention"]
+
+
 def test_batch_size_change_is_never_combined(tmp_path: Path) -> None:
     batch = advice("larger-batch", 35.0, batch="16")
     tried_codes = verify(tmp_path, BFLOAT16, batch, UPDATE, later=lambda _: (batch,))
@@ -169,13 +200,13 @@ def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> N
     result = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, later=later)
     assert requests == [["bfloat16", "fused-optimizer"]]
     # `compile` was slower alone and is not tried again.
-    assert result[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
+    assert result[3:] == ["bfloat16+fused-optimizer", "bfloat16+fused-optimizer+cuda-graph"]
 
 
 def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
     later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
     result = verify(tmp_path, BFLOAT16, later=lambda _: later)
-    assert result == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
+    assert result == ["bfloat16", "bfloat16+slows", "bfloat16+too"]
 
 
 def test_interrupted_run_has_an_unfinished_case(
@@ -274,7 +305,7 @@ def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
     tried_codes = verify(
         tmp_path / "later", BFLOAT16, later=lambda _: (graph, ahead), within_s=25.0
     )
-    assert tried_codes == ["bfloat16", "data-ahead+bfloat16"]
+    assert tried_codes == ["bfloat16", "bfloat16+data-ahead"]
     assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
 
 
@@ -304,11 +335,11 @@ def test_outcome_has_its_interval() -> None:
     vague = advice("vague", 0.2)
     output = verification.outcome(Tried(tried(49.9, vague)))
     assert re.fullmatch(
-        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained, 100 µs predicted; dropped: no gain shown",
+        r"vague: 100 µs \[−\d+ µs, \d+ µs\] gained, 100 µs predicted; dropped: no gain shown",
         output,
     )
     unmade = tried(49.9, vague, notes={"without_effect": "nothing was changed"})
-    assert verification.outcome(Tried(unmade)) == "vague: dropped: nothing was changed"
+    assert verification.outcome(Tried(unmade)) == "vague: not applicable: nothing was changed"
 
 
 @pytest.mark.parametrize(

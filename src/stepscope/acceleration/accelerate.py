@@ -1,4 +1,4 @@
-"""`stepscope.accelerate`: replaces parts of a user's model and optimizer by fused ones, in place."""
+"""`stepscope.accelerate`: replaces parts of a model and its optimizer by fused ones, in place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: R
     optimizers write through `.data`, which no version counter shows."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dim() == 2:
-            handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)
+            handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)  # type: ignore[no-untyped-call]
             report.on_undo(handle.remove)
 
 

@@ -8,7 +8,7 @@ policy of the kernels. Random numbers and buffers are restored after each run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,16 +118,14 @@ def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> 
         return _backward(original(*args, **kwargs), inputs, learned)
 
 
-def _backward(output: Any, inputs: list[Any], parameters: list[Tensor]) -> Run:
+def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> Run:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     differentiable = [leaf for leaf in outputs if leaf.requires_grad]
-    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + parameters
+    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + [*parameters]
     gradients: list[Tensor | None] = [None] * len(wanted)
     if differentiable and wanted:
         upstream = [_upstream(leaf, index) for index, leaf in enumerate(differentiable)]
-        gradients = list(
-            torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True)
-        )
+        gradients = list(torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True))
     structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
     return Run(structure, [leaf.detach() for leaf in outputs], gradients)
 

@@ -21,7 +21,7 @@ class Report:
         self.left: list[Left] = []
         self.notes: list[str] = []
         self._patches: list[Patch] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     @property
     def replaced(self) -> dict[str, list[str]]:
@@ -41,7 +41,7 @@ class Report:
         self._patches.append(patch)
         self._undo.append(patch.undo)
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def on_undo(self, action: Callable[[], object]) -> None:
         self._undo.append(action)
 
     def reject(self, patch: Patch, reason: str) -> None:

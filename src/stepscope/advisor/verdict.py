@@ -15,6 +15,7 @@ from stepscope.advisor.advise.given import advice_given
 from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.analysis import verdict as verdict_parts
 from stepscope.analysis.advice.changes import (
+    WORTH,
     Advice,
     advise,
     afterwards,
@@ -31,6 +32,7 @@ from stepscope.analysis.verdict import (
     BreakdownPart,
     Estimate,
     Limit,
+    MemoryChange,
     RankedChange,
     Verdict,
     parts_of,
@@ -44,7 +46,6 @@ from stepscope.studies.program import waterfall
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import Watched, programs
 
-_LOSS_WORTH_A_WARNING = 0.01
 _LABELS = {
     waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
     waterfall.UPDATE: verdict_parts.OPTIMIZER,
@@ -89,10 +90,7 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
     limit = hardware_limit(
         facts.flops, facts.parameters, facts.dtype, facts.rates, facts.bandwidth, facts.lacks
     )
-    given = advice_given(record)
-    advice = advise(facts) if given is None else [_with_range(one, facts) for one in given]
-    if facts.doubt:
-        advice = without_ranks(advice)
+    advice = _advice(record, facts)
     best = best_of(trials)
     together = best.trial.advice if best is not None else _combination(advice, lead)
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
@@ -104,6 +102,9 @@ def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
         reachable_ms=reachable,
         reachable_verified=best is not None,
         reachable_with=tuple(one.title for one in together),
+        reachable_warning=best.loss_warning if best is not None else "",
+        peak_bytes=facts.peak_bytes,
+        memory_change=_memory_change(facts, advice),
         changes=ranked(list(_changes(facts, advice, trials))),
         next_command=_next(lead, advice, trials, best),
     )
@@ -120,6 +121,27 @@ def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[Br
         idle = cause.startswith(waterfall.IDLE)
         spent[verdict_parts.IDLE if idle else labels.get(cause, cause)] += ms
     return parts_of(spent)
+
+
+def _advice(record: Record, facts: Facts) -> Sequence[Advice]:
+    """The advice stored with the record, then what newer rules add to it."""
+    advice = advise(facts)
+    if (given := advice_given(record)) is not None:
+        codes = {one.code for one in given}
+        stored = [_with_range(one, facts) for one in given]
+        advice = (*stored, *(one for one in advice if one.code not in codes))
+    return without_ranks(advice) if facts.doubt else advice
+
+
+def _memory_change(facts: Facts, advice: Sequence[Advice]) -> MemoryChange | None:
+    """The largest predicted reduction of the peak, if it is worth a change."""
+    most = max(advice, key=lambda one: one.gain_bytes, default=None)
+    if most is None or most.gain_bytes < max(1, WORTH * facts.peak_bytes):
+        return None
+    return MemoryChange(
+        code=most.code, title=most.title, gain_bytes=most.gain_bytes, gain_ms=most.gain_ms,
+        best_after=most.best_after, gain_after_ms=most.gain_after_ms,
+    )  # fmt: skip
 
 
 def _with_range(advice: Advice, facts: Facts) -> Advice:
@@ -170,7 +192,7 @@ def _changes(
             gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
             yield RankedChange(
                 code=one.code, title=one.title, gain=gain, verified=False, risk=one.risk,
-                lines=one.lines, setting=next(iter(one.setting), ""),
+                lines=one.lines, gain_bytes=one.gain_bytes, setting=next(iter(one.setting), ""),
             )  # fmt: skip
 
 
@@ -183,12 +205,10 @@ def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
     gain = Estimate(
         value=scale * realised.value, low=scale * realised.low, high=scale * realised.high
     )
-    warning = ""
-    if trial.loss_off is not None and trial.loss_off > _LOSS_WORTH_A_WARNING:
-        warning = f"the loss differs by {100 * trial.loss_off:.1f} % after the trial's steps"
     return RankedChange(
         code=advice.code, title=advice.title, gain=gain, verified=True, risk=advice.risk,
-        lines=advice.lines, warning=warning, setting=next(iter(advice.setting), ""),
+        lines=advice.lines, gain_bytes=advice.gain_bytes, warning=trial.loss_warning,
+        setting=next(iter(advice.setting), ""),
     )  # fmt: skip
 
 

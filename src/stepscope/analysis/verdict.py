@@ -13,7 +13,7 @@ MOST_CHANGES = 3
 
 IDEAL = "at the hardware limit"
 MATMULS = "matmuls and attention"
-SLOW_MATMULS = "matmuls below the limit"
+SLOW_MATMULS = "slow matmuls"
 MEMORY = "memory-bound operations"
 COPIES = "casts and copies"
 OPTIMIZER = "optimizer"
@@ -78,8 +78,23 @@ class RankedChange(Data, frozen=True):
     lines: tuple[str, ...]
     """The code to write."""
     warning: str = ""
+    gain_bytes: int = 0
+    """Predicted reduction of the peak memory; negative if it rises."""
     setting: str = ""
     """What it changes; two changes of one setting exclude each other."""
+
+
+class MemoryChange(Data, frozen=True):
+    """The change that lowers the peak memory most."""
+
+    code: str
+    title: str
+    gain_bytes: int
+    gain_ms: float
+    """Predicted gain of time; negative if it costs time."""
+    best_after: str = ""
+    """Title of the change with which it also gains time."""
+    gain_after_ms: float = 0.0
 
 
 class Verdict(Data, frozen=True):
@@ -96,6 +111,10 @@ class Verdict(Data, frozen=True):
     reachable_verified: bool = False
     reachable_with: tuple[str, ...] = ()
     """The titles of these changes."""
+    reachable_warning: str = ""
+    """Why this combination should not be adopted unseen, such as a loss that differs."""
+    peak_bytes: int = 0
+    memory_change: MemoryChange | None = None
     mfu: float | None = None
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""

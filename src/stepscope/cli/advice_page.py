@@ -17,12 +17,13 @@ from stepscope.advisor.advise.view import (
     advice_table,
     cannot_rank,
     lines_table,
-    not_judged,
+    not_applicable_table,
+    not_evaluated_findings,
     not_tried,
 )
 from stepscope.analysis.advice.calibration import Verified
-from stepscope.analysis.advice.changes import Advice, without_ranks
-from stepscope.analysis.advice.unjudged import unjudged
+from stepscope.analysis.advice.changes import Advice, not_applicable, without_ranks
+from stepscope.analysis.advice.missing_inputs import not_evaluated
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
@@ -79,7 +80,7 @@ def conclude(
         # Advice stored with an older record has ranks.
         advice = without_ranks(advice)
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
-    left_out = unjudged(facts_now)
+    left_out = not_evaluated(facts_now)
     if as_json:
         facts = {
             "advice": advice,
@@ -93,7 +94,8 @@ def conclude(
                 }
                 for t in _tried(records)
             ],
-            "not_judged": [one._asdict() for one in left_out],
+            "not_evaluated": [one._asdict() for one in left_out],
+            "not_applicable": [one._asdict() for one in not_applicable(facts_now)],
             "cannot_rank": facts_now.doubt,
             "report": path,
         }
@@ -104,8 +106,8 @@ def conclude(
     if (verdict := program_verdict([base, *own])) is not None:
         print_verdict(verdict)
     if not advice:
-        judged = "No change that could be judged" if left_out else "No known change"
-        print(f"{judged} is predicted to gain 3 % or more.")
+        none = "No change that could be evaluated" if left_out else "No known change"
+        print(f"{none} is predicted to gain 3 % or more.")
     print(f"page: {path.resolve()}")
     return 0
 
@@ -122,6 +124,7 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
     listed = [
         advice_table(advice, facts_of(base).step_ms),
         lines_table(advice, "advise-how", "How to apply each change"),
+        not_applicable_table(not_applicable(facts_of(base))),
     ]
     tried = _tried(records)
     settings = OF_SCRIPTS if base.study == INSPECTED else OF_MODELS
@@ -131,7 +134,7 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
         question=_QUESTION,
         blocks=(
             *cannot_rank(base, facts_of(base)),
-            *not_judged(unjudged(facts_of(base))),
+            *not_evaluated_findings(not_evaluated(facts_of(base))),
             *(not_tried(advice, tried, settings) if tried else ()),
             *(table for table in listed if table.rows),
         ),

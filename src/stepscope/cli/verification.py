@@ -1,7 +1,8 @@
-"""Verification of advice: try each change alone, then the kept changes together."""
+"""Verification of advice: try each change alone, then build the best combination of them."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -93,14 +94,16 @@ class Verification:
         wanted = self._wanted(advice, settings)
         with make_observer(self._run, len(wanted), 0) as self._observer:
             alone = self._alone(wanted)
-            best = self._together([one for one in alone if one.kept])
+            best = self._combine([one for one in alone if one.kept])
             if best is not None:
                 self._try_more(best, alone, settings)
 
     def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
         """Order the applicable advice: first the change with the largest predicted gain for each
-        setting, then the alternatives for the same settings."""
-        reachable = list(applicable(advice, settings))
+        setting, then the alternatives for the same settings. A change that is predicted to cost
+        time, and is listed for its memory, is tried only on request or on top of others."""
+        named = (one for one in applicable(advice, settings) if one.gain_ms >= 0 or self._only)
+        reachable = list(named)
         chosen = compatible(sorted(reachable, key=lambda one: -one.gain_ms))
         ordered = sorted(reachable, key=lambda one: one not in chosen)
         return [one for one in ordered if not self._only or one.code in self._only]
@@ -123,40 +126,44 @@ class Verification:
             log(f"not tried, out of time (--within): {', '.join(left)}")
         return alone
 
-    def _together(self, kept: Sequence[Tried]) -> Tried | None:
-        """Return the best outcome: all kept changes together if that beats each alone."""
-        together = _ranked(kept)
+    def _combine(self, kept: Sequence[Tried]) -> Tried | None:
+        """Return the best combination: start with the best change, add the others one at a time."""
         alike = [one for one in kept if one.trial.more_samples == 1]
-        best = min(alike, key=_ratio, default=None)
-        while len(together) > 1 and self._deadline.allows(self._trial(together)):
-            tried = self._try(together)
-            assert best is not None
-            assert best.ratio is not None
-            if tried.kept and _ratio(tried) <= best.ratio.high:
-                return tried
-            # The changes interfere: drop the one that gained least.
-            together = together[:-1]
+        if not alike:
+            return None
+        best = min(alike, key=_ratio)
+        return self._add(best, [one for one in _ranked(kept) if one.code != best.trial.code])
+
+    def _add(self, best: Tried, changes: Sequence[Advice]) -> Tried:
+        """Add each change to the best combination so far and keep it if it gains more than the
+        noise. If there is no time for one after the other, the rest is tried at once."""
+        left = list(changes)
+        while left:
+            one_more, everything = (_with(best, some) for some in (left[:1], left))
+            if not self._deadline.allows(
+                self._trial(one_more), then=self._trial(everything) if len(left) > 1 else None
+            ):
+                one_more, added = everything, len(left)
+            else:
+                added = 1
+            if self._deadline.allows(self._trial(one_more)):
+                tried = self._try(one_more)
+                best = tried if tried.kept and _gains_on(tried, best) else best
+                left = left[added:]
+                continue
+            quick = [one for one in left if not compiles(self._trial(_with(best, [one])))]
+            skipped = [one.code for one in left if one not in quick] or [one.code for one in left]
+            log(f"not tried on top, out of time (--within): {', '.join(skipped)}")
+            left = quick if len(quick) < len(left) else []
         return best
 
     def _try_more(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
         """Try the advice for the changed step. Its bottleneck is different, so a change that would
         have gained nothing at first may now help, or replace one for the same setting."""
         settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
-        applied = best.trial.advice
-        later = self._wanted(self._later([one.code for one in applied]), settings)
+        later = self._wanted(self._later([one.code for one in best.trial.advice]), settings)
         more = [one for one in later if one.code not in settled and "batch" not in one.setting]
-        while more:
-            wider = compatible([*more, *applied])
-            if not self._deadline.allows(self._trial(wider)):
-                quick = [one for one in more if not compiles(self._trial((one,)))]
-                left = [one.code for one in more if one not in quick] or [one.code for one in more]
-                log(f"not tried on top, out of time (--within): {', '.join(left)}")
-                more = quick if len(quick) < len(more) else []
-                continue
-            tried = self._try(wider)
-            if tried.kept and _ratio(tried) < _ratio(best):
-                return
-            more = more[:-1]
+        self._add(best, [one for one in more if one.gain_ms > 0])
 
     def _try(self, advice: tuple[Advice, ...]) -> Tried:
         trial = self._trial(advice)
@@ -194,6 +201,22 @@ class Verification:
 
 def _ratio(tried: Tried) -> float:
     return tried.ratio.value if tried.ratio is not None else 1.0
+
+
+def _with(best: Tried, more: Sequence[Advice]) -> tuple[Advice, ...]:
+    """The changes of `best` and more; a new change replaces one for the same setting."""
+    new = compatible(more)
+    taken = {name for one in new for name in one.setting}
+    return (*(one for one in best.trial.advice if not taken & set(one.setting)), *new)
+
+
+def _gains_on(tried: Tried, best: Tried) -> bool:
+    """Return True if the combination is faster than the best so far by more than the noise of
+    both."""
+    assert tried.ratio is not None
+    assert best.ratio is not None
+    noise = math.hypot(*((one.high - one.low) / 2 for one in (tried.ratio, best.ratio)))
+    return best.ratio.value - tried.ratio.value > noise
 
 
 def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:

@@ -65,7 +65,8 @@ def rotated_parts_(
 
 def _parts(x: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     d_head = x.shape[-1] // (heads + 2 * key_heads)
-    q, k, v = x.split([heads * d_head, key_heads * d_head, key_heads * d_head], dim=-1)
+    sizes = [heads * d_head, key_heads * d_head, key_heads * d_head]
+    q, k, v = torch.split(x, sizes, dim=-1)
     return _split(q, heads), _split(k, key_heads), _split(v, key_heads)
 
 

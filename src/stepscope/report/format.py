@@ -12,6 +12,7 @@ from functools import lru_cache
 from stepscope.report.blocks import Cell, Column, Interval, Spread
 
 DASH = "–"
+MINUS = "−"
 
 Scale = tuple[float, str]
 """Divisor of a value and the suffix of the result."""
@@ -34,14 +35,14 @@ def number(value: float, digits: int = 4) -> str:
     """Format with `digits` significant digits; an int is exact. Exponents are used only for very
     large and very small values."""
     if isinstance(value, int):
-        return f"{value:,}"
+        return f"{value:,}".replace("-", MINUS)
     if not math.isfinite(value) or value == 0:
         return _fixed(value, 0)
     exponent = _exponent(value, digits)
     if -5 < exponent < 15:
         return _fixed(value, max(0, digits - 1 - exponent))
     mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-    return f"{mantissa}e{int(power)}"
+    return f"{mantissa}e{int(power)}".replace("-", MINUS)
 
 
 def count(value: float) -> str:
@@ -204,6 +205,6 @@ def _fixed(value: float, decimals: int) -> str:
     if math.isnan(value):
         return "nan"
     if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
+        return "∞" if value > 0 else f"{MINUS}∞"
     text = f"{value:,.{decimals}f}"
-    return text.removeprefix("-") if not text.strip("-0.,") else text
+    return text.removeprefix("-") if not text.strip("-0.,") else text.replace("-", MINUS)

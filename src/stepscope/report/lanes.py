@@ -16,12 +16,12 @@ from stepscope.report.axes import linear_ticks
 from stepscope.report.blocks import Lane, LaneSpan, Timeline
 from stepscope.report.format import number, tick
 from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
-from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
+from stepscope.report.svg import CURVES, GRID, IDLE, INK, PAPER, SOFT, colour_numbers, inline_svg
 
 WIDTH = 600.0
 _LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
 _RIGHT = 8.0
-_GAP_COLOURS = (MARK, SOFT, GRID)
+_GAP_COLOURS = (CURVES[IDLE], SOFT, GRID)
 
 
 def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
@@ -73,14 +73,17 @@ def _drawable(lane: Lane) -> Lane:
 
 
 def _colours(lanes: list[Lane]) -> dict[tuple[str, str], str]:
-    """Colour of every group: by its style, or by its index among the groups."""
+    """Colour of every group: by its style, its meaning, or its index among the groups."""
     colours: dict[tuple[str, str], str] = {}
     for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
         groups = {
             span.group: span.style for lane in lanes if lane.look == look for span in lane.stretches
         }
-        for index, (group, style) in enumerate(groups.items()):
-            colours[look, group] = palette[(index if style is None else style) % len(palette)]
+        numbers = colour_numbers(list(groups), list(groups.values()))
+        if look == "gaps":
+            numbers = list(range(len(groups)))
+        for group, colour in zip(groups, numbers, strict=True):
+            colours[look, group] = palette[colour % len(palette)]
     return colours
 
 

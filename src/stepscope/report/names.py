@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.report.axes import spread_apart
 from stepscope.report.blocks import Figure
 from stepscope.report.format import tick
-from stepscope.report.svg import CURVES, INK, PAPER
+from stepscope.report.svg import CURVES, INK, PAPER, colour_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +48,9 @@ def width_of(texts: Sequence[str]) -> float:
 
 def styles(figure: Figure) -> list[int]:
     """Number of the colour and marker of each curve."""
-    return [
-        index if curve.style is None else curve.style for index, curve in enumerate(figure.curves)
-    ]
+    return colour_numbers(
+        [curve.label for curve in figure.curves], [curve.style for curve in figure.curves]
+    )
 
 
 def hatch(style: int) -> str:

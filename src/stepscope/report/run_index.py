@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from stepscope.analysis.verdict import Verdict
+from stepscope.report.format import duration, number
 from stepscope.report.html import standalone
 from stepscope.report.verdict import sentences
 
@@ -45,13 +46,25 @@ def read_entries(out: Path) -> list[RunEntry]:
     return sorted(entries, key=lambda entry: entry.run, reverse=True)
 
 
+def _against(entry: RunEntry, latest: RunEntry) -> str:
+    """The step of the latest run against that of an earlier one; empty if one is unknown."""
+    if not entry.step_ms or not latest.step_ms:
+        return ""
+    ratio = entry.step_ms / latest.step_ms
+    return (
+        f"The latest run, {latest.title}: {duration(latest.step_ms)} instead of"
+        f" {duration(entry.step_ms)}, {number(ratio, 3)}× as fast."
+    )
+
+
 def index_page(entries: list[RunEntry]) -> str:
     rows: list[dict[str, Any]] = [
         {
             "entry": entry,
             "page": f"{entry.run}/report.html",
-            "compare": f"stepscope compare {entry.run} {entries[0].run}" if number else "",
+            "against": _against(entry, entries[0]) if index else "",
+            "compare": f"stepscope compare {entry.run} {entries[0].run}" if index else "",
         }
-        for number, entry in enumerate(entries)
+        for index, entry in enumerate(entries)
     ]
     return standalone("index.html.j2", rows=rows)

@@ -9,6 +9,7 @@ forbids inline styles.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 CURVES = (
@@ -22,6 +23,23 @@ CURVES = (
     "#8a3c2b",
     "#5a7414",
 )
+MEASURED, LOST, IDEAL, COMMUNICATION, IDLE, UNATTRIBUTED = 0, 1, 2, 3, 4, 6
+"""Number of the colour of each meaning, the same in the bar of the verdict and in every figure."""
+FREE = (0, 5, 8, 7, 6)
+"""Numbers of the colours of everything else in a figure with meanings."""
+_MEANINGS = {
+    "measured": MEASURED,
+    "lost": LOST,
+    "ideal": IDEAL,
+    "least": IDEAL,
+    "communication": COMMUNICATION,
+    "reduction": COMMUNICATION,
+    "messages": COMMUNICATION,
+    "idle": IDLE,
+    "waited": IDLE,
+    "waiting": IDLE,
+    "unattributed": UNATTRIBUTED,
+}
 INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
 
 VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES, start=1)} | {
@@ -39,6 +57,23 @@ _VIEW_BOX = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
 _FILE_WIDTH, _FILE_MARGIN = 720, 8
 _FILE_FONT = "Helvetica, Arial, sans-serif"
 _FONT = re.compile(r"^(?:(\w+)\s+)?([\d.]+)px\b")
+
+
+def colour_numbers(labels: Sequence[str], styles: Sequence[int | None]) -> list[int]:
+    """Number of the colour of each label: its style, that of its meaning, or the next one."""
+    meanings = [_MEANINGS.get(label) for label in labels]
+    others = FREE if any(one is not None for one in meanings) else range(len(CURVES))
+    numbers, taken = [], 0
+    for index, (style, meaning) in enumerate(zip(styles, meanings, strict=True)):
+        if style is not None:
+            numbers.append(style)
+        elif meaning is not None:
+            numbers.append(meaning)
+        else:
+            rounds, place = divmod(taken, len(others))
+            numbers.append(others[place] + rounds * len(CURVES) if others is FREE else index)
+            taken += 1
+    return numbers
 
 
 def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.analysis.verdict import BreakdownPart, Estimate, RankedChange, Verdict
-from stepscope.report.format import duration, percent
+from stepscope.analysis.verdict import BreakdownPart, Estimate, MemoryChange, RankedChange, Verdict
+from stepscope.report.format import bytes_, duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,17 +45,17 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     share = verdict.limit_share
     if verdict.limit is not None and share is not None:
         yield (
-            f"A step takes {duration(verdict.step.value)}; the hardware allows"
-            f" {duration(verdict.limit.ms)} with {verdict.limit.dtype} matmuls, {percent(share)}"
-            " of that."
+            f"A step takes {duration(verdict.step.value)}. The hardware limit is"
+            f" {duration(verdict.limit.ms)}, with {verdict.limit.dtype} matmuls: {percent(share)}"
+            " of the step."
         )
     else:
         yield f"A step takes {duration(verdict.step.value)}."
     loss = verdict.largest_loss
     if loss is not None:
-        rest = "The largest part" if verdict.limit is None else "The largest loss"
+        rest = "The largest part" if verdict.limit is None else "The largest part beyond it"
         yield (
-            f"{rest} is {loss.label}: {duration(loss.ms)}, {percent(loss.ms / verdict.step.value)}."
+            f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
     if verdict.mfu is not None:
         yield f"MFU in {verdict.dtype}: {percent(verdict.mfu)}."
@@ -69,8 +69,24 @@ def sentences(verdict: Verdict) -> Iterator[str]:
             f"With {_listed(verdict.reachable_with)}: {duration(verdict.reachable_ms)},"
             f" {speedup:.2f}× as fast ({basis})."
         )
+        if verdict.reachable_warning:
+            yield f"Warning: with these changes {verdict.reachable_warning}."
     elif verdict.judged and not verdict.changes:
         yield "No known change is predicted to gain 3 % or more."
+    if verdict.memory_change is not None:
+        yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
+
+
+def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
+    """The largest reduction of the peak, with what it does to the time."""
+    saved = f"{change.title} would lower it by {bytes_(change.gain_bytes)}"
+    if change.gain_ms > 0:
+        time = f" and gain {duration(change.gain_ms)}"
+    else:
+        time = f" and cost {duration(-change.gain_ms)}"
+    if change.best_after:
+        time = f" (with {change.best_after} it also gains {duration(change.gain_after_ms)})"
+    return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}, as predicted."
 
 
 def _listed(titles: Sequence[str]) -> str:
@@ -88,11 +104,22 @@ def trust_text(verdict: Verdict) -> str:
 
 def gain_text(change: RankedChange) -> str:
     basis = "measured" if change.verified else "predicted"
-    return f"−{_with_range(change.gain)} {basis}"
+    memory = ""
+    if change.gain_bytes:
+        sign = "−" if change.gain_bytes > 0 else "+"
+        memory = f"; {sign}{bytes_(abs(change.gain_bytes))} predicted"
+    return f"−{_with_range(change.gain)} {basis}{memory}"
 
 
 def _with_range(one: Estimate) -> str:
-    return f"{duration(one.value)} [{one.low:.3g}, {one.high:.3g}]"
+    """The value with its interval in the same unit."""
+    return f"{duration(one.value)} ({range_text(one)})"
+
+
+def range_text(one: Estimate, digits: int = 3) -> str:
+    low, high = (duration(end, digits) for end in (one.low, one.high))
+    number, _, unit = low.rpartition(" ")
+    return f"{number} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
 
 
 def step_text(verdict: Verdict) -> str:
@@ -257,15 +284,15 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
     step = verdict.step
     if step is None:
         return
-    yield StatView("step", duration(step.value), f"[{step.low:.4g}, {step.high:.4g}]")
+    yield StatView("step", duration(step.value), f"95 %: {range_text(step, 4)}")
     if verdict.limit is not None:
         share = verdict.limit_share
-        note = percent(share) if share is not None else ""
+        note = f"{percent(share)} of the step" if share is not None else ""
         yield StatView(f"hardware limit, {verdict.limit.dtype}", duration(verdict.limit.ms), note)
     if verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
-        note = f"{step.value / verdict.reachable_ms:.2f}×"
-        yield StatView(f"reachable, {basis}", duration(verdict.reachable_ms), note)
+        note = f"{step.value / verdict.reachable_ms:.2f}× as fast"
+        yield StatView(f"with known changes, {basis}", duration(verdict.reachable_ms), note)
     if verdict.mfu is not None:
         yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
 

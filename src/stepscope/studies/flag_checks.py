@@ -29,6 +29,8 @@ def check_known(kind: str, values: Iterable[str], known: Collection[str]) -> Non
     for value in values:
         if value not in known:
             raise unknown_name(kind, value, known)
+
+
 def check_seconds(name: str, seconds: float) -> None:
     check_each(name, (seconds,), lambda value: value >= 0, "it cannot be negative")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.replacement import (
@@ -145,7 +146,7 @@ class _Attention:
         if shared and not any(hasattr(module, name) for name in _NORMS):
             return rotated_parts_(parts, *self._tables.of(cos, sin), heads, key_heads)
         sizes = [weight.shape[0] for weight in weights]
-        q, k, v = (part.unflatten(-1, (-1, d_head)) for part in parts.split(sizes, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, d_head)) for part in torch.split(parts, sizes, -1))
         q, k = (
             getattr(module, name, nn.Identity())(part)
             for name, part in zip(_NORMS, (q, k), strict=True)
@@ -189,4 +190,3 @@ def uses_eager_attention(model: nn.Module) -> bool:
         and not getattr(config, "output_attentions", False)
         and hasattr(model, "set_attn_implementation")
     )
-

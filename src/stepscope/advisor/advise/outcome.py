@@ -13,10 +13,14 @@ from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Interval
+from stepscope.report.format import percent
 
 LOSS_WITHIN = 0.05
 """Largest accepted difference of the final losses, relative to the decrease of the loss or to the
 loss itself, whichever is larger."""
+
+LOSS_WARNING = 0.01
+"""Difference of the final losses from which a kept change has a warning."""
 
 NO_GAIN = "dropped: no gain shown"
 
@@ -116,11 +120,21 @@ class Tried:
         return self.loss_off is None or self.loss_off <= LOSS_WITHIN
 
     @property
+    def loss_warning(self) -> str:
+        """Warning about a loss that differs by more than rounding explains; empty without one."""
+        off = self.loss_off
+        if off is None or off <= LOSS_WARNING:
+            return ""
+        return f"the loss differs by {percent(off)}"
+
+    @property
     def verdict(self) -> str:
-        if self.record.status != "ok" or self.ratio is None:
+        if self.record.status != "ok":
             return f"not tried: {self.record.reason or self.record.status}"
         if self.without_effect:
-            return f"dropped: {self.without_effect}"
+            return f"not applicable: {self.without_effect}"
+        if self.ratio is None:
+            return "not tried: no step was timed"
         lost = self.record.quantity("loss_lost", variant=CHANGED)
         if lost is not None and self.record.quantity("loss_lost", variant=BASE) is None:
             return f"dropped: the loss is not finite from step {lost:.0f} on"
@@ -130,7 +144,9 @@ class Tried:
             compared = (
                 self.trial.more_samples != 1 or self.record.find("loss", variant=BASE) is not None
             )
-            return "kept" if compared else "kept, no loss to compare"
+            if not compared:
+                return "kept, no loss to compare"
+            return f"kept, but {self.loss_warning}" if self.loss_warning else "kept"
         return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
 
     @property

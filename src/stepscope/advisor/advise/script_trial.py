@@ -23,6 +23,20 @@ _TURN_MS = 200.0
 _FEWEST, _MOST = 2, 10
 """Fewest and most steps of a turn."""
 _LEAST_ROUNDS = 5
+_NO_TARGET = {
+    "attention": "the script has no attention that could be replaced: no softmax between two"
+    " matmuls of a form that a fused kernel computes",
+    "batch": "no DataLoader has the batch size that was recorded",
+    "checkpoint": "the model has no nn.ModuleList of repeated blocks, or no checkpointed ones",
+    "compile": "no model is called in a step",
+    "copies": "no batch is copied to the device by .to() or .cuda()",
+    "data": "no DataLoader without workers is created",
+    "dtype": "no model is called in a step, or autocast is not used",
+    "gradients": "zero_grad() does not fill gradients with zeros",
+    "optimizer": "no optimizer with another implementation is created",
+    "read_back": "no value is read from the device by .item() or .cpu()",
+}
+"""Why a setting had no effect on a script."""
 
 
 class Times:
@@ -34,16 +48,25 @@ class Times:
         self.peaks: dict[str, int | None] = {}
         self.notes: dict[str, str] = {}
 
+    @classmethod
+    def of(cls, notes: dict[str, str]) -> Times:
+        """Results of a trial that ended before anything was compared."""
+        times = cls()
+        times.notes = notes
+        return times
+
     def collect(self, runs: Mapping[str, TrialProcess]) -> None:
         """Collect losses and peaks of the first run of each variant; later runs start over."""
         for name, run in runs.items():
             self.losses.setdefault(name, run.losses)
             self.peaks.setdefault(name, run.peak_bytes)
 
-    def without_effect(self, ready: Ready) -> None:
+    def has_no_effect(self, ready: Ready) -> bool:
+        """Return True if a change found nothing in the script that it could change; note why."""
         if ready.missing:
-            names = ", ".join(ready.missing)
-            self.notes["without_effect"] = f"it had no effect on the script ({names})"
+            reasons = (_NO_TARGET.get(name, f"it did not change {name}") for name in ready.missing)
+            self.notes["without_effect"] = "; ".join(reasons)
+        return bool(ready.missing)
 
 
 def measure_script_trial(trial: Trial, script: Script, bench: Bench) -> Measurement:
@@ -59,6 +82,7 @@ def measure_script_trial(trial: Trial, script: Script, bench: Bench) -> Measurem
             *(
                 Series(name="step", variant=name, unit="ms", values=tuple(values), clock=clock)
                 for name, values in times.ms.items()
+                if values
             ),
             *loss_series(times.losses),
         ),
@@ -76,7 +100,8 @@ def _interleaved(trial: Trial, script: Script, bench: Bench) -> Times:
             for name in (BASE, CHANGED)
         }
         first = {name: run.ready() for name, run in runs.items()}
-        times.without_effect(first[CHANGED])
+        if times.has_no_effect(first[CHANGED]):
+            return times
         steps = _steps_per_turn(trial, script, first[BASE].step_ms)
         order_of = list(runs)
         shuffle = random.Random(0).shuffle
@@ -109,8 +134,8 @@ def _in_blocks(trial: Trial, script: Script, bench: Bench) -> Times:
     for block, name in enumerate(IN_BLOCKS):
         with _start(trial, script, name, bench) as run:
             ready = run.ready()
-            if name == CHANGED:
-                times.without_effect(ready)
+            if name == CHANGED and times.has_no_effect(ready):
+                return Times.of(times.notes)
             steps = _steps_per_turn(trial, script, ready.step_ms)
             for done in range(each):
                 times.ms[name].append(run.turn(steps))

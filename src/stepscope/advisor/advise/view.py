@@ -9,7 +9,8 @@ from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.analysis.advice.calibration import is_right, median_error
 from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
+from stepscope.analysis.advice.missing_inputs import BANDWIDTH, MEMORY, RATES, NotEvaluated
+from stepscope.analysis.advice.rule import NotApplicable
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Finding, Interval, Table
 from stepscope.report.format import counted, duration, number, percent
@@ -42,15 +43,16 @@ def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
     )
 
 
-def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
+def not_evaluated_findings(left_out: Sequence[NotEvaluated]) -> Iterator[Finding]:
     """Report the rules that lack an input, grouped by input, and the command that supplies it."""
     for missing in dict.fromkeys(one.missing for one in left_out):
         titles = ", ".join(one.title for one in left_out if one.missing == missing)
         yield Finding(
-            code="advice.not-judged",
+            code="advice.not-evaluated",
             values={"changes": titles, "missing": missing},
             timed=False,
-            text=f"Not judged: {titles}. The records have no {missing}; {_SUPPLIED_BY[missing]}.",
+            text=f"Not evaluated: {titles}. The records have no {missing};"
+            f" {_SUPPLIED_BY[missing]}.",
             tone="warn",
         )
 
@@ -65,7 +67,7 @@ def not_tried(
     reasons: dict[str, list[str]] = {}
     for one in left:
         not_reachable = one.by_author or "it cannot be applied without editing the program"
-        why = "excluded by --only, or out of time" if one in reachable else not_reachable
+        why = _not_tried_alone(one) if one in reachable else not_reachable
         reasons.setdefault(why, []).append(one.title)
     return tuple(
         Finding(
@@ -75,6 +77,23 @@ def not_tried(
             timed=False,
         )
         for why, titles in reasons.items()
+    )
+
+
+def _not_tried_alone(advice: Advice) -> str:
+    if advice.gain_ms < 0:
+        first = f" without {advice.best_after}" if advice.best_after else ""
+        return f"it is predicted to cost time{first}"
+    return "excluded by --only, or out of time"
+
+
+def not_applicable_table(changes: Sequence[NotApplicable]) -> Table:
+    return table(
+        "advise-not-applicable",
+        "Changes that do not apply, and why",
+        changes,
+        [col("change", lambda one: one.title), col("reason", lambda one: one.reason)],
+        caption="From the recorded step. These changes are not tried.",
     )
 
 
@@ -94,6 +113,7 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     )
     return (
         _best(best, tried),
+        *_left_out(best, tried),
         *_predictions(tried),
         *_in_range(tried),
         *_apart(tried),
@@ -118,14 +138,39 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
     loss = "the loss was not compared"
     if best.loss_off is not None:
         loss = f"with a loss that differs by {percent(best.loss_off)}"
+    if best.loss_warning:
+        loss += ": compare a longer training before you keep it"
     return Finding(
         code="advise.best",
         values={"change": best.trial.code, "speedup": speedup, "loss_off": best.loss_off},
         records=_ids([best]),
         text=f"{number(speedup, 3)}× as fast with {names}: verified here, interleaved with the"
         f" unchanged step, {loss}.",
-        tone="good",
+        tone="warn" if best.loss_warning else "good",
     )
+
+
+def _left_out(best: Tried | None, tried: Sequence[Tried]) -> Iterator[Finding]:
+    """Report changes that gain alone but are not in the best combination."""
+    if best is None or len(best.trial.advice) < 2:
+        return
+    used = {one.code for one in best.trial.advice}
+    settings = {name for one in best.trial.advice for name in one.setting}
+    single = [one for one in tried if one.kept and len(one.trial.advice) == 1]
+    left = [one for one in single if one.trial.code not in used and one.trial.more_samples == 1]
+    for reason, wanted in (
+        ("replaced by another change of the same setting", True),
+        ("no further gain on top of the others", False),
+    ):
+        group = [one for one in left if bool(settings & set(one.trial.settings)) is wanted]
+        if group:
+            names = ", ".join(one.trial.advice[0].title for one in group)
+            yield Finding(
+                code="advise.left-out",
+                values={"changes": names, "reason": reason},
+                records=_ids(group),
+                text=f"Not in the best combination: {names}; {reason}.",
+            )
 
 
 def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:

@@ -9,7 +9,15 @@ import msgspec
 from stepscope.analysis.advice import dtypes, loop, memory, ranks, work
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.ranges import gain_range
-from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, is_faster, worth
+from stepscope.analysis.advice.rule import (
+    REGISTRY,
+    WORTH,
+    Advice,
+    NotApplicable,
+    Prediction,
+    is_faster,
+    worth,
+)
 from stepscope.analysis.advice.timeline import wall_ms
 
 __all__ = [
@@ -20,19 +28,38 @@ __all__ = [
     "afterwards",
     "applicable",
     "compatible",
+    "not_applicable",
+    "predictions",
     "without_ranks",
 ]
 
 RULES = (dtypes, work, loop, memory, ranks)
 
 
-def judged(facts: Facts) -> Iterator[Judged]:
+_ALWAYS_LISTED = ("fused-attention", "attention-fast-path")
+"""Naive attention often takes the most memory of a step, whatever it costs in time."""
+_DTYPES_FIRST = ("bfloat16", "tf32")
+"""Changes after which another one may gain time that it does not gain alone."""
+
+
+def predictions(facts: Facts) -> Iterator[Prediction]:
     """Yield the result of every rule that applies to the step, worth it or not."""
-    return (result for judge in JUDGES if (result := judge(facts)) is not None)
+    results = (entry.rule(facts) for entry in REGISTRY)
+    return (result for result in results if not isinstance(result, str))
+
+
+def not_applicable(facts: Facts) -> tuple[NotApplicable, ...]:
+    """Return the changes that do not apply to the step, each with the reason."""
+    results = ((entry, entry.rule(facts)) for entry in REGISTRY)
+    return tuple(
+        NotApplicable(entry.code, entry.title, reason)
+        for entry, reason in results
+        if isinstance(reason, str) and reason
+    )
 
 
 def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advice, ...]:
-    """Return the changes that are worth making, best first.
+    """Return the changes that are worth making, best first, and fused attention in any case.
 
     `factors` are corrections of the predictions learnt from past verifications. Changes whose
     range of gains lies above zero come first, sorted by the lower end of that range. The others
@@ -40,12 +67,15 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
     change has a rank.
     """
     advised = []
-    for advice, _ in judged(facts):
+    for advice, _ in predictions(facts):
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
             advice = _with_range(advice, facts)
             advised.append(advice if is_faster(advice, facts) else _for_memory(advice))
+        elif advice.code in _ALWAYS_LISTED:
+            advice = _with_range(_on_top(advice, facts), facts)
+            advised.append(msgspec.structs.replace(advice, ranked=False))
     return without_ranks(advised) if facts.doubt else tuple(sorted(advised, key=_rank))
 
 
@@ -65,6 +95,25 @@ def _rank(advice: Advice) -> tuple[bool, float, str]:
     return not advice.ranked, -(advice.low_ms if advice.ranked else advice.gain_ms), advice.code
 
 
+def _on_top(advice: Advice, facts: Facts) -> Advice:
+    """Add what a change gains on top of another dtype, if it gains no time alone."""
+    if advice.gain_ms > 0:
+        return advice
+    for first in _DTYPES_FIRST:
+        after = afterwards(facts, [first])
+        then = next((one for one, _ in predictions(after) if one.code == advice.code), None)
+        if after is not facts and then is not None and is_faster(then, after):
+            title = next(entry.title for entry in REGISTRY if entry.code == first)
+            return msgspec.structs.replace(
+                advice,
+                best_after=title,
+                gain_after_ms=then.gain_ms,
+                why=f"{advice.why}. In {facts.dtype} the fused kernel is slower; with {title} it"
+                f" gains {then.gain_ms:.3g} ms more",
+            )
+    return advice
+
+
 def _for_memory(advice: Advice) -> Advice:
     return msgspec.structs.replace(advice, why=f"{advice.why}. Listed only for the memory it saves")
 
@@ -72,7 +121,7 @@ def _for_memory(advice: Advice) -> Advice:
 def afterwards(facts: Facts, codes: Sequence[str]) -> Facts:
     """Apply these changes to the step one after the other, as far as they still apply."""
     for code in codes:
-        change = next((one for one in judged(facts) if one.advice.code == code), None)
+        change = next((one for one in predictions(facts) if one.advice.code == code), None)
         if change is not None:
             after = change.after
             facts = msgspec.structs.replace(after, step_ms=wall_ms(after) / after.samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import CONVOLUTION, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.rule import Advice, Prediction, rule
 from stepscope.analysis.advice.timeline import gain_ms
 
 FUSED_OVER_NAIVE_MATMULS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
@@ -41,11 +41,15 @@ def with_faster_matmuls(facts: Facts, to: str) -> Facts | None:
     return replace(changed, dtype=to)
 
 
-@judge
-def _tf32(facts: Facts) -> Judged | None:
-    after = with_faster_matmuls(facts, "tf32") if facts.dtype == "float32" else None
-    if after is None or not facts.on_gpu:
-        return None
+@rule("tf32", "TF32 matmuls (tensor cores for float32)")
+def _tf32(facts: Facts) -> Prediction | str:
+    if not facts.on_gpu:
+        return "a CPU has no TF32"
+    if facts.dtype != "float32":
+        return f"the matmuls are in {facts.dtype} already"
+    after = with_faster_matmuls(facts, "tf32")
+    if after is None:
+        return "this GPU has no TF32" if "tf32" in facts.lacks else ""
     advice = Advice(
         code="tf32",
         title="TF32 matmuls (tensor cores for float32)",
@@ -56,14 +60,16 @@ def _tf32(facts: Facts) -> Judged | None:
         lines=('torch.set_float32_matmul_precision("high")',),
         setting={"dtype": "tf32"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _bfloat16(facts: Facts) -> Judged | None:
-    after = with_faster_matmuls(facts, "bfloat16") if facts.dtype in ("float32", "tf32") else None
+@rule("bfloat16", "bfloat16 autocast")
+def _bfloat16(facts: Facts) -> Prediction | str:
+    if facts.dtype not in ("float32", "tf32"):
+        return f"the matmuls are in {facts.dtype} already"
+    after = with_faster_matmuls(facts, "bfloat16")
     if after is None:
-        return None
+        return "this machine has no bfloat16" if "bfloat16" in facts.lacks else ""
 
     def cast(work: PhaseWork) -> PhaseWork:
         # Memory-bound kernels take as long as before: some move half the bytes, but the casts
@@ -86,27 +92,29 @@ def _bfloat16(facts: Facts) -> Judged | None:
         lines=(f'with torch.autocast("{kind}", torch.bfloat16):', "    loss = model(…)"),
         setting={"dtype": "bfloat16"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _float32(facts: Facts) -> Judged | None:
+@rule("float32", "float32 instead of autocast")
+def _float32(facts: Facts) -> Prediction | str:
     """float32 in place of an emulated dtype.
 
     A machine without hardware for a 16-bit dtype converts every number. Some machines have
     hardware for matmuls in that dtype but not for convolutions, which then run far below the rate.
     """
     now, wide = facts.rates.get(facts.dtype), facts.rates.get("float32")
-    if not facts.autocast or not now or not wide:
-        return None
+    if not facts.autocast:
+        return "autocast is not used"
+    if not now or not wide:
+        return ""
     emulated = not facts.on_gpu and facts.matmuls_over_rate > _EMULATED_OVER_RATE
     if now >= wide and not emulated:
-        return None
+        return f"{facts.dtype} is not slower than float32 on this machine"
     takes = facts.class_ms(*_COMPUTE)
     at_rate = _OVER_RATE_ON_CPU * 1e3 * facts.flops / wide if not facts.on_gpu else 0.0
     left = max(at_rate, takes * now / wide if now < wide else 0.0)
     if left >= takes:
-        return None
+        return f"{facts.dtype} is not slower than float32 in this step"
     changed = facts.with_work(lambda work: work.scaled(dict.fromkeys(_COMPUTE, left / takes)))
     after = replace(changed, dtype="float32", autocast=False)
     kind = "cuda" if facts.on_gpu else "cpu"
@@ -125,7 +133,7 @@ def _float32(facts: Facts) -> Judged | None:
         lines=(f'with torch.autocast("{kind}", enabled=False):', "    loss = model(…)"),
         setting={"dtype": "float32"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
 def _saved_bytes_freed(facts: Facts) -> int:

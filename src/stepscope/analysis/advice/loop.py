@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import AT_COPIES, MODEL_PHASES, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.rule import Advice, Prediction, rule
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
 
 _OUTSIDE = ("outside",)
@@ -17,15 +17,17 @@ _PINNED = (
 )
 
 
-@judge
-def _no_wait(facts: Facts) -> Judged | None:
+@rule("no-read-back", "no device value read within the step")
+def _no_wait(facts: Facts) -> Prediction | str:
     """No device value read within the step.
 
     A copy from pageable memory also synchronises: with only one of the two removed, the other
     still waits and nothing is gained.
     """
-    if not facts.on_gpu or not facts.waits or not facts.reads_back:
-        return None
+    if not facts.on_gpu:
+        return "the step runs on a CPU"
+    if not facts.waits or not facts.reads_back:
+        return "no value is read from the device within the step"
     after = replace(facts, waits="", reads_back=False)
     setting = {"read_back": "late"}
     lines: tuple[str, ...] = (
@@ -48,24 +50,24 @@ def _no_wait(facts: Facts) -> Judged | None:
         lines=lines,
         setting=setting,
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _workers(facts: Facts) -> Judged | None:
+@rule("data-ahead", "DataLoader workers that load batches ahead")
+def _workers(facts: Facts) -> Prediction | str:
     if not facts.data_ms:
-        return None
+        return "no time is spent in a DataLoader"
     return _workers_on_gpu(facts) if facts.on_gpu else _workers_on_cpu(facts)
 
 
-def _workers_on_cpu(facts: Facts) -> Judged | None:
+def _workers_on_cpu(facts: Facts) -> Prediction | str:
     """DataLoader workers for a step on the CPU.
 
     With all cores busy, loading still costs `data_ms / cores` of the step. On cores that PyTorch
     leaves idle, loading overlaps with the step.
     """
     if facts.cores < 2:
-        return None
+        return "there is no second core for a worker"
     free = max(0, facts.cores - facts.threads)
     workers = min(_MOST_WORKERS, free or facts.cores - 1)
     overlappable = max(0.0, facts.step_ms - facts.data_ms)
@@ -87,10 +89,10 @@ def _workers_on_cpu(facts: Facts) -> Judged | None:
         lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
         setting={"data": "workers"},
     )
-    return Judged(advice, replace(after, data_ms=0.0))
+    return Prediction(advice, replace(after, data_ms=0.0))
 
 
-def _workers_on_gpu(facts: Facts) -> Judged:
+def _workers_on_gpu(facts: Facts) -> Prediction:
     after = facts.with_work(
         lambda work: replace(work, host_ms=max(0.0, work.host_ms - facts.data_ms)), _OUTSIDE
     )
@@ -105,14 +107,18 @@ def _workers_on_gpu(facts: Facts) -> Judged:
         lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
         setting={"data": "workers"},
     )
-    return Judged(advice, replace(after, data_ms=0.0))
+    return Prediction(advice, replace(after, data_ms=0.0))
 
 
-@judge
-def _pinned(facts: Facts) -> Judged | None:
+@rule("pinned-data", "batches in pinned memory, copied asynchronously")
+def _pinned(facts: Facts) -> Prediction | str:
     """Pinned batches. If values are read back too, that advice includes this one."""
-    if not facts.on_gpu or not facts.pageable_ms or facts.reads_back:
-        return None
+    if not facts.on_gpu:
+        return "the step runs on a CPU"
+    if not facts.pageable_ms:
+        return "no batch is copied from pageable memory"
+    if facts.reads_back:
+        return "values are read from the device in every step: see the change that avoids it"
     after = replace(facts, pageable_ms=0.0, waits="" if facts.waits == AT_COPIES else facts.waits)
     advice = Advice(
         code="pinned-data",
@@ -124,13 +130,13 @@ def _pinned(facts: Facts) -> Judged | None:
         lines=_PINNED,
         setting={"copies": "pinned"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _set_to_none(facts: Facts) -> Judged | None:
+@rule("set-to-none", "gradients set to None instead of zeroed")
+def _set_to_none(facts: Facts) -> Prediction | str:
     if not facts.cleared_ms:
-        return None
+        return "no gradient is filled with zeros"
     after = facts.with_work(lambda work: work.less(facts.cleared_ms), ("optimizer",))
     advice = Advice(
         code="set-to-none",
@@ -141,7 +147,7 @@ def _set_to_none(facts: Facts) -> Judged | None:
         lines=("optimizer.zero_grad(set_to_none=True)",),
         setting={"gradients": "none"},
     )
-    return Judged(advice, replace(after, cleared_ms=0.0))
+    return Prediction(advice, replace(after, cleared_ms=0.0))
 
 
 def with_batch_times(facts: Facts, times: int) -> Facts:
@@ -164,13 +170,15 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
     return replace(larger, samples=times * facts.samples)
 
 
-@judge
-def _larger_batch(facts: Facts) -> Judged | None:
-    if not facts.on_gpu or not facts.memory_bytes:
-        return None
+@rule("larger-batch", "twice the batch size")
+def _larger_batch(facts: Facts) -> Prediction | str:
+    if not facts.on_gpu:
+        return "the step runs on a CPU"
+    if not facts.memory_bytes:
+        return ""
     free_bytes = facts.memory_bytes * _MEMORY_SHARE - facts.peak_bytes
     if facts.saved_bytes > free_bytes:
-        return None
+        return "the memory has no room for twice the activations"
     after = with_batch_times(facts, 2)
     larger = None if facts.batch is None else 2 * facts.batch
     advice = Advice(
@@ -185,4 +193,4 @@ def _larger_batch(facts: Facts) -> Judged | None:
         setting={"batch": str(larger)} if larger else {},
         by_author="" if larger else "no DataLoader was found that sets the batch size",
     )
-    return Judged(advice, replace(after, batch=larger))
+    return Prediction(advice, replace(after, batch=larger))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import TIGHT, Advice, Judged, judge
+from stepscope.analysis.advice.rule import TIGHT, Advice, Prediction, rule
 
 _CHECKPOINTED_SHARE = 0.75
 """Share of the bytes saved for backward that lies inside blocks, and is freed by checkpointing."""
 
 
-@judge
-def _checkpoint(facts: Facts) -> Judged | None:
-    if not facts.is_tight(TIGHT) or facts.recomputed_bytes or not facts.saved_bytes:
-        return None
+@rule("checkpoint", "activation checkpointing of each block")
+def _checkpoint(facts: Facts) -> Prediction | str:
+    if facts.recomputed_bytes:
+        return "activation checkpointing is used already"
+    if not facts.is_tight(TIGHT):
+        return f"the peak is below {TIGHT:.0%} of the memory, and recomputation costs time"
+    if not facts.saved_bytes:
+        return ""
     gain = facts.lower_peak(int(_CHECKPOINTED_SHARE * facts.saved_bytes))
     if not gain:
-        return None
+        return "the peak is that of the optimizer, not of saved activations"
     forward = facts.phase_ms("forward")
     advice = Advice(
         code="checkpoint",
@@ -24,37 +28,39 @@ def _checkpoint(facts: Facts) -> Judged | None:
         gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
         f" {facts.saved_bytes / 2**30:.3g} GiB of it are saved for backward",
-        risk=f"time: a second forward of {forward:.3g} ms; it pays if the freed memory is used,"
-        " for example for a larger batch",
+        risk=f"time: a second forward pass of {forward:.3g} ms; it pays if the freed memory is"
+        " used, for example for a larger batch",
         lines=(
             "from torch.utils.checkpoint import checkpoint",
             f"x = checkpoint(block, x, use_reentrant=False){_block_list_comment(facts)}",
         ),
         setting={"checkpoint": "blocks"},
     )
-    return Judged(advice, facts)
+    return Prediction(advice, facts)
 
 
 def _block_list_comment(facts: Facts) -> str:
     return f"  # each block of model.{facts.block_list}" if facts.block_list else ""
 
 
-@judge
-def _no_checkpoint(facts: Facts) -> Judged | None:
+@rule("no-checkpoint", "fewer checkpointed blocks")
+def _no_checkpoint(facts: Facts) -> Prediction | str:
     free_bytes = facts.memory_bytes * TIGHT - facts.peak_bytes
-    if not facts.recomputed_bytes or free_bytes < facts.recomputed_bytes:
-        return None
+    if not facts.recomputed_bytes:
+        return "no activation checkpointing is used"
+    if free_bytes < facts.recomputed_bytes:
+        return "the memory has no room for the activations that are recomputed now"
     forward = facts.phase_ms("forward")
     advice = Advice(
         code="no-checkpoint",
         title="fewer checkpointed blocks",
         gain_ms=forward,
         gain_bytes=-facts.recomputed_bytes,
-        why=f"the backward recomputes forwards, for up to {forward:.3g} ms, and"
+        why=f"the backward pass recomputes activations for up to {forward:.3g} ms, and"
         f" {free_bytes / 2**30:.3g} GiB are free; without checkpointing the step needs"
         f" {facts.recomputed_bytes / 2**30:.3g} GiB more",
         risk="memory",
         lines=("x = block(x)  # instead of checkpoint(block, x)",),
         setting={"checkpoint": "no"},
     )
-    return Judged(advice, facts)
+    return Prediction(advice, facts)

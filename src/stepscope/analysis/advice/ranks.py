@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.rule import Advice, Prediction, rule
 
 _LARGE = 4 << 20
 """Message size from which the bytes determine the time; below it, latency does."""
 _GATHERED = 2 / 3
 """Time of gathering parameters over that of all-reducing their gradients."""
 
+_ONE_PROCESS = "the step runs in one process"
 _SEVERAL = "a job of several ranks cannot run interleaved with itself"
 
 
-@judge
-def _buckets(facts: Facts) -> Judged | None:
-    if facts.ranks < 2 or not facts.messages or facts.exposed_ms <= 0:
-        return None
+@rule("bucket-size", "another size of gradient buckets")
+def _buckets(facts: Facts) -> Prediction | str:
+    if facts.ranks < 2:
+        return _ONE_PROCESS
+    if not facts.messages or facts.exposed_ms <= 0:
+        return "all communication is overlapped with other work"
     if facts.micro_batches > 1:
-        # Each backward may send all gradients, or only the last one may.
-        return None
+        # Each backward pass may send all gradients, or only the last one may.
+        return "with gradient accumulation the messages of a step are not known"
     each = 4 * facts.parameters / facts.messages
     if each >= _LARGE:
         # The last bucket has no backward left to overlap with: half its size ends half as late.
         return _bucket_advice(facts, each, each / 2, facts.exposed_ms / 2)
     if facts.messages < 4:
-        return None
+        return "a step sends fewer than four messages"
     larger = 4 * facts.parameters / max(1, round(4 * facts.parameters / _LARGE))
     return _bucket_advice(facts, each, larger, facts.exposed_ms * (1 - each / larger))
 
 
-def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Judged:
+def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Prediction:
     kind = "larger" if then > now else "smaller"
     advice = Advice(
         code="bucket-size",
@@ -42,13 +45,15 @@ def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Jud
         lines=(f"DistributedDataParallel(model, bucket_cap_mb={max(1, round(then / 2**20))})",),
         by_author=_SEVERAL,
     )
-    return Judged(advice, facts)
+    return Prediction(advice, facts)
 
 
-@judge
-def _sharded(facts: Facts) -> Judged | None:
-    if facts.ranks < 2 or not facts.state_bytes:
-        return None
+@rule("sharded-optimizer", "sharded optimizer state (ZeRO stage 1)")
+def _sharded(facts: Facts) -> Prediction | str:
+    if facts.ranks < 2:
+        return _ONE_PROCESS
+    if not facts.state_bytes:
+        return "the optimizer has no state"
     share = 1 - 1 / facts.ranks
     update = facts.phase_ms("optimizer")
     # Each rank updates its part and gathers the others: about half the cost of an all-reduce.
@@ -68,4 +73,4 @@ def _sharded(facts: Facts) -> Judged | None:
         ),
         by_author=_SEVERAL,
     )
-    return Judged(advice, facts)
+    return Prediction(advice, facts)

@@ -37,26 +37,51 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that apply the change from outside; empty if only the author can apply it."""
     by_author: str = ""
     """Why only the author can apply it."""
+    best_after: str = ""
+    """Title of the change without which this one gains no time."""
+    gain_after_ms: float = 0.0
+    """Gain per step on top of that change."""
     factor: float = 1.0
     """Factor by which past verifications on this device have corrected the gain."""
 
 
-class Judged(NamedTuple):
-    """Result of a rule."""
+class Prediction(NamedTuple):
+    """Result of a rule that applies."""
 
     advice: Advice
     after: Facts
     """The step with the change applied."""
 
 
-Judge = Callable[[Facts], Judged | None]
-JUDGES: list[Judge] = []
+class NotApplicable(NamedTuple):
+    """A change that does not apply to a step."""
+
+    code: str
+    title: str
+    reason: str
 
 
-def judge(judge: Judge) -> Judge:
-    """Register a rule."""
-    JUDGES.append(judge)
-    return judge
+Rule = Callable[[Facts], Prediction | str]
+"""Returns its prediction, or why the change does not apply: empty if an input is missing."""
+
+
+class Registered(NamedTuple):
+    code: str
+    title: str
+    rule: Rule
+
+
+REGISTRY: list[Registered] = []
+
+
+def rule(code: str, title: str) -> Callable[[Rule], Rule]:
+    """Register a rule under the code and the title of its change."""
+
+    def register(function: Rule) -> Rule:
+        REGISTRY.append(Registered(code, title, function))
+        return function
+
+    return register
 
 
 def is_faster(advice: Advice, facts: Facts) -> bool:

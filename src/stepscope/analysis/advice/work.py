@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from stepscope.analysis.advice.dtypes import FUSED_OVER_NAIVE_MATMULS
 from stepscope.analysis.advice.facts import BETWEEN, MODEL_PHASES, QUEUE, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.rule import Advice, Prediction, rule
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernels.names import MEMORY_BOUND
 from stepscope.analysis.limits import ADAMW_BYTES
@@ -19,6 +19,8 @@ _FUSED_OVER_NAIVE_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
 """Share of the time of memory-bound kernels that remains when they are fused, on a GPU (True) or a
 CPU. Used if the order of the kernels is unknown."""
+_SHOWN_WAIT = 0.01
+"""Share of the step from which a wait for the host is mentioned."""
 _LAUNCHES_LEFT = 0.4
 _FUSED_OVER_LONGEST = 1.1
 _LEFT_OF_RUN = 0.2
@@ -41,16 +43,18 @@ _FUSED_LAUNCHES = 0.05
 _BLOCKS_OVER_MODEL = 0.9
 _GRAPH_OF_COMPILED = 0.9
 """A graph must at least reduce the compiled step to this share to be worth its restrictions."""
+_NO_COMPILER = "this machine has no compiler for torch.compile"
+_FUSED_LOSS_TITLE = "fused linear cross-entropy (chunked, without full logits)"
 _FOREACH = 0.4
 """Share of a tensor-by-tensor update that remains with the foreach implementation."""
 _FUSED_LOSS = 0.6
 """Share of the time from logits to loss, forward and backward, that a chunked loss saves."""
 
 
-@judge
-def _flash(facts: Facts) -> Judged | None:
+@rule("fused-attention", "fused attention")
+def _flash(facts: Facts) -> Prediction | str:
     if not facts.attention:
-        return None
+        return _no_naive_attention(facts)
     matmuls = sum(work.classes.get("matmul", 0.0) for work in facts.attention)
     naive = sum(work.device_ms for work in facts.attention)
     core = {work.name: work for work in facts.attention}
@@ -82,7 +86,20 @@ def _flash(facts: Facts) -> Judged | None:
             "# set is_causal, attn_mask and dropout_p as in your attention",
         ),
     )
-    return Judged(_on_fast_path(advice, facts, takes) if facts.attention_called else advice, after)
+    return Prediction(
+        _on_fast_path(advice, facts, takes) if facts.attention_called else advice, after
+    )
+
+
+def _no_naive_attention(facts: Facts) -> str:
+    if facts.class_ms("attention"):
+        return "attention runs in a fused kernel already"
+    if facts.compiled:
+        return "the step is compiled: its kernels do not show which of them are attention"
+    return (
+        "the program has no attention that could be replaced: no module has a softmax between two"
+        " batched matmuls"
+    )
 
 
 def _on_fast_path(advice: Advice, facts: Facts, takes: str) -> Advice:
@@ -123,11 +140,15 @@ def _fused_over_naive(facts: Facts) -> float:
     return FUSED_OVER_NAIVE_MATMULS.get(facts.dtype, _FUSED_OVER_NAIVE_ON_CPU)
 
 
-@judge
-def _optimizer(facts: Facts) -> Judged | None:
+@rule("fused-optimizer", "fused optimizer")
+def _optimizer(facts: Facts) -> Prediction | str:
     each = _UPDATE_BYTES.get(facts.optimizer)
-    if facts.fused_optimizer or each is None or not facts.bandwidth or not facts.parameters:
-        return None
+    if facts.fused_optimizer:
+        return "the optimizer is fused already"
+    if each is None:
+        return f"{facts.optimizer_name or 'the optimizer'} has no fused implementation"
+    if not facts.bandwidth or not facts.parameters:
+        return ""
     moved = facts.parameters * each / facts.bandwidth * 1e3
     takes = facts.phase_ms("optimizer")
     fused = _NEAR_BANDWIDTH[facts.on_gpu][facts.optimizer] * moved
@@ -157,7 +178,7 @@ def _optimizer(facts: Facts) -> Judged | None:
         lines=(f"optimizer = torch.optim.{name}(model.parameters(), …, fused=True)",),
         setting={"optimizer": "adamw-fused" if facts.optimizer == "adam" else "sgd-fused"},
     )
-    return Judged(advice, replace(after, fused_optimizer=True))
+    return Prediction(advice, replace(after, fused_optimizer=True))
 
 
 def _between(facts: Facts) -> str:
@@ -178,13 +199,14 @@ def _as_compiled(facts: Facts) -> Facts:
     return replace(facts.with_work(fused), compiled=True)
 
 
-@judge
-def _compile(facts: Facts) -> Judged | None:
-    if facts.compiled or "compiler" in facts.lacks:
-        return None
+@rule("compile", "torch.compile")
+def _compile(facts: Facts) -> Prediction | str:
+    if reason := _not_compilable(facts):
+        return reason
     after = _as_compiled(facts)
     late = host_limits_ms(facts)
-    waits = f", and the device waits {late:.3g} ms for launches" if late else ""
+    shown = late >= _SHOWN_WAIT * facts.step_ms
+    waits = f", and the device waits {late:.3g} ms for launches" if shown else ""
     advice = Advice(
         code="compile",
         title="torch.compile",
@@ -195,14 +217,22 @@ def _compile(facts: Facts) -> Judged | None:
         lines=("model = torch.compile(model)",),
         setting={"compile": "model"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _compile_blocks(facts: Facts) -> Judged | None:
+def _not_compilable(facts: Facts) -> str:
+    if facts.compiled:
+        return "the model is compiled already"
+    return _NO_COMPILER if "compiler" in facts.lacks else ""
+
+
+@rule("compile-blocks", "torch.compile of each block")
+def _compile_blocks(facts: Facts) -> Prediction | str:
     model = _compile(facts)
-    if model is None or facts.blocks < 2:
-        return None
+    if isinstance(model, str):
+        return model
+    if facts.blocks < 2:
+        return "the model has no nn.ModuleList of repeated blocks"
     advice = Advice(
         code="compile-blocks",
         title="torch.compile of each block",
@@ -213,7 +243,7 @@ def _compile_blocks(facts: Facts) -> Judged | None:
         lines=(*_each_block(facts), "    block.compile()"),
         setting={"compile": "block"},
     )
-    return Judged(advice, model.after)
+    return Prediction(advice, model.after)
 
 
 def _each_block(facts: Facts) -> tuple[str, ...]:
@@ -222,18 +252,25 @@ def _each_block(facts: Facts) -> tuple[str, ...]:
     return ("for block in …:  # the nn.ModuleList of the repeated blocks",)
 
 
-@judge
-def _graph(facts: Facts) -> Judged | None:
+@rule("cuda-graph", "the step as a CUDA graph")
+def _graph(facts: Facts) -> Prediction | str:
     """The compiler's CUDA graphs, if the compiled step is still host-bound.
 
-    The next forward overwrites the gradients of a graph, so gradient accumulation rules it out.
+    The next forward pass overwrites the gradients of a graph, which rules out gradient
+    accumulation.
     """
-    if not facts.on_gpu or facts.captured or "compiler" in facts.lacks or facts.micro_batches > 1:
-        return None
+    if not facts.on_gpu:
+        return "the step runs on a CPU"
+    if facts.captured:
+        return "the step is a CUDA graph already"
+    if "compiler" in facts.lacks:
+        return _NO_COMPILER
+    if facts.micro_batches > 1:
+        return "gradient accumulation: the next forward pass overwrites the gradients of a graph"
     compiled = facts if facts.compiled else _as_compiled(facts)
     after = compiled.with_work(lambda work: replace(work, launches=0.0))
     if wall_ms(after) > _GRAPH_OF_COMPILED * wall_ms(compiled):
-        return None
+        return "a compiled step does not wait for the host"
     advice = Advice(
         code="cuda-graph",
         title="the step as a CUDA graph",
@@ -244,13 +281,15 @@ def _graph(facts: Facts) -> Judged | None:
         lines=('model = torch.compile(model, mode="reduce-overhead")',),
         setting={"compile": "graphs"},
     )
-    return Judged(advice, replace(after, captured=True))
+    return Prediction(advice, replace(after, captured=True))
 
 
-@judge
-def _foreach(facts: Facts) -> Judged | None:
-    if facts.optimizer or not facts.loops_over_tensors:
-        return None
+@rule("foreach-optimizer", "foreach optimizer (all tensors at once)")
+def _foreach(facts: Facts) -> Prediction | str:
+    if facts.optimizer:
+        return "the optimizer has a fused implementation, which is faster"
+    if not facts.loops_over_tensors:
+        return "the optimizer does not update tensor by tensor"
     takes = facts.phase_ms("optimizer")
 
     def at_once(work: PhaseWork) -> PhaseWork:
@@ -267,19 +306,19 @@ def _foreach(facts: Facts) -> Judged | None:
         lines=("optimizer = …(model.parameters(), …, foreach=True)",),
         setting={"optimizer": "foreach"},
     )
-    return Judged(advice, after)
+    return Prediction(advice, after)
 
 
-@judge
-def _fused_loss(facts: Facts) -> Judged | None:
+@rule("fused-loss", _FUSED_LOSS_TITLE)
+def _fused_loss(facts: Facts) -> Prediction | str:
     if facts.loss_ms <= 0:
-        return None
+        return "no cross-entropy loss is traced"
     saved = _FUSED_LOSS * facts.loss_ms if facts.on_gpu else 0.0
     phases = [work.name for work in facts.phases if work.name in MODEL_PHASES and work.classes]
     after = facts.with_work(lambda work: work.less(saved / len(phases)), phases)
     advice = Advice(
         code="fused-loss",
-        title="fused linear cross-entropy (chunked, without full logits)",
+        title=_FUSED_LOSS_TITLE,
         gain_ms=gain_ms(facts, after),
         gain_bytes=facts.lower_peak(facts.logit_bytes),
         why=f"from logits to loss, forward and backward, takes {facts.loss_ms:.3g} ms, and"
@@ -291,4 +330,4 @@ def _fused_loss(facts: Facts) -> Judged | None:
         ),
         by_author="the loss function has to take the head's input instead of its logits",
     )
-    return Judged(advice, replace(after, loss_ms=0.0, logit_bytes=0))
+    return Prediction(advice, replace(after, loss_ms=0.0, logit_bytes=0))

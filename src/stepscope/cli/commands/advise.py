@@ -18,7 +18,8 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import advice_given, with_advice
 from stepscope.advisor.advise.history import read_history
 from stepscope.analysis.advice.calibration import factors
-from stepscope.analysis.advice.changes import Advice, advise, afterwards
+from stepscope.analysis.advice.changes import Advice, advise, afterwards, not_applicable
+from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
@@ -283,7 +284,7 @@ def _advise_script(
                     lambda some: _trial(options, base, some, script=script),
                     lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
                     within_s=options.within,
-                    only=_codes(options, advice),
+                    only=_codes(options, advice, facts_of(base)),
                 ),
             )
         records = store.records(run.id)
@@ -327,20 +328,23 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
                     lambda some: _trial(options, base, some, case=case),
                     lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
                     within_s=options.within,
-                    only=_codes(options, advice),
+                    only=_codes(options, advice, facts_of(base)),
                 ),
             )
         records = store.records(run.id)
     return conclude(_page(options, _subject(base)), options.json, base, advice, records)
 
 
-def _codes(options: AdviseOptions, advice: Sequence[Advice]) -> tuple[str, ...]:
+def _codes(options: AdviseOptions, advice: Sequence[Advice], facts: Facts) -> tuple[str, ...]:
     wanted = tuple(code.strip() for code in options.only.split(",") if code.strip())
     known = [one.code for one in advice]
     for code in wanted:
         if code not in known:
+            reasons = {one.code: one.reason for one in not_applicable(facts)}
+            why = f": {reasons[code]}" if code in reasons else ""
             raise UsageError(
-                f"{code} is not advised for this step", f"choose from: {', '.join(known) or 'none'}"
+                f"{code} is not advised for this step{why}",
+                f"choose from: {', '.join(known) or 'none'}",
             )
     return wanted
 

@@ -34,7 +34,7 @@ class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_at_least(1, steps=self.steps)
-        check_at_least("warmup", self.warmup, least=0)
+        check_at_least(0, warmup=self.warmup)
 
 
 class AttentionCase(AttentionWorkload, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "seq", "head"):
-            check_at_least(name, getattr(self, name))
+            check_at_least(1, **{name: getattr(self, name)})
         implementation(self.attention)
         if precision(self.dtype).name not in _ELEMENT_BYTES:
             known = ", ".join(name for name in PRECISIONS if name in _ELEMENT_BYTES)

@@ -83,11 +83,11 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         both = ("float32", "bfloat16")
         if environment.device_kind == "cpu":
             quick = BenchmarkFlags(
-                size=("tiny", "mini", "midi"),
+                size=("tiny", "mini"),
                 context=(32, 128),
                 batch=(2,),
-                steps=7,
-                min_seconds=0.3,
+                steps=5,
+                min_seconds=0.2,
                 warmup=1,
             )
         else:

@@ -71,7 +71,7 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
                 vocab=128,
                 context=(128,),
                 batch=(2,),
-                steps=4,
+                steps=3,
                 budget_gib=0.0125,
             )
         else:

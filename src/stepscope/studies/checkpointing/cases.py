@@ -31,7 +31,7 @@ class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Steps, at least 2: the first creates the optimizer state."""
 
     def __post_init__(self) -> None:
-        check_at_least("steps", self.steps, least=2)
+        check_at_least(2, steps=self.steps)
         if self.budget_gib is not None and not 0 < self.budget_gib < float("inf"):
             raise UsageError(f"budget-gib is {self.budget_gib}", "give GiB, such as 80")
 

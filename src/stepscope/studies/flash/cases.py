@@ -100,7 +100,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_at_least(1, steps=self.steps)
         check_at_least(1, rounds=self.rounds)
-        check_at_least("warmup", self.warmup, least=0)
+        check_at_least(0, warmup=self.warmup)
         check_seconds("min-seconds", self.min_seconds)
         check_seconds("race-seconds", self.race_seconds)
 

@@ -41,7 +41,7 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
         if self.rows < 0 or self.rows % _ROWS_STEP:
             raise UsageError(f"rows is {self.rows}", f"give a multiple of {_ROWS_STEP}")
         check_at_least(1, rounds=self.rounds)
-        check_at_least("warmup", self.warmup, least=0)
+        check_at_least(0, warmup=self.warmup)
 
 
 class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,7 +32,7 @@ from stepscope.studies.profile.rows import (
 )
 from stepscope.studies.trace.view import (
     CLASS_STYLES,
-    IDLE_STYLE,
+    IDLE_STYLES,
     comparison_table,
     kernel_table,
     module_table,
@@ -411,7 +411,7 @@ def _class_figure(all_groups: Sequence[Group]) -> Figure:
                     label=kind,
                     x=tuple(names),
                     y=tuple(100 * share for share in shares),
-                    style=CLASS_STYLES.get(kind, IDLE_STYLE),
+                    style=CLASS_STYLES.get(kind, IDLE_STYLES[0]),
                 )
             )
     return Figure(

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stepscope.analysis.limits import ADAMW_BYTES, matrix_ceiling
+from stepscope.analysis.limits import hardware_limit, matrix_ceiling, mfu
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import Limit
 from stepscope.report.blocks import Block, Finding, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import Watched, resting_on
@@ -24,6 +25,8 @@ _SHOWN_FROM = 0.001
 _FASTER_FROM = 0.01
 """Share of the step from which on a part that is faster than its ideal time is reported."""
 IDLE = "idle: "
+COMMUNICATION = "exposed communication"
+_MATMUL = "matmul."
 MATMULS, UPDATE = "matmuls beyond the ideal", "optimizer beyond the ideal"
 COPIES, OUTSIDE = "copies and casts", "outside of the model"
 UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
@@ -31,15 +34,32 @@ UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
 
 def least_ms(lead: Watched) -> dict[str, float]:
     """Ideal time of each part; empty if the FLOPs or the machine's rate are unknown."""
-    record = lead.record
-    flops, rate = record.quantity("flops"), matrix_ceiling(record)
-    if not flops or rate is None or rate.value <= 0:
+    limit = step_limit(lead)
+    if limit is None:
         return {}
-    least = {"matmuls at the ceiling": 1e3 * flops / rate.value}
-    parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
-    if parameters and bandwidth is not None and bandwidth.value > 0:
-        least["optimizer bytes, moved once"] = 1e3 * parameters * ADAMW_BYTES / bandwidth.value
-    return least
+    least = {"matmuls at the ceiling": limit.matmul_ms}
+    return least | ({"optimizer bytes, moved once": limit.update_ms} if limit.update_ms else {})
+
+
+def step_limit(lead: Watched) -> Limit | None:
+    """The hardware limit of a step, the same as in the verdict: that of the fastest dtype."""
+    record = lead.record
+    rates = {
+        ceiling.name.removeprefix(_MATMUL): ceiling.value
+        for ceiling in record.ceilings
+        if ceiling.source == "measured" and ceiling.name.startswith(_MATMUL)
+    }
+    own = matrix_ceiling(record)
+    if own is not None and not rates:
+        rates = {lead.case.dtype: own.value}
+    bandwidth = record.ceiling("memory.copy")
+    return hardware_limit(
+        record.quantity("flops") or 0.0,
+        int(record.quantity("parameters") or 0),
+        lead.case.dtype,
+        rates,
+        bandwidth.value if bandwidth is not None and bandwidth.value > 0 else None,
+    )
 
 
 class Parts(NamedTuple):
@@ -96,7 +116,7 @@ def _cause(phase: str, kind: str) -> str:
     if kind == "residual":
         return UNEXPLAINED
     if kind == "communication":
-        return "exposed communication"
+        return COMMUNICATION
     if phase == "optimizer":
         return UPDATE
     if kind in ("matmul", "attention"):
@@ -113,11 +133,11 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
         return ()
     parts = parts_of(summary, at_rates, step_ms)
     lanes, at = [], 0.0
-    for group, several in (("least", parts.least), ("lost", parts.beyond)):
-        for label, ms in several.items():
-            if ms >= _SHOWN_FROM * step_ms:
-                lanes.append(bar(label, at, ms, step_ms, group))
-            at += ms
+    for label, ms in (parts.least | parts.beyond).items():
+        if ms >= _SHOWN_FROM * step_ms:
+            group = "ideal" if label in parts.least else _meaning(label)
+            lanes.append(bar(label, at, ms, step_ms, group))
+        at += ms
     lanes.append(bar("measured", 0.0, step_ms, step_ms, "measured"))
     capped = power_capped(lead.record)
     return (
@@ -125,7 +145,7 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
             lead,
             (
                 *_too_low(parts),
-                _largest(parts, step_ms),
+                _largest(lead, parts, step_ms),
                 *capped_finding({"this step": capped} if capped else {}),
             ),
         ),
@@ -142,15 +162,26 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
     )
 
 
-def _largest(parts: Parts, step_ms: float) -> Finding:
+def _meaning(cause: str) -> str:
+    """What a part beyond the minimum means; it determines the colour."""
+    if cause.startswith(IDLE):
+        return "idle"
+    if cause == COMMUNICATION:
+        return "communication"
+    return "unattributed" if cause in (UNEXPLAINED, NOT_TRACED) else "lost"
+
+
+def _largest(lead: Watched, parts: Parts, step_ms: float) -> Finding:
     cause, lost = max(parts.beyond.items(), key=lambda item: item[1])
     total = sum(parts.least.values())
+    limit, own = step_limit(lead), mfu(lead.record)
+    dtype = limit.dtype if limit is not None else lead.case.dtype
+    in_own = "" if own is None else f" MFU in its own dtype, {lead.case.dtype}: {percent(own)}."
     return Finding(
         code="inspect.waterfall",
         values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text="At the rates of its own dtype the ideal time of its matmuls and its optimizer"
-        f" update is {duration(total)},"
-        f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.",
+        text=f"The hardware limit of the step, with {dtype} matmuls, is {duration(total)}:"
+        f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.{in_own}",
         conclusion=f"The largest part beyond the ideal is {cause}: {duration(lost)},"
         f" {percent(lost / step_ms)}.",
     )

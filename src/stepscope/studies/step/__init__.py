@@ -105,7 +105,7 @@ class Step(Study[StepFlags, StepCase]):
                     race=("tiny-64",),
                     loss_size="tiny",
                     loss_context=32,
-                    loss_steps=40,
+                    loss_steps=24,
                     words=16,
                     loss_rungs=("flash", "fused-loss"),
                     seeds=(0,),
@@ -114,7 +114,7 @@ class Step(Study[StepFlags, StepCase]):
                     steps=5,
                     min_seconds=0.0,
                     rounds=5,
-                    blocks=6,
+                    blocks=4,
                     block_seconds=0.1,
                 )
             ]

@@ -102,8 +102,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
             shown = name.replace("_", "-")
             check_each(shown, (getattr(self, name),), lambda s: s > 0, "it must be above 0")
         for name in ("steps", "rounds", "loss_steps", "words"):
-            check_at_least(name, getattr(self, name))
-        check_at_least("warmup", self.warmup, least=0)
+            check_at_least(1, **{name: getattr(self, name)})
+        check_at_least(0, warmup=self.warmup)
         check_seconds("min-seconds", self.min_seconds)
 
 

@@ -16,10 +16,21 @@ from stepscope.studies.trace.findings import trace_findings
 MOST_KERNELS = 40
 MOST_MODULES = 40
 _IDLE = "device idle"
-CLASS_STYLES: dict[str, int] = {kind: index for index, kind in enumerate(CLASSES)}
-"""Style of each class of work, the same in every figure: its index among all classes."""
-IDLE_STYLE = 16
-"""A hatched style, of a colour that few steps have."""
+CLASS_STYLES: dict[str, int] = {
+    "matmul": 0,
+    "attention": 5,
+    "softmax": 8,
+    "reduction": 7,
+    "elementwise": 6,
+    "copy/cast": 9,
+    "optimizer": 14,
+    "communication": 3,
+    "other": 17,
+}
+"""Style of each class of work, the same in every figure. Styles from 9 are hatched; the colours of
+lost, ideal and idle time are not used."""
+IDLE_STYLES = (4, 13)
+"""Idle time, by cause: plain, then hatched."""
 _LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
 
 
@@ -114,7 +125,9 @@ def class_figure(summary: Summary, name: str) -> Figure:
         if of_kind:
             label = kind.partition(":")[0] if kind in causes else kind
             heights = tuple(of_kind.get(phase, 0.0) for phase in phases)
-            style = IDLE_STYLE - causes.index(kind) if kind in causes else CLASS_STYLES[kind]
+            style = (
+                IDLE_STYLES[min(causes.index(kind), 1)] if kind in causes else CLASS_STYLES[kind]
+            )
             curves.append(Curve(label=label, x=tuple(phases), y=heights, style=style))
     return Figure(
         name=f"{name}-classes",

@@ -115,9 +115,7 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
     for cause in CAUSES:
         ms = water.parts[cause]
         if abs(ms) >= 0.001 * total:
-            group = "not explained" if cause == "unattributed" else "lost"
-            if ms < 0:
-                group = "faster than ideal"
+            group = "faster than ideal" if ms < 0 else _group(cause)
             lanes.append(bar(cause, min(at, at + ms), abs(ms), total, group))
         at += ms
     lanes.append(bar("measured", 0.0, total, total, "measured"))
@@ -131,6 +129,14 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
         " the measured bandwidth. The rest is the time beyond, by cause; the parts add up to the"
         " measured time.",
     )
+
+
+def _group(cause: Cause) -> str:
+    if cause == "unattributed":
+        return "unattributed"
+    if cause == "communication":
+        return "communication"
+    return "idle" if cause == "launch gaps" else "lost"
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:

@@ -45,7 +45,7 @@ class Warmup(Study[WarmupFlags, WarmupCase]):
         course = ("small", "medium", "large", "xl")
         on_cpu = environment.device_kind == "cpu"
         quick = WarmupFlags(
-            size=("mini",) if on_cpu else ("small",), context=(32,) if on_cpu else (256,), steps=8
+            size=("tiny",) if on_cpu else ("small",), context=(32,) if on_cpu else (256,), steps=8
         )
         seeds = WarmupFlags(size=(*course, "2.7b"), context=(256,))
         course_2026 = WarmupFlags(size=(*course, "10b"), table="2026", context=(256,))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.changes import judged
+from stepscope.analysis.advice.changes import predictions
 from stepscope.analysis.advice.facts import Facts
 
 RATES, BANDWIDTH, MEMORY = "matmul rates", "memory bandwidth", "memory ledger"
@@ -19,7 +19,7 @@ _SLOW_TO_FAST = {"float32": 1.0, "tf32": 2.0, "bfloat16": 4.0, "float16": 4.0}
 _FAST_TO_SLOW = {name: 1 / rate for name, rate in _SLOW_TO_FAST.items()}
 
 
-class Unjudged(NamedTuple):
+class NotEvaluated(NamedTuple):
     """A rule that could not be evaluated."""
 
     code: str
@@ -28,14 +28,14 @@ class Unjudged(NamedTuple):
     """Missing input, one of the names above."""
 
 
-def unjudged(facts: Facts) -> tuple[Unjudged, ...]:
+def not_evaluated(facts: Facts) -> tuple[NotEvaluated, ...]:
     """Return the rules that a missing input prevented, each with the first such input."""
-    known = {one.advice.code for one in judged(facts)}
-    rules: dict[str, Unjudged] = {}
+    known = {one.advice.code for one in predictions(facts)}
+    rules: dict[str, NotEvaluated] = {}
     for missing, probe in _probes(facts):
-        for advice, _ in judged(probe):
+        for advice, _ in predictions(probe):
             if advice.code not in known:
-                rules.setdefault(advice.code, Unjudged(advice.code, advice.title, missing))
+                rules.setdefault(advice.code, NotEvaluated(advice.code, advice.title, missing))
     return tuple(rules.values())
 
 

@@ -12,7 +12,7 @@ import pytest
 from test_advice_rules import facts
 
 from sample_records import environment
-from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, unjudged
+from stepscope.analysis.advice.missing_inputs import BANDWIDTH, MEMORY, RATES, not_evaluated
 from stepscope.cli import main
 from stepscope.cli.commands import advise as advise_command
 from stepscope.records.jsonl import read_records, write_records
@@ -22,10 +22,10 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def left_out(**changes: Any) -> dict[str, str]:
-    return {one.code: one.missing for one in unjudged(facts(**changes))}
+    return {one.code: one.missing for one in not_evaluated(facts(**changes))}
 
 
-def test_with_all_inputs_every_rule_is_judged() -> None:
+def test_with_all_inputs_every_rule_is_evaluated() -> None:
     assert left_out(dtype="float32", fused_optimizer=False) == {}
 
 
@@ -100,20 +100,20 @@ def test_records_of_this_machine_get_its_ceilings(advise_output: Any) -> None:
     output = json.loads(out)
     assert "fused-optimizer" in codes(output["advice"])
     assert "compile" not in codes(output["advice"]), "there is no compiler"
-    assert "fused-optimizer" not in codes(output["not_judged"])
+    assert "fused-optimizer" not in codes(output["not_evaluated"])
     assert "measuring this machine's ceilings" in err
     assert Here.requested == ["cpu"]
-    assert "Not judged: fused optimizer" not in page
+    assert "Not evaluated: fused optimizer" not in page
 
 
-def test_records_of_another_machine_say_what_could_not_be_judged(advise_output: Any) -> None:
+def test_records_of_another_machine_say_what_could_not_be_evaluated(advise_output: Any) -> None:
     out, err, page = advise_output(environment(), "--json")
     output = json.loads(out)
     assert "fused-optimizer" not in codes(output["advice"])
-    unjudged_rule = {"code": "fused-optimizer", "title": "fused optimizer", "missing": BANDWIDTH}
-    assert unjudged_rule in output["not_judged"]
+    rule = {"code": "fused-optimizer", "title": "fused optimizer", "missing": BANDWIDTH}
+    assert rule in output["not_evaluated"]
     assert "measuring" not in err
     for text in (page, advise_output(environment())[0]):
         plain = " ".join(text.split())
-        assert "Not judged: fused optimizer. The records have no memory" in plain
+        assert "Not evaluated: fused optimizer. The records have no memory" in plain
         assert "stepscope advise SCRIPT" in plain
