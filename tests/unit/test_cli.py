@@ -85,9 +85,18 @@ def test_show_prints_all_of_one_record(desk: Desk) -> None:
     with Store(desk.store) as store:
         record = store.records("new")[1]
     assert json.loads(desk("show", record.id).out)["id"] == record.id
-    (value,) = parsed(desk("show", record.id, "--json"))
+    (value,) = parsed(desk("show", record.id, "--json"))["records"]
     assert value["case"] == record.case
-    assert len(parsed(desk("show", "new", "--json"))) == 4
+    facts = parsed(desk("show", "new", "--json"))
+    assert len(facts["records"]) == 4
+    assert facts["verdict"]["step_ms"] == pytest.approx(110)
+
+
+def test_show_takes_the_name_of_a_study(desk: Desk) -> None:
+    named = desk("show", "warmup")
+    assert named.code == 0
+    assert named.out == desk("show", "new", "--study", "warmup").out
+    assert "first step" in " ".join(named.out.split())
 
 
 def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
@@ -101,6 +110,7 @@ def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
         assert all(record.id in html for record in store.records("new"))
         assert not any(record.id in html for record in store.records("base"))
     facts = parsed(desk("report", "base", "--json"))
+    assert facts.pop("verdict")["next"]
     assert facts == {
         "report": str(desk.out / "report.html"),
         "markdown": str(desk.out / "report.md"),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -67,6 +67,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     traced_ms: float | None = None
     peak_bytes: float | None = None
+    verdict: dict[str, Any] | None = None
+    """The verdict of the page, as plain data."""
     reason: str = ""
     """Reason why there is no page, or why it is incomplete."""
 
@@ -190,8 +192,8 @@ def _write(
     `ending` describes how the script ended, if it has."""
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
-    from stepscope.report.verdict import verdict_lines
-    from stepscope.studies.page import make_page, verdict_of
+    from stepscope.report.verdict import verdict_facts, verdict_lines
+    from stepscope.studies.page import make_page
     from stepscope.studies.program.rows import Watched
     from stepscope.studies.trusted import banner
 
@@ -199,7 +201,8 @@ def _write(
     try:
         records = gather(folder, ending, command)
         saved = _save(records, page.with_suffix(".jsonl"))
-        write_text(page, html_page(make_page(records)))
+        content = make_page(records)
+        write_text(page, html_page(content))
         if options.keep:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
@@ -217,11 +220,12 @@ def _write(
         step_ms=max(times, default=None),
         traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
+        verdict=verdict_facts(content.verdict),
         reason=next((why for one in ranks if (why := one.incomplete)), ""),
     )
     if not options.json:
-        if verdict := verdict_of(records):
-            for line in verdict_lines(verdict):
+        if content.verdict is not None:
+            for line in verdict_lines(content.verdict):
                 write_line(line)
         if text := _in_short(outcome, len(records)):
             log(text)

@@ -271,5 +271,9 @@ def _conclude(options: RunOptions, run: Run) -> int:
         if options.report:
             log("no case succeeded, so no report is written")
     if options.json:
+        from stepscope.report.verdict import verdict_facts
+        from stepscope.studies.page import verdict_of
+
+        facts.setdefault("verdict", verdict_facts(verdict_of(records)))
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

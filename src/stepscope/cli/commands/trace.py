@@ -7,10 +7,14 @@ from typing import Annotated
 
 import tyro
 
+from stepscope.advisor.verdict import breakdown
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import Estimate, Verdict
 from stepscope.cli.common import StoreOptions, json_line, parse, write_text
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Page, Section
+from stepscope.report.verdict import print_verdict, verdict_facts
 
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
 
@@ -46,13 +50,34 @@ def main(words: list[str]) -> int:
 
     write_text(html, html_page(page))
     if options.json:
-        print(json_line({"summary": summary, "against": other, "report": html}))
+        facts = {"summary": summary, "against": other, "report": html}
+        print(json_line(facts | {"verdict": verdict_facts(page.verdict)}))
         return 0
     from stepscope.report.terminal import print_sections
 
     print_sections(page.sections)
+    if page.verdict is not None:
+        print_verdict(page.verdict)
     print(f"page: {html.resolve()}")
     return 0
+
+
+def _verdict(name: str, summary: Summary) -> Verdict:
+    """The verdict on a trace: its parts, without a limit, which a trace does not contain."""
+    times = summarize(summary.steps)
+    mean = summary.wall_ms
+    return Verdict(
+        subject=name,
+        device=summary.device or ("GPU" if summary.on_device else "CPU"),
+        # The parts are of the mean step, as in the ledger.
+        step=Estimate(value=mean, low=min(times.low, mean), high=max(times.high, mean)),
+        timed="full trace" if summary.cut == "nothing" else "step",
+        parts=breakdown(summary, mean, None),
+        judged=False,
+        trust="noisy" if summary.doubt else "good",
+        trust_reason=summary.doubt or "times include the profiler",
+        next_command="stepscope advise SCRIPT",
+    )
 
 
 def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Page:
@@ -70,6 +95,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
         title=f"Trace of {options.file.name}",
         subtitle=f"{steps}{device}, written by {summary.source}",
         headline=glance_table(summary),
+        verdict=_verdict(options.file.name, summary),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),
         ),
