@@ -345,7 +345,11 @@ def test_doctor_distinguishes_broken_from_missing(
     checks = {check["what"]: check for check in facts["checks"]}
     assert checks["torch"]["verdict"] == checks["output folder"]["verdict"] == "ok"
     assert checks["CPU"]["verdict"] == "ok"
-    assert all(c["mend"] for c in checks.values() if c["verdict"] != "ok")
+    assert all(c["fix"] for c in checks.values() if c["verdict"] in ("missing", "broken"))
+    if checks["GPU"]["verdict"] != "ok":
+        for what in ("GPU", "Nsight Systems", "TF32 matmuls", "CUDA graphs", "cuBLAS"):
+            assert checks[what]["verdict"] == "not applicable"
+            assert checks[what]["found"]
 
     monkeypatch.setattr(doctor_command, "WorkerProcess", NoWorker)
     output = desk("doctor")

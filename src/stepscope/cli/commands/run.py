@@ -25,6 +25,7 @@ from stepscope.studies.base import PlannedCase, Study
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranks.cases import follow, is_follower
 from stepscope.studies.registry import all_studies, find_study, viewables
+from stepscope.studies.runner.estimate import time_left
 from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run, plan_digest
 
 _TRACES = "STEPSCOPE_TRACES"
@@ -181,7 +182,11 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
     ):
         cases = _cases(wanted, runner)
         run, done = _open_run(options, cases, store, words)
-        observer = make_observer(run, len(cases), done)
+        finished = store.finished(run.id)
+        pending = [case for case in cases if (case.study, case.key) not in finished]
+        possible = [case for case in pending if not set(case.needs) & set(runner.lacks)]
+        left = time_left(possible, store, runner.environment)
+        observer = make_observer(run, len(cases), done, left)
         try:
             with observer:
                 runner.run(
@@ -197,6 +202,7 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
             saved = len(store.finished(run.id))
             write_line(
                 f"\ninterrupted: {saved} of {len(cases)} cases are saved in run {run.id}\n"
+                f"show them with: stepscope show {run.id}\n"
                 f"resume with: {run.command}"
             )
             raise
