@@ -35,6 +35,7 @@ def main() -> None:
     costs[environment.device_kind] = Costs(
         device=f"{environment.device_name}, {environment.threads} threads",
         start_s=round(max(0.0, options.total - spent), 1),
+        per_case_s=round(spent / sum(map(len, cases.values())), 2),
         cases=dict(cases),
     )
     text = msgspec.json.format(msgspec.json.encode(costs, order="sorted"), indent=1)

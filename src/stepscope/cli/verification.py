@@ -120,7 +120,7 @@ class Verification:
                 # A later trial without a compiler may still fit.
                 left.append(one.code)
         if left:
-            log(f"not tried, out of time (--within): {', '.join(left)}")
+            log(f"not tried, out of time (--total-timeout): {', '.join(left)}")
         return alone
 
     def _together(self, kept: Sequence[Tried]) -> Tried | None:
@@ -150,7 +150,7 @@ class Verification:
             if not self._deadline.allows(self._trial(wider)):
                 quick = [one for one in more if not compiles(self._trial((one,)))]
                 left = [one.code for one in more if one not in quick] or [one.code for one in more]
-                log(f"not tried on top, out of time (--within): {', '.join(left)}")
+                log(f"not tried on top, out of time (--total-timeout): {', '.join(left)}")
                 more = quick if len(quick) < len(more) else []
                 continue
             tried = self._try(wider)

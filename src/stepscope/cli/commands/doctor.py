@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
         DoctorOptions,
         words,
         "doctor",
-        "Check what this machine has, what is missing for measurements, and how to get it.",
+        "Check what this machine has, what is missing, and how to get it.",
         ("stepscope doctor", "stepscope doctor --json"),
     )
     checks = [*_software(), *_folder(options), *_device()]

@@ -19,9 +19,10 @@ _TERMINAL_ROWS = 24
 
 class ReportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
-    """A run (id, id prefix, latest, latest~1) or a .jsonl file of records."""
+    """A run (id, start of an id, latest, latest~1 for the one before) or a .jsonl file of
+    records."""
     json: bool = False
-    """Print one line of JSON instead of the table."""
+    """Print one line of JSON instead of the verdict."""
 
 
 def main(words: list[str]) -> int:

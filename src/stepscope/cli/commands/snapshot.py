@@ -22,7 +22,7 @@ class SnapshotOptions(StoreOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A file written by torch.cuda.memory._dump_snapshot."""
     top: int = 15
-    """Number of source lines to show."""
+    """Number of lines of code to show, the largest first."""
     json: bool = False
     """Print one line of JSON."""
 
@@ -36,8 +36,8 @@ def main(words: list[str]) -> int:
         SnapshotOptions,
         words,
         "snapshot",
-        "Read a CUDA memory snapshot: the peak, and which source lines allocated it. The file is\n"
-        "a pickle; it is read without executing anything in it.",
+        "Show which lines of code allocated the memory in use at the peak of a CUDA snapshot. The"
+        " file is a pickle; it is read without executing anything in it. Writes snapshot.html.",
         ("stepscope snapshot memory.pickle", "stepscope snapshot memory.pickle --json"),
     )
     snapshot = read_snapshot(options.file)

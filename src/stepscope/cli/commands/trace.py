@@ -23,9 +23,9 @@ class TraceOptions(StoreOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A torch.profiler Chrome trace (.json, .json.gz), or an Nsight Systems export (.sqlite)."""
     against: Path | None = None
-    """A baseline trace: show which kernel classes shrank or grew relative to it."""
+    """An earlier trace to compare with: which classes of kernels take less or more time."""
     json: bool = False
-    """Print one line of JSON: the full summary."""
+    """Print one line of JSON: the verdict and the full summary, times in ms."""
 
 
 def main(words: list[str]) -> int:
@@ -33,9 +33,9 @@ def main(words: list[str]) -> int:
         TraceOptions,
         words,
         "trace",
-        "Analyze a trace: kernels by class, hardware unit and part of the model, and a ledger of\n"
-        "the step's time that adds up. Steps are the profiler's step marks, or else end at each\n"
-        "optimizer step. Writes trace.html into the report directory.",
+        "Show where the time of a traced step goes: by phase, kernel and part of the model. The"
+        " times add up to the step. Steps are those that the profiler marks; without marks, a step"
+        " ends with the optimizer. Writes trace.html.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",

@@ -17,6 +17,7 @@ import msgspec
 from stepscope.records.schema import Environment
 from stepscope.records.store import Store
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.registry import all_studies
 
 COSTS = "case_costs.json"
 Key = tuple[str, str]
@@ -30,7 +31,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Where they were measured."""
     start_s: float
     """Time of a run that no case takes: starting workers, and ceilings if they are not cached."""
-    cases: dict[str, dict[str, float]]
+    per_case_s: float
+    """Mean over all cases, for a study that is not listed."""
+    cases: dict[str, dict[str, float]] = {}
     """Seconds by study and case."""
 
 
@@ -77,9 +80,11 @@ class TimeLeft:
     def _expected(self, key: Key) -> float | None:
         if key in self._earlier:
             return self._earlier[key]
-        known = {} if self._costs is None else self._costs.cases.get(key[0], {})
-        if not known:
+        if self._costs is None or key[0] not in all_studies():
             return None
+        known = self._costs.cases.get(key[0], {})
+        if not known:
+            return self._costs.per_case_s
         return known.get(key[1], statistics.fmean(known.values()))
 
     def _pace(self, expected: Mapping[Key, float | None]) -> float:
