@@ -81,7 +81,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int | None = None
     """Vocabulary size in tokens, instead of that of the size."""
     model: str = ""
-    """Your own model instead of a size: package.module:function (see `stepscope run own --help`)."""
+    """Your own model instead of a size: package.module:function (see `run own --help`)."""
 
     def refuse_sizes(self) -> None:
         """Reject flags of shape, attention and loss, which a user's model defines itself."""
