@@ -67,7 +67,7 @@ def _print(checks: Sequence[Check]) -> None:
     """Two tables: what was found, and how to get what is missing."""
     from stepscope.report.terminal import print_table
 
-    tables = (
+    tables: tuple[tuple[str, tuple[str, ...], list[tuple[str, ...]]], ...] = (
         (
             "This machine",
             ("what", "verdict", "found"),

@@ -114,8 +114,8 @@ def main(words: list[str]) -> int:
                 raise UsageError(
                     "there are no cases to measure", "give every flag at least one value"
                 )
-            named = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
-            chosen = any(word.partition("=")[0].replace("_", "-") in named for word in words)
+            flags = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
+            chosen = any(word.partition("=")[0].replace("_", "-") in flags for word in words)
             return _run(request.run, StudyCases(study, request.cases, chosen), words)
         require_preset(request.run.preset)
         if request.cases != study.flags():
