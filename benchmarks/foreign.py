@@ -201,7 +201,7 @@ class Bench:
         """Every change that was tried alone, in the order of the advice."""
         # Without corrections learned from other programs.
         (self.args.cache / "stepscope" / "advice.jsonl").unlink(missing_ok=True)
-        options = ["--verify", "--within", str(self.args.within)]
+        options = ["--verify", "--total-timeout", str(self.args.within)]
         if self.args.first_only:
             advised = [one["code"] for one in self.advice()["advice"]]
             if not advised:

@@ -88,7 +88,7 @@ def _not_measured() -> list[str]:
     flags = FlashFlags()
     shapes = [
         Shape(batch=1, heads=1, seq=seq, head=head, dtype=dtype)
-        for dtype, seq, head in product(flags.dtype, flags.seq, flags.head)
+        for dtype, seq, head in product(flags.dtype, flags.context, flags.head_dim)
     ]
     reasons = (left_out(name, shape) for name, shape in product(flags.attention, shapes))
     return list(dict.fromkeys(reason for reason in reasons if reason))

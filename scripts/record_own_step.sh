@@ -36,7 +36,7 @@ record() { # NAME SECONDS ARGUMENTS...
     echo "== $name: $within s for its trials"
     # Timeout of the command: start-up, the first recording and the ceilings come on top.
     STEPSCOPE_OUT="$work/$name" timeout --signal=TERM --kill-after=20 $((within + 150)) \
-        "$python" -m stepscope advise --verify --resume --within "$within" "$@" || status=$?
+        "$python" -m stepscope advise --verify --resume --total-timeout "$within" "$@" || status=$?
     STEPSCOPE_OUT="$work/$name" "$python" -m stepscope export latest --digits 6 \
         --to "$results/advise-${name}_$machine.jsonl" || true
     [ $status -eq 0 ] || echo "== $name ended with status $status; earlier trials are kept" >&2

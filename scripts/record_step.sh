@@ -104,7 +104,7 @@ part() { # NAME, or NAME:SOME,NAMES
             bf16) words='--part model --compile block --size medium large xl 2.7b --dtype bfloat16 --attention auto' ;;
             fp32) words='--part model --compile block --size small large 2.7b' ;;
             modes) words='--part model --compile block --compile-mode reduce-overhead max-autotune --dtype bfloat16 --attention auto' ;;
-            attention) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
+            attention) words='--part attention --head-dim 64 128 --attention-context 1024 4096 16384' ;;
             *)
                 echo "$name is not a part of compile-by" >&2
                 exit 2

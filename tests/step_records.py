@@ -161,7 +161,9 @@ def compile_record(
 
     `extra` has further quantities by name.
     """
-    flags = CompileFlags(part=(kind,), compile=("block",), seq=(1024,), head=(64,))  # type: ignore[arg-type]
+    flags = CompileFlags(
+        part=(kind,), compile=("block",), attention_context=(1024,), head_dim=(64,)
+    )  # type: ignore[arg-type]
     (case,) = find_study("compile").cases(flags)
     values = {"cold_s": cold_s, "graphs": 2, "operators": 100, "breaks": 0, "recompilations": 0}
     values |= {"recompiled_while_timed": 0} | dict(extra or {})

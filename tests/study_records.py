@@ -239,7 +239,7 @@ def attention_record(
 ) -> Record:
     """One pass of one attention with this time, which left `saved` bytes in use."""
     study = find_study("attention")
-    flags = study.flags(seq=(seq,), head=(head,), attention=(attention,))
+    flags = study.flags(context=(seq,), head_dim=(head,), attention=(attention,))
     (case,) = (c for c in study.cases(flags) if c.mode == mode)
     quantities = list(case.quantities())
     if saved is not None:
@@ -284,8 +284,8 @@ def flash_record(
         part=("grid",),
         attention=(attention,),
         dtype=(dtype,),
-        head=(head,),
-        seq=() if shape else (seq,),
+        head_dim=(head,),
+        context=() if shape else (seq,),
         shape=(shape,) if shape else (),
     )
     (case,) = study.cases(flags)
@@ -387,7 +387,7 @@ def tiles_record(
 ) -> Record:
     """The tiles of one kernel with these times in ms, on a GPU like the H200."""
     study = find_study("flash")
-    flags = study.flags(part=("tiles",), tile_head=(head,))
+    flags = study.flags(part=("tiles",), tile_head_dim=(head,))
     (case,) = (c for c in study.cases(flags) if c.kernel == kernel)
     took = {"chosen": 0.3, "64x128": 0.3, "16x16": 0.9} if took is None else took
     facts: dict[str, dict[str, float]] = {

@@ -42,7 +42,7 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
             "inspect",
             "--warmup",
             "2",
-            "--timed",
+            "--steps",
             "2",
             "--traced",
             "2",

@@ -36,7 +36,12 @@ def measured(changes: dict[str, Any] | None = None, **flags: Any) -> Measurement
 
 def cell(attention: str, dtype: str = "bfloat16") -> Measurement:
     return measured(
-        part=("grid",), attention=(attention,), dtype=(dtype,), seq=(1024,), head=(64,), shape=()
+        part=("grid",),
+        attention=(attention,),
+        dtype=(dtype,),
+        context=(1024,),
+        head_dim=(64,),
+        shape=(),
     )
 
 
@@ -93,7 +98,7 @@ def test_a_comparison_has_every_clock_and_names_the_kernels():
 @pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
 def test_tiles_are_timed_or_do_not_fit(kernel: str):
     changes = {"kernel": kernel, "tile_sizes": (32, 64)}
-    measurement = measured(changes, part=("tiles",), tile_head=(64,))
+    measurement = measured(changes, part=("tiles",), tile_head_dim=(64,))
     tried = {series.variant for series in measurement.series} | set(
         measurement.attachments["refused"]
     )

@@ -109,7 +109,7 @@ def test_advice_for_a_slow_step_is_verified(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "stepscope", "advise", "--model", "examples.slow:build",
         "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--rounds", "7",
-        "--within", "200", "--timeout", "120", "--out", str(tmp_path),
+        "--total-timeout", "200", "--timeout", "120", "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
@@ -145,7 +145,7 @@ def test_energy_is_about_power_times_time() -> None:
 def test_a_slow_script_is_made_faster_from_outside_the_script(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--rounds", "7",
-        "--timeout", "90", "--within", "80", "--out", str(tmp_path),
+        "--timeout", "90", "--total-timeout", "80", "--out", str(tmp_path),
         str(EXAMPLES / "slow.py"), "--device", "cuda", "--steps", "100000", *SMALL,
         "--context", "512", "--batch", "32",
     ]  # fmt: skip

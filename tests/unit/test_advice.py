@@ -294,7 +294,7 @@ def test_a_script_is_judged_by_measured_rates_instead_of_a_data_sheet(
         (("a.jsonl", "--model", "a:b"), "there is no step to advise on"),
         (("a.jsonl", "--verify"), "--verify cannot run records"),
         (("--model", "a:b", "--rounds", "1"), "at least 5 rounds"),
-        (("--model", "a:b", "--within", "-1"), "--within is -1 and --timeout 600"),
+        (("--model", "a:b", "--total-timeout", "-1"), "--total-timeout is -1 and --timeout 600"),
         (("--model", "a.py"), "not of the form"),
     ],
 )

@@ -364,7 +364,7 @@ def test_cases_are_decoded_from_the_configs_of_records() -> None:
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_a_pass_is_measured(mode: str) -> None:
     study = find_study("attention")
-    flags = study.flags(head=(8,), seq=(16,), batch=1, steps=2, warmup=1)
+    flags = study.flags(head_dim=(8,), context=(16,), batch=1, steps=2, warmup=1)
     (case,) = (case for case in study.cases(flags) if case.mode == mode)
     measured = study.measure(case, QuietBench())
     (step,) = (series for series in measured.series if series.name == "step")

@@ -16,10 +16,14 @@ from stepscope.analysis.compare import Comparison
 from stepscope.cli import COMMANDS, main
 from stepscope.cli.commands import compare as compare_command
 from stepscope.cli.commands import doctor as doctor_command
+from stepscope.cli.commands.inspect import InspectOptions
+from stepscope.cli.common import with_new_names
+from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Lint, Record
 from stepscope.records.store import Store
+from stepscope.studies.registry import all_studies
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -57,9 +61,55 @@ def test_every_command_has_help_with_examples(
     text = capsys.readouterr().out
     assert f"stepscope {command}" in text
     assert "{None}" not in text
+    assert "\nexamples:\n" in text
+    summary = text.split("\n\n")[1]
+    assert summary[0].isupper()
+    for empty in ("(default: '')", "(default: )", "(default: none)", "(default: False)"):
+        assert empty not in " ".join(text.split())
     if command in ("inspect", "advise"):
         usage = f"usage: stepscope {command} [-h] [OPTIONS] SCRIPT [ARGUMENTS …]"
         assert text.splitlines()[0] == usage
+
+
+@pytest.mark.parametrize("study", all_studies())
+def test_the_help_of_every_study_documents_its_flags(
+    study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", study, "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in all_studies()[study].flags.__struct_fields__:
+        assert f"--{flag.replace('_', '-')}" in text
+    assert "(default: '')" not in text
+    assert "Time limit of each case, in seconds. (default: 600)" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "expected"),
+    [
+        ("inspect", "--timed=5", "--steps=5"),
+        ("inspect", "--keep", "--keep-traces"),
+        ("advise", "--within", "--total-timeout"),
+        ("predict", "--keep=gates", "--activation-policy=gates"),
+        ("run flash", "--head", "--head-dim"),
+        ("run attention", "--seq", "--context"),
+        ("run compile", "--seq", "--attention-context"),
+    ],
+)
+def test_former_flags_work_with_a_warning(
+    command: str, word: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert with_new_names([word, "x"], command) == [expected, "x"]
+    assert "is now --" in capsys.readouterr().err
+
+
+def test_flags_of_a_script_are_not_renamed() -> None:
+    words = ["--timed", "3", "train.py", "--timed", "4"]
+    assert split_words(words, InspectOptions, "inspect") == (
+        ["--steps", "3"],
+        "train.py",
+        ["--timed", "4"],
+    )
 
 
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
@@ -85,9 +135,18 @@ def test_show_prints_all_of_one_record(desk: Desk) -> None:
     with Store(desk.store) as store:
         record = store.records("new")[1]
     assert json.loads(desk("show", record.id).out)["id"] == record.id
-    (value,) = parsed(desk("show", record.id, "--json"))
+    (value,) = parsed(desk("show", record.id, "--json"))["records"]
     assert value["case"] == record.case
-    assert len(parsed(desk("show", "new", "--json"))) == 4
+    facts = parsed(desk("show", "new", "--json"))
+    assert len(facts["records"]) == 4
+    assert facts["verdict"]["step_ms"] == pytest.approx(110)
+
+
+def test_show_takes_the_name_of_a_study(desk: Desk) -> None:
+    named = desk("show", "warmup")
+    assert named.code == 0
+    assert named.out == desk("show", "new", "--study", "warmup").out
+    assert "first step" in " ".join(named.out.split())
 
 
 def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
@@ -101,6 +160,7 @@ def test_report_writes_both_pages_and_prints_their_paths(desk: Desk) -> None:
         assert all(record.id in html for record in store.records("new"))
         assert not any(record.id in html for record in store.records("base"))
     facts = parsed(desk("report", "base", "--json"))
+    assert facts.pop("verdict")["next"]
     assert facts == {
         "report": str(desk.out / "report.html"),
         "markdown": str(desk.out / "report.md"),
@@ -335,7 +395,11 @@ def test_doctor_distinguishes_broken_from_missing(
     checks = {check["what"]: check for check in facts["checks"]}
     assert checks["torch"]["verdict"] == checks["output folder"]["verdict"] == "ok"
     assert checks["CPU"]["verdict"] == "ok"
-    assert all(c["mend"] for c in checks.values() if c["verdict"] != "ok")
+    assert all(c["fix"] for c in checks.values() if c["verdict"] in ("missing", "broken"))
+    if checks["GPU"]["verdict"] != "ok":
+        for what in ("GPU", "Nsight Systems", "TF32 matmuls", "CUDA graphs", "cuBLAS"):
+            assert checks[what]["verdict"] == "not applicable"
+            assert checks[what]["found"]
 
     monkeypatch.setattr(doctor_command, "WorkerProcess", NoWorker)
     output = desk("doctor")
@@ -351,4 +415,4 @@ def test_doctor_detects_an_unwritable_directory(
     output = Desk(tmp_path / "file", capsys)("doctor", "--json")
     (check,) = [c for c in json.loads(output.out)["checks"] if c["what"] == "output folder"]
     assert (output.code, check["verdict"]) == (1, "broken")
-    assert "--out" in check["mend"]
+    assert "--out" in check["fix"]

@@ -32,7 +32,7 @@ def texts(shown: dict[str, object]) -> list[str]:
 
 
 def test_keys_are_unique_and_tracing_needs_no_compiler() -> None:
-    flags = CompileFlags(compile_mode=("default", "reduce-overhead"), seq=(256,))
+    flags = CompileFlags(compile_mode=("default", "reduce-overhead"), attention_context=(256,))
     cases = STUDY.cases(flags)
     assert len({case.key for case in cases}) == len(cases)
     by_kind = {case.config["kind"]: case for case in cases}

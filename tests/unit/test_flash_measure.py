@@ -116,12 +116,12 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["triton", "sdpa_cudnn", "flex"])
 def test_an_unsupported_implementation_is_skipped_with_its_reason(name: str) -> None:
     with pytest.raises(CaseSkipped, match=f"{name}: .*cpu"):
-        grid(name, dtype=("bfloat16",), head=(64,))
+        grid(name, dtype=("bfloat16",), head_dim=(64,))
 
 
 def test_long_sequences_and_tiles_are_skipped_on_a_cpu() -> None:
     with pytest.raises(CaseSkipped, match="GFLOP per call"):
-        grid("sdpa", seq=(65536,))
+        grid("sdpa", context=(65536,))
     for case in STUDY.cases(FlashFlags(part=("tiles",))):
         with pytest.raises(CaseSkipped, match="a GPU kernel"):
             STUDY.measure(case, Bench())

@@ -12,7 +12,7 @@ import pytest
 
 from sample_records import record, run
 from stepscope.cli.commands.run import seconds_to_wait
-from stepscope.cli.progress import Bar, PlainLines
+from stepscope.cli.progress import LiveLine, PlainLines
 from stepscope.errors import UsageError
 from stepscope.records.schema import Lint
 from stepscope.studies.runner import load
@@ -110,9 +110,9 @@ def test_other_work_on_this_machine_is_detected() -> None:
         stranger.kill()
 
 
-@pytest.mark.parametrize("kind", [PlainLines, Bar])
+@pytest.mark.parametrize("kind", [PlainLines, LiveLine])
 def test_the_bound_is_printed(
-    kind: type[PlainLines | Bar], capsys: pytest.CaptureFixture[str]
+    kind: type[PlainLines | LiveLine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     noisy = record(case="a", lints=(Lint(code="busy-machine", message="planted"),))
     with kind(run(), 1, 0) as observer:
@@ -121,7 +121,7 @@ def test_the_bound_is_printed(
         observer.case_finished(noisy)
     printed = " ".join(capsys.readouterr().err.split())
     assert "waiting up to 30 s (--wait): other processes use 1.8 of 2 cores" in printed
-    assert "benchmark a: the machine was busy; measuring it again" in printed
+    assert "train-step: the machine was busy; measuring it again" in printed
 
 
 def test_the_default_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(
     assert command.left_behind() == []
 
 
-@pytest.mark.parametrize(("within_s", "limit"), [(1.0, "--within"), (9.0, "--timeout")])
+@pytest.mark.parametrize(("within_s", "limit"), [(1.0, "--total-timeout"), (9.0, "--timeout")])
 def test_a_case_ends_when_the_total_time_is_over(
     command: CommandLine, within_s: float, limit: str
 ) -> None:

@@ -61,6 +61,12 @@ def written(path: Path, raw: Any) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a snapshot is written below the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_peak_is_when_most_bytes_were_live(tmp_path: Path) -> None:
     result = read_snapshot(written(tmp_path / "s.pickle", snapshot(HISTORY)))
     assert result.reserved == 20 * MIB
@@ -108,7 +114,7 @@ def test_a_full_buffer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "events is at least 4.00 MiB" in printed
         assert "The history buffer is full, so earlier events were overwritten" in printed
     assert main(["snapshot", str(written(tmp_path / "part", snapshot(pair * 499)))]) == 0
-    assert "buffer" not in capsys.readouterr().out
+    assert "history buffer is full" not in capsys.readouterr().out
 
 
 def test_without_history_only_the_end_is_reported(
@@ -130,7 +136,33 @@ def test_the_command_prints_text_and_json(
     assert "model.py:8 forward" in printed
     assert "1 more" in printed
     assert main(["snapshot", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["snapshot"]["peak"] == 14 * MIB
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["snapshot"]["peak"] == 14 * MIB
+    assert facts["verdict"]["peak_bytes"] == 14 * MIB
+    assert facts["verdict"]["memory"] == [
+        {"owner": "model.py:8 forward", "bytes": 10 * MIB},
+        {"owner": "model.py:7 forward", "bytes": 4 * MIB},
+    ]
+
+
+def test_the_command_ends_with_the_memory_by_owner_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = written(tmp_path / "s.pickle", snapshot(HISTORY))
+    assert main(["snapshot", str(path), "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("s.pickle on GPU 0"))
+    verdict = lines[start:-1]
+    assert len(verdict) <= 20
+    assert max(map(len, lines[:-1])) <= 80
+    assert verdict[1].startswith("The peak is 14.0 MiB. The largest owner is model.py:8 forward")
+    bar = verdict[3]
+    assert (bar.count("█"), bar.count("▓")) == (57, 23)
+    assert lines[-1] == f"page: {tmp_path / 'out' / 'snapshot.html'}"
+    page = (tmp_path / "out" / "snapshot.html").read_text()
+    assert page.index('class="verdict"') < page.index('class="headline"')
+    assert 'class="part memory"' in page
 
 
 class Payload:

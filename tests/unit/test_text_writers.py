@@ -138,10 +138,44 @@ def test_every_part_of_a_wide_table_repeats_the_key() -> None:
     assert text.count("2.7b") == 5 * len(heads)
 
 
-def test_long_names_are_folded_and_not_cut() -> None:
+def test_long_names_are_cut_in_the_middle_and_stay_distinct() -> None:
     text = printed(44, print_table, kernel_table(3))
-    joined = "".join(line[:28] for line in text.splitlines())
-    assert "sm90_xmma_gemm_bf16bf16_64x128_kernel_0" in joined.replace(" ", "")
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("sm90")]
+    assert len(names) >= 6
+    for start in range(0, len(names), 3):
+        assert len(set(names[start : start + 3])) == 3
+    assert all(name.startswith("sm90_xmma") and "…" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "tail", ["{0}_start_of_a_long_name_of_a_kernel", "a_long_name_of_{0}_in_it"]
+)
+def test_of_several_ways_to_cut_names_one_keeps_them_distinct(tail: str) -> None:
+    rows = [(f"{'x' * 20}{tail.format(n)}{'y' * 20}", 1.0) for n in range(4)]
+    text = printed(40, print_table, table(*rows))
+    names = [line.split()[0] for line in text.splitlines() if "…" in line]
+    assert len(set(names)) == len(names) == 4
+
+
+def test_columns_that_are_the_same_in_every_row_are_named_once() -> None:
+    columns = [Column(title=title) for title in ("size", "dtype", "note")]
+    columns += [Column(title=f"time {n}", kind="number") for n in range(12)]
+    rows = tuple((size, "float32", "", *[1234.5] * 12) for size in ("small", "large"))
+    text = printed(80, print_table, Table(name="t", title="", columns=tuple(columns), rows=rows))
+    assert text.count("float32") == 1
+    assert "In all rows: dtype float32." in text
+    assert "note" not in text
+
+
+def test_keys_that_are_too_wide_to_repeat_are_numbered() -> None:
+    columns = [Column(title=f"key {n}") for n in range(4)]
+    columns += [Column(title=f"time {n}", kind="number") for n in range(5)]
+    chosen = ((1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1))
+    rows = tuple((*[f"value {n} of it" for n in keys], *[1.5] * 5) for keys in chosen)
+    text = printed(80, print_table, Table(name="t", title="", columns=tuple(columns), rows=rows))
+    heads = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(heads) == 2
+    assert [line[0] for line in text.splitlines() if line[:1].isdigit()] == list("1234512345")
 
 
 def test_every_part_of_a_table_has_the_columns_that_distinguish_its_rows() -> None:

@@ -18,6 +18,7 @@ from stepscope.studies.trace.findings import trace_findings
 from stepscope.studies.trace.view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
@@ -34,9 +35,33 @@ def test_it_prints_the_ledger_and_writes_the_page(
     assert "host: nothing was launched" in output
     assert "ampere_sgemm_128x64_tn" in output
     assert "block */attention" in output
+    assert output.endswith(f"page: {tmp_path / 'out' / 'trace.html'}")
     page = (tmp_path / "out" / "trace.html").read_text()
+    assert page.index('class="verdict"') < page.index('class="headline"')
     assert "3 steps on NVIDIA H200, written by torch.profiler" in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
+
+
+@pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("*.json.gz")), ids=lambda path: path.name)
+def test_it_ends_with_a_verdict_that_fits_a_terminal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fixture: Path,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(tmp_path, fixture) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(
+        index for index, line in enumerate(lines) if line.startswith(fixture.name) and index
+    )
+    verdict = lines[start:-1]
+    assert "measurement" in verdict[0]
+    assert verdict[1].startswith("A step takes")
+    assert len(verdict) <= 20
+    assert max(map(len, verdict)) <= 80
+    assert verdict[-1].startswith("Next: stepscope ")
+    assert lines[-1].startswith("page: ")
 
 
 def test_export_of_nsight_gives_the_same_tables(
@@ -53,6 +78,10 @@ def test_it_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = json.loads(capsys.readouterr().out)
     assert text["summary"]["steps"] == [1.0]
     assert text["against"] is None
+    verdict = text["verdict"]
+    assert verdict["step_ms"] == 1.0
+    assert sum(part["ms"] for part in verdict["parts"]) == pytest.approx(1.0)
+    assert verdict["next"] == "stepscope advise SCRIPT"
     assert Path(text["report"]).exists()
 
 

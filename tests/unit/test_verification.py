@@ -237,7 +237,7 @@ def test_time_is_reserved_for_the_changes_together(
     """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
     tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, within_s=35.0)
     assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
+    assert "not tried, out of time (--total-timeout): compile" in capsys.readouterr().err
 
 
 def test_trial_runs_no_longer_than_the_time_left(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
                 run=run.id,
                 id="cut",
                 status="timeout",
-                reason="not done after 3 s (--within)",
+                reason="not done after 3 s (--total-timeout)",
             )
         )
         assert verify(tmp_path, BFLOAT16, store=store, run=run) == ["bfloat16"]
@@ -298,7 +298,7 @@ def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
 ) -> None:
     tried_codes = verify(tmp_path, BFLOAT16, COMPILE, UPDATE, within_s=45.0)
     assert tried_codes == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
-    assert "not tried, out of time (--within): compile" in capsys.readouterr().err
+    assert "not tried, out of time (--total-timeout): compile" in capsys.readouterr().err
     graph = advice("cuda-graph", 10.0, compile="graphs")
     ahead = advice("data-ahead", 5.0, checkpoint="blocks")
     (tmp_path / "later").mkdir()
@@ -306,7 +306,7 @@ def test_changes_without_a_compiler_are_tried_if_compilation_does_not_fit(
         tmp_path / "later", BFLOAT16, later=lambda _: (graph, ahead), within_s=25.0
     )
     assert tried_codes == ["bfloat16", "bfloat16+data-ahead"]
-    assert "not tried on top, out of time (--within): cuda-graph" in capsys.readouterr().err
+    assert "not tried on top, out of time (--total-timeout): cuda-graph" in capsys.readouterr().err
 
 
 def test_run_is_resumed_where_it_ended(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
+Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed", "memory"]
 MOST_PARTS = 7
 MOST_CHANGES = 3
 
@@ -51,6 +51,25 @@ class BreakdownPart(Data, frozen=True):
     label: str
     ms: float
     meaning: Meaning
+
+    @property
+    def amount(self) -> float:
+        return self.ms
+
+
+class MemoryPart(Data, frozen=True):
+    """One segment of the bar of memory: an owner and its bytes at the peak."""
+
+    label: str
+    bytes: int
+
+    @property
+    def amount(self) -> float:
+        return float(self.bytes)
+
+    @property
+    def meaning(self) -> Meaning:
+        return "memory"
 
 
 class Limit(Data, frozen=True):
@@ -103,8 +122,12 @@ class Verdict(Data, frozen=True):
     subject: str
     device: str
     step: Estimate | None = None
+    timed: str = "step"
+    """What the time is of: `step`, or `full trace` where no step is marked."""
     parts: tuple[BreakdownPart, ...] = ()
     """At most seven; they add up to the step."""
+    memory: tuple[MemoryPart, ...] = ()
+    """The memory at the peak by owner, for a verdict on memory: at most seven parts."""
     limit: Limit | None = None
     reachable_ms: float | None = None
     """The step with the best combination of known changes."""
@@ -114,6 +137,7 @@ class Verdict(Data, frozen=True):
     reachable_warning: str = ""
     """Why this combination should not be adopted unseen, such as a loss that differs."""
     peak_bytes: int = 0
+    """Peak memory of the step; 0 if it was not measured."""
     memory_change: MemoryChange | None = None
     mfu: float | None = None
     """Model FLOPs utilization in the dtype of the step."""
@@ -124,6 +148,11 @@ class Verdict(Data, frozen=True):
     trust: Literal["good", "noisy", "invalid"] = "good"
     trust_reason: str = ""
     next_command: str = ""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory at the peak, for a verdict on memory."""
+        return sum(part.bytes for part in self.memory) if self.memory else None
 
     @property
     def limit_share(self) -> float | None:
@@ -156,6 +185,16 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
         BreakdownPart(label=label, ms=known[label], meaning=_MEANINGS.get(label, "lost"))
         for label in order
     )
+
+
+def memory_parts(owners: Sequence[tuple[str, int]]) -> tuple[MemoryPart, ...]:
+    """At most seven owners with the same total, the largest first."""
+    largest = sorted((one for one in owners if one[1] > 0), key=lambda one: -one[1])
+    shown = largest if len(largest) <= MOST_PARTS else largest[: MOST_PARTS - 1]
+    rest = largest[len(shown) :]
+    if rest:
+        shown = [*shown, (f"{len(rest)} more", sum(size for _, size in rest))]
+    return tuple(MemoryPart(label=label, bytes=size) for label, size in shown)
 
 
 def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:

@@ -73,7 +73,7 @@ def conclude(
     from stepscope.advisor.verdict import program_verdict
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
-    from stepscope.report.verdict import print_verdict
+    from stepscope.report.verdict import print_verdict, verdict_facts
 
     facts_now = facts_of(base)
     if facts_now.doubt:
@@ -81,6 +81,8 @@ def conclude(
         advice = without_ranks(advice)
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
     left_out = not_evaluated(facts_now)
+    own = _of_trials(records)
+    verdict = program_verdict([base, *own])
     if as_json:
         facts = {
             "advice": advice,
@@ -98,16 +100,16 @@ def conclude(
             "not_applicable": [one._asdict() for one in not_applicable(facts_now)],
             "cannot_rank": facts_now.doubt,
             "report": path,
+            "verdict": verdict_facts(verdict),
         }
         print(json_line(facts))
         return 0
-    own = [record for record in records if record.study == TRIALS]
     print_sections([_section(base, advice, records), *study_sections(own)])
-    if (verdict := program_verdict([base, *own])) is not None:
-        print_verdict(verdict)
     if not advice:
         none = "No change that could be evaluated" if left_out else "No known change"
         print(f"{none} is predicted to gain 3 % or more.")
+    if verdict is not None:
+        print_verdict(verdict)
     print(f"page: {path.resolve()}")
     return 0
 
@@ -116,8 +118,12 @@ def _ends(gain: Interval | None) -> tuple[float, float] | None:
     return None if gain is None else (gain.low, gain.high)
 
 
+def _of_trials(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.study == TRIALS]
+
+
 def _tried(records: Sequence[Record]) -> list[Tried]:
-    return [Tried(record) for record in records if record.study == TRIALS]
+    return [Tried(record) for record in _of_trials(records)]
 
 
 def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from stepscope.records.store import Store
 
 Options = TypeVar("Options")
 
+_HELP_WIDTH = 79
 DEFAULT_OUT = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out"))
 
 
@@ -25,7 +27,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Location of the record store and the reports."""
 
     out: Path = DEFAULT_OUT
-    """Directory of the record store and the reports (environment: STEPSCOPE_OUT)."""
+    """Directory of the records and the pages (environment variable: STEPSCOPE_OUT)."""
 
     @property
     def store(self) -> Path:
@@ -42,12 +44,12 @@ def parse(
     """Parse command-line words into the options class `kind`; exit with 2 if they are invalid."""
     import tyro
 
-    from stepscope.cli.optional_values import optional_values
+    from stepscope.cli.option_help import option_registry
 
-    text = description
+    text = _described(description)
     if examples:
-        text += "\n\nexamples:\n" + "\n".join(f"  {example}" for example in examples)
-    with optional_values():
+        text += "\n\nexamples:\n" + "\n".join(map(_example, examples))
+    with option_registry():
         return tyro.cli(
             kind,
             args=list(words),
@@ -57,26 +59,58 @@ def parse(
         )
 
 
-RENAMED_FLAGS = {
+def _example(command: str) -> str:
+    """A command line, continued on the next line if it is long."""
+    lines = textwrap.wrap(command, _HELP_WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    return "  " + " \\\n      ".join(lines)
+
+
+def _described(description: str) -> str:
+    """One line that says what the command does; the rest, indented, below it."""
+    summary, stop, rest = " ".join(description.split()).partition(". ")
+    # tyro joins a line with the one before it, unless it is indented.
+    lines = textwrap.wrap(summary + stop.rstrip(), _HELP_WIDTH, subsequent_indent="  ")
+    lines += textwrap.wrap(rest, _HELP_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+_OF_STEPS = {
     "--joined": "--fused-projections",
     "--no-joined": "--no-fused-projections",
     "--keep": "--activation-policy",
     "--searched": "--autotune-gemms",
     "--no-searched": "--no-autotune-gemms",
 }
-"""Former spellings of the flags of a training step, accepted with a warning for one version."""
+_OF_ATTENTION = {"--head": "--head-dim", "--seq": "--context", "--tile-head": "--tile-head-dim"}
+RENAMED_FLAGS: dict[str, dict[str, str]] = {
+    "run": _OF_STEPS,
+    "run attention": _OF_ATTENTION,
+    "run flash": _OF_ATTENTION,
+    "run compile": _OF_STEPS | {"--head": "--head-dim", "--seq": "--attention-context"},
+    "predict": _OF_STEPS,
+    "inspect": {
+        "--timed": "--steps",
+        "--keep": "--keep-traces",
+        "--no-keep": "--no-keep-traces",
+    },
+    "advise": {"--within": "--total-timeout"},
+}
+"""Former spellings of flags by command, accepted with a warning for one version."""
 
 
-def with_new_names(words: Sequence[str]) -> list[str]:
+def new_name(word: str, command: str) -> str:
+    """A word with the new name of its flag, with a warning if it has a former one."""
+    flag, sign, value = word.partition("=")
+    new = RENAMED_FLAGS.get(command, {}).get(flag.replace("_", "-"))
+    if new is None:
+        return word
+    log(f"{flag} is now {new}; the former name is removed in the next version")
+    return f"{new}{sign}{value}"
+
+
+def with_new_names(words: Sequence[str], command: str) -> list[str]:
     """Replace former spellings of flags, with a warning for each."""
-    renamed = []
-    for word in words:
-        flag, sign, value = word.partition("=")
-        if (new := RENAMED_FLAGS.get(flag)) is not None:
-            log(f"{flag} is now {new}; the former name is removed in the next version")
-            word = f"{new}{sign}{value}"
-        renamed.append(word)
-    return renamed
+    return [new_name(word, command) for word in words]
 
 
 def load_records(source: str, location: StoreOptions) -> tuple[Record, ...]:

@@ -1,11 +1,12 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from stepscope.analysis.limits import step_ms
 from stepscope.analysis.trust import trust_of
@@ -14,7 +15,12 @@ from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.runner.estimate import TimeLeft
 from stepscope.studies.runner.protocol import Progress
+from stepscope.studies.runner.words import case_words
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def outcome(record: Record) -> str:
@@ -35,77 +41,19 @@ def waiting_text(up_to_s: float, used: float, cores: int) -> str:
 
 
 def again_text(record: Record) -> str:
-    return f"{record.study} {record.case}: {trust_of(record).reason}; measuring it again"
+    return f"{_named(record)}: {trust_of(record).reason}; measuring it again"
 
 
-class PlainLines:
-    """Progress as one line per case on standard error."""
+class _Progress:
+    """Counts, elapsed time and expected time of a run; `left` is None where nothing is known."""
 
-    def __init__(self, run: Run, total: int, done: int) -> None:
-        self._total = total
-        self._done = done
-        self._case: PlannedCase | None = None
-        self._calibrating = False
-        cases = f": {counted(total, 'case')}, {done} already done" if total else ""
-        write_line(f"run {run.id}{cases}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
-        if not self._calibrating:
-            write_line("measuring this machine's ceilings (once, takes up to a minute)")
-            self._calibrating = True
-
-    def case_started(self, case: PlannedCase) -> None:
-        self._case = case
-        # Results may add cases: `advise --verify` plans trials as it goes.
-        self._total = max(self._total, self._done + 1)
-
-    def case_progress(self, progress: Progress) -> None: ...
-
-    def case_finished(self, record: Record) -> None:
-        self._done += 1
-        write_line(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
-
-    def waiting(self, up_to_s: float, used: float, cores: int) -> None:
-        write_line(waiting_text(up_to_s, used, cores))
-
-    def measuring_again(self, record: Record) -> None:
-        write_line(again_text(record))
-
-
-class Bar:
-    """Progress bar with the running case, the counts and the estimated time left."""
-
-    def __init__(self, run: Run, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as RichProgress
-
-        self._bar = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}", markup=False),
-            console=Console(stderr=True),
-        )
-        self._bar.console.print(f"run {run.id}", markup=False, highlight=False)
-        self._task = self._bar.add_task("starting", total=total, completed=done, left="")
-        self._total, self._at_start, self._done = total, done, done
+    def __init__(self, run: Run, total: int, done: int, left: TimeLeft | None) -> None:
+        self._total, self._done, self._left = total, done, left
         self._started = time.monotonic()
-        self._case = ""
+        self._skipped: Counter[str] = Counter()
+        self._write(_first_line(run, total, done, left))
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(
@@ -114,42 +62,158 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if skipped := sum(self._skipped.values()):
+            self._write(f"{counted(skipped, 'case')} skipped:")
+            for reason, times in self._skipped.most_common():
+                self._write(f"  {times}: {reason}")
 
-    def calibrating(self, progress: Progress) -> None:
-        self._bar.update(self._task, description=f"measuring ceilings: {progress.what}")
-        self._started = time.monotonic()
-
-    def case_started(self, case: PlannedCase) -> None:
-        self._case = f"{case.study} {case.key}"
+    def case_started(self, case: PlannedCase) -> None:  # noqa: ARG002
+        # Results may add cases: `advise --verify` plans trials as it goes.
         self._total = max(self._total, self._done + 1)
-        self._bar.update(self._task, description=self._case, total=self._total)
 
-    def case_progress(self, progress: Progress) -> None:
-        text = f"{self._case} {progress.what} {progress.done}/{progress.total}"
-        self._bar.update(self._task, description=printable(text))
+    def case_progress(self, progress: Progress) -> None: ...
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
-        self._print(f"{record.study} {record.case}: {outcome(record)}")
-        self._update_estimate()
+        if self._left is not None:
+            seconds = 0.0 if record.status == "skipped" else record.elapsed_s
+            self._left.finished(record.study, record.case, seconds)
+        if record.status == "skipped":
+            self._skipped[record.reason] += 1
+        else:
+            self._report(record)
 
     def waiting(self, up_to_s: float, used: float, cores: int) -> None:
-        self._print(waiting_text(up_to_s, used, cores))
+        self._write(waiting_text(up_to_s, used, cores))
 
     def measuring_again(self, record: Record) -> None:
-        self._print(again_text(record))
+        self._write(again_text(record))
 
-    def _print(self, text: str) -> None:
-        self._bar.console.print(printable(text), markup=False, highlight=False)
+    def _report(self, record: Record) -> None:
+        raise NotImplementedError
 
-    def _update_estimate(self) -> None:
-        pace = (time.monotonic() - self._started) / (self._done - self._at_start)
-        left = pace * (self._total - self._done)
-        self._bar.update(
-            self._task, completed=self._done, left=f"about {duration(left * 1e3, 2)} left"
-        )
+    def _write(self, text: str) -> None:
+        write_line(text)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def _left_s(self) -> float | None:
+        if self._left is None or self._done >= self._total:
+            return None
+        return self._left.seconds()
 
 
-def make_observer(run: Run, total: int, done: int) -> PlainLines | Bar:
-    return (Bar if sys.stderr.isatty() else PlainLines)(run, total, done)
+class PlainLines(_Progress):
+    """Progress as one line per case on standard error."""
+
+    def __init__(self, run: Run, total: int, done: int, left: TimeLeft | None = None) -> None:
+        super().__init__(run, total, done, left)
+        self._calibrating = False
+
+    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
+        if not self._calibrating:
+            self._write("measuring this machine's ceilings (once, takes up to a minute)")
+            self._calibrating = True
+
+    def _report(self, record: Record) -> None:
+        times = _times(self._elapsed_s, self._left_s())
+        self._write(f"[{self._done}/{self._total}] {_named(record)}: {outcome(record)} ({times})")
+
+
+class LiveLine(_Progress):
+    """Progress as one line of a terminal, with the running case; failures stay above it."""
+
+    def __init__(self, run: Run, total: int, done: int, left: TimeLeft | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True, highlight=False)
+        super().__init__(run, total, done, left)
+        self._what = "starting"
+        self._expected: tuple[float, float] | None = None
+        """Seconds left, and when that was computed."""
+        self._expect()
+        self._live = Live(get_renderable=self._line, console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+        if self._total:
+            self._write(
+                f"{self._done} of {counted(self._total, 'case')} in {_clock(self._elapsed_s)}"
+            )
+        super().__exit__(kind, error, trace)
+
+    def calibrating(self, progress: Progress) -> None:
+        self._what = f"measuring this machine's ceilings (once): {progress.what}"
+
+    def case_started(self, case: PlannedCase) -> None:
+        super().case_started(case)
+        self._case = self._what = f"{case.study}: {case_words(case.study, case.key, case.config)}"
+
+    def case_progress(self, progress: Progress) -> None:
+        self._what = f"{self._case}, {progress.what} {progress.done}/{progress.total}"
+
+    def _report(self, record: Record) -> None:
+        if record.status != "ok":
+            self._write(f"{_named(record)}: {outcome(record)}")
+        self._expect()
+
+    def _expect(self) -> None:
+        left = self._left_s()
+        self._expected = None if left is None else (left, time.monotonic())
+
+    def _write(self, text: str) -> None:
+        self._console.print(printable(text), markup=False)
+
+    def _line(self) -> Text:
+        from rich.text import Text
+
+        left = None
+        if self._expected is not None:
+            left = max(0.0, self._expected[0] - (time.monotonic() - self._expected[1]))
+        count = f"[{self._done}/{self._total}] " if self._total else ""
+        line = Text(f"{count}{_times(self._elapsed_s, left)}  {printable(self._what)}")
+        line.truncate(self._console.width - 1, overflow="ellipsis")
+        return line
+
+
+def _first_line(run: Run, total: int, done: int, left: TimeLeft | None) -> str:
+    if not total:
+        return f"run {run.id}"
+    text = f"run {run.id}: {counted(total, 'case')}, {done} already done"
+    seconds = None if left is None else left.seconds()
+    if left is None or seconds is None or done >= total:
+        return text
+    return f"{text}, about {seconds + left.start_s:.0f} s"
+
+
+def _named(record: Record) -> str:
+    return f"{record.study} {case_words(record.study, record.case, record.config)}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _times(elapsed_s: float, left_s: float | None) -> str:
+    elapsed = _clock(elapsed_s)
+    return elapsed if left_s is None else f"{elapsed}, about {_clock(left_s)} left"
+
+
+def make_observer(
+    run: Run, total: int, done: int, left: TimeLeft | None = None
+) -> PlainLines | LiveLine:
+    return (LiveLine if sys.stderr.isatty() else PlainLines)(run, total, done, left)

@@ -123,7 +123,7 @@ class Verification:
                 # A later trial without a compiler may still fit.
                 left.append(one.code)
         if left:
-            log(f"not tried, out of time (--within): {', '.join(left)}")
+            log(f"not tried, out of time (--total-timeout): {', '.join(left)}")
         return alone
 
     def _combine(self, kept: Sequence[Tried]) -> Tried | None:
@@ -153,7 +153,7 @@ class Verification:
                 continue
             quick = [one for one in left if not compiles(self._trial(_with(best, [one])))]
             skipped = [one.code for one in left if one not in quick] or [one.code for one in left]
-            log(f"not tried on top, out of time (--within): {', '.join(skipped)}")
+            log(f"not tried on top, out of time (--total-timeout): {', '.join(skipped)}")
             left = quick if len(quick) < len(left) else []
         return best
 

@@ -167,6 +167,16 @@ class Store:
         )
         return {(study, case): (status, attempt) for study, case, status, attempt in rows}
 
+    def durations(self, device: str) -> dict[tuple[str, str], float]:
+        """Seconds of the newest successful record of each case on a device, by study and case."""
+        rows = self._rows(
+            "SELECT study, case_key, json_extract(body, '$.elapsed_s') FROM records WHERE"
+            " status = 'ok' AND json_extract(body, '$.environment.device_name') = ?"
+            " ORDER BY rowid",
+            (device,),
+        )
+        return {(study, case): float(seconds) for study, case, seconds in rows if seconds}
+
     def hold_run(self, run_id: str) -> AbstractContextManager[None]:
         """Lock a run for this process. The lock is released when the process ends; a child that was
         forked without exec keeps it."""

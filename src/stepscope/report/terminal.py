@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from stepscope.report.blocks import Figure, Finding, Flame, Section, Table, Timeline
+import msgspec
+
+from stepscope.report.blocks import Column, Figure, Finding, Flame, Section, Table, Timeline
 from stepscope.report.format import cell_text, header
 from stepscope.report.text import is_numeric
 
@@ -18,31 +22,47 @@ _TONES = {"good": ("✓", "green"), "info": ("•", "cyan"), "warn": ("!", "yell
 _GAP = 2
 _LEAD = 2 / 3
 """Maximum share of the width for the repeated key columns."""
-_NARROWEST_KEY = 14
+_NARROWEST_KEY = 20
+_KEY_LINES = 2
+_MOST_LINES = 6
+"""Most lines of a key, and of any other text; the page has all of it."""
 _WIDEST_WORD = 28
 """Minimum width of a text column (unless all texts are shorter) before the table is split; extra
 width is distributed."""
+_LINES_OF_PROSE = 4
+_BESIDE_PROSE = 24
+"""A text of more lines gets a wider column, up to the width of the console less this."""
+_HEADS = (0.5, 0.25, 0.75)
+"""Shares of a cut name that are taken from its start."""
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table; one that is wider than the console is split into parts that repeat the key
-    columns."""
+    columns, without the columns that are the same in every row."""
     console = console or _console()
-    texts = [
-        [_visible(cell_text(cell, column)) for cell, column in zip(row, table.columns, strict=True)]
-        for row in table.rows
-    ]
-    widths = [_width(table, texts, index) for index in range(len(table.columns))]
-    wanted, keys = _wanted(table, texts), _keys(table)
-    if sum(widths) + _GAP * len(widths) > console.width:
-        widths = _narrowed(widths, [key for key in keys if _is_text(table, key)], keys, console)
     if table.title:
         console.print(_text(table.title, "bold"))
+    texts, widths = _measured(table, console.width)
+    same: list[str] = []
+    if not _fits(widths, console.width):
+        table, same = _without_constants(table)
+        texts, widths = _measured(table, console.width)
+    keys = _keys(table)
+    if not _fits(widths, console.width):
+        folding = [key for key in keys if _is_text(table, key)]
+        widths = _narrowed(widths, folding, keys, console.width)
+        if _lead(widths, keys) > console.width * _LEAD:
+            table, keys = _numbered(table), [0]
+            texts, widths = _measured(table, console.width)
+    wanted = _wanted(table, texts)
     for number, part in enumerate(_parts(widths, keys, console.width)):
         if number:
             console.print()
         least, most = ([sizes[index] for index in part] for sizes in (widths, wanted))
-        console.print(_grid(table, texts, part, _spread(least, most, console.width)))
+        least = _shrunk(least, [_is_text(table, index) for index in part], console.width)
+        console.print(_grid(table, texts, part, keys, _spread(least, most, console.width)))
+    if same:
+        console.print(_text(f"In all rows: {', '.join(same)}.", "dim"))
     if table.caption:
         console.print(_text(table.caption, "dim"))
 
@@ -94,16 +114,67 @@ def _visible(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _width(table: Table, texts: list[list[str]], index: int) -> int:
-    """Minimum width of a column: numbers are never folded, long texts may be."""
+def _measured(table: Table, console_width: int) -> tuple[list[list[str]], list[int]]:
+    """The texts of the cells, and the minimum width of each column."""
+    texts = [
+        [_visible(cell_text(cell, column)) for cell, column in zip(row, table.columns, strict=True)]
+        for row in table.rows
+    ]
+    widest = max(_WIDEST_WORD, console_width - _BESIDE_PROSE)
+    return texts, [_width(table, texts, index, widest) for index in range(len(table.columns))]
+
+
+def _fits(widths: Sequence[int], console_width: int) -> bool:
+    return sum(widths) + _GAP * len(widths) <= console_width
+
+
+def _lead(widths: Sequence[int], keys: Sequence[int]) -> int:
+    return sum(widths[key] + _GAP for key in keys)
+
+
+def _width(table: Table, texts: list[list[str]], index: int, widest: int) -> int:
+    """Minimum width of a column: numbers are never folded, texts may be, in a few lines."""
     from rich.cells import cell_len
 
     words = [(word, _WIDEST_WORD) for word in header(table.columns[index]).split()]
-    words += [
-        (text[index], _WIDEST_WORD if isinstance(row[index], str) else cell_len(text[index]))
-        for row, text in zip(table.rows, texts, strict=True)
-    ]
+    for row, text in zip(table.rows, texts, strict=True):
+        length = cell_len(text[index])
+        limit = length
+        if isinstance(row[index], str):
+            limit = min(max(_WIDEST_WORD, length // _LINES_OF_PROSE), widest)
+        words.append((text[index], limit))
     return max((min(cell_len(word), limit) for word, limit in words), default=1)
+
+
+def _without_constants(table: Table) -> tuple[Table, list[str]]:
+    """The table without columns that are empty or the same in every row, and what these say."""
+    if len(table.rows) < 2:
+        return table, []
+    kept, same = [], []
+    for index, column in enumerate(table.columns):
+        cells = {row[index] for row in table.rows}
+        if index == 0 or len(cells) > 1 or column.kind not in ("text", "code", "count"):
+            kept.append(index)
+        elif (cell := cells.pop()) not in (None, ""):
+            same.append(f"{column.title} {cell_text(cell, column)}")
+    return _columns(table, kept), same
+
+
+def _columns(table: Table, kept: Sequence[int]) -> Table:
+    return msgspec.structs.replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+    )
+
+
+def _numbered(table: Table) -> Table:
+    """The table with the number of each row as its key, for keys that are too wide to repeat."""
+    return msgspec.structs.replace(
+        table,
+        columns=(Column(title="#", kind="count"), *table.columns),
+        rows=tuple((number, *row) for number, row in enumerate(table.rows, start=1)),
+    )
 
 
 def _keys(table: Table) -> list[int]:
@@ -121,15 +192,15 @@ def _keys(table: Table) -> list[int]:
 
 
 def _is_text(table: Table, index: int) -> bool:
-    return table.columns[index].kind == "text"
+    return table.columns[index].kind in ("text", "code")
 
 
 def _narrowed(
-    widths: Sequence[int], folding: list[int], keys: list[int], console: Console
+    widths: Sequence[int], folding: list[int], keys: list[int], console_width: int
 ) -> list[int]:
     """Reduce the widths of the key columns, if they leave too little space for other columns."""
     narrowed = list(widths)
-    while sum(narrowed[key] + _GAP for key in keys) > console.width * _LEAD:
+    while _lead(narrowed, keys) > console_width * _LEAD:
         widest = max(folding, key=lambda key: narrowed[key], default=None)
         if widest is None or narrowed[widest] <= _NARROWEST_KEY:
             return list(widths)
@@ -140,11 +211,9 @@ def _narrowed(
 def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[list[int]]:
     """Split the columns into as many grids as the width requires, each with the key columns."""
     columns = range(len(widths))
-    if sum(widths) + _GAP * len(widths) <= console_width:
+    if _fits(widths, console_width):
         return [list(columns)]
-    lead = sum(widths[key] + _GAP for key in keys)
-    if lead > console_width * _LEAD:
-        keys, lead = keys[:1], sum(widths[key] + _GAP for key in keys[:1])
+    lead = _lead(widths, keys)
     parts: list[list[int]] = []
     used = console_width
     for index in columns:
@@ -157,6 +226,21 @@ def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[l
         parts[-1].append(index)
         used += needed
     return [sorted(part) for part in parts] or [list(keys)]
+
+
+def _shrunk(widths: Sequence[int], text: Sequence[bool], console_width: int) -> list[int]:
+    """Reduce the widest columns of text until the columns fit: text wraps, numbers do not."""
+    shrunk = list(widths)
+    while not _fits(shrunk, console_width):
+        widest = max(
+            (index for index in range(len(shrunk)) if text[index]),
+            key=lambda index: shrunk[index],
+            default=None,
+        )
+        if widest is None or shrunk[widest] <= 1:
+            break
+        shrunk[widest] -= 1
+    return shrunk
 
 
 def _spread(widths: Sequence[int], wanted: Sequence[int], console_width: int) -> list[int]:
@@ -172,7 +256,13 @@ def _spread(widths: Sequence[int], wanted: Sequence[int], console_width: int) ->
     return spread
 
 
-def _grid(table: Table, texts: list[list[str]], part: list[int], widths: Sequence[int]) -> Grid:
+def _grid(
+    table: Table,
+    texts: list[list[str]],
+    part: list[int],
+    keys: Sequence[int],
+    widths: Sequence[int],
+) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
@@ -188,9 +278,51 @@ def _grid(table: Table, texts: list[list[str]], part: list[int], widths: Sequenc
             max_width=width,
             overflow="fold",
         )
-    for row in texts:
-        grid.add_row(*(_text(row[index]) for index in part))
+    cells = [
+        _cut_column(
+            [row[index] for row in texts], width, _KEY_LINES if index in keys else _MOST_LINES
+        )
+        for index, width in zip(part, widths, strict=True)
+    ]
+    for row in zip(*cells, strict=True):
+        grid.add_row(*map(_text, row))
     return grid
+
+
+def _cut_column(texts: Sequence[str], width: int, most: int) -> list[str]:
+    """Cut long words, and texts of more than `most` lines, so that a name is not folded over
+    several lines. Of several ways to cut, take the one that keeps most texts distinct:
+    from the middle, nearer to one end, or with the start that all long texts share."""
+    ways = [[_cut_text(text, width, most, head) for text in texts] for head in _HEADS]
+    shared = _shared_start([text for text in texts if len(text) > width])
+    ends = [f"…{text[shared:]}" if len(text) > width and shared else text for text in texts]
+    ways.append([_cut_text(text, width, most, _HEADS[-1]) for text in ends])
+    return max(ways, key=lambda cut: len(set(cut)))
+
+
+def _shared_start(texts: Sequence[str]) -> int:
+    """Number of letters that all texts start with."""
+    letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
+    return sum(1 for _ in letters)
+
+
+def _cut_text(text: str, width: int, most: int, head: float) -> str:
+    cut = " ".join(_cut_word(word, width, head) for word in text.split(" "))
+    room = min(len(cut), most * width)
+    while len(textwrap.wrap(cut, width, break_on_hyphens=False)) > most:
+        room -= 1
+        cut = _cut_word(text, room, head)
+        cut = " ".join(_cut_word(word, width, head) for word in cut.split(" "))
+    return cut
+
+
+def _cut_word(word: str, width: int, head: float) -> str:
+    """The start and the end of a word, the share `head` of it from the start."""
+    if len(word) <= width:
+        return word
+    first = round((width - 1) * head)
+    last = width - 1 - first
+    return f"{word[:first]}…{word[len(word) - last :]}"
 
 
 def _wanted(table: Table, texts: list[list[str]]) -> list[int]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.analysis.verdict import BreakdownPart, Estimate, MemoryChange, RankedChange, Verdict
+from stepscope.analysis.verdict import (
+    BreakdownPart,
+    Estimate,
+    MemoryChange,
+    MemoryPart,
+    RankedChange,
+    Verdict,
+)
 from stepscope.report.format import bytes_, duration, percent
 
 if TYPE_CHECKING:
@@ -17,7 +24,14 @@ MOST_LINES = 20
 _BAR_UNITS = 1000.0
 """The width of the bar in units of its own; the page scales it."""
 _MOST_CODE_LINES = 2
-_BARS = {"ideal": "█", "lost": "▓▚", "communication": "▒", "idle": "░", "unattributed": "·"}
+_BARS = {
+    "ideal": "█",
+    "lost": "▓▚",
+    "communication": "▒",
+    "idle": "░",
+    "unattributed": "·",
+    "memory": "█▓▒░▚·▞",
+}
 """By meaning; parts of one meaning alternate."""
 _STYLES = {
     "ideal": "green",
@@ -25,7 +39,10 @@ _STYLES = {
     "communication": "magenta",
     "idle": "yellow",
     "unattributed": "dim",
+    "memory": "blue",
 }
+BarPart = BreakdownPart | MemoryPart
+_SUBJECTS = {"step": "A step", "full trace": "The full trace (no step is marked)"}
 _TRUST = {"good": ("●", "green"), "noisy": ("●", "yellow"), "invalid": ("●", "red")}
 
 
@@ -39,6 +56,9 @@ class Segment(NamedTuple):
 
 def sentences(verdict: Verdict) -> Iterator[str]:
     """The answer: how long, how far from the limit, where the time goes, what to do."""
+    if verdict.memory:
+        yield from _memory_sentences(verdict)
+        return
     if verdict.step is None:
         yield "No step was timed."
         return
@@ -50,13 +70,15 @@ def sentences(verdict: Verdict) -> Iterator[str]:
             " of the step."
         )
     else:
-        yield f"A step takes {duration(verdict.step.value)}."
+        yield f"{_SUBJECTS[verdict.timed]} takes {duration(verdict.step.value)}."
     loss = verdict.largest_loss
     if loss is not None:
         rest = "The largest part" if verdict.limit is None else "The largest part beyond it"
         yield (
             f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
+    if verdict.trust == "good" and verdict.trust_reason:
+        yield f"{verdict.trust_reason[:1].upper()}{verdict.trust_reason[1:]}."
     if verdict.mfu is not None:
         yield f"MFU in {verdict.dtype}: {percent(verdict.mfu)}."
     if verdict.trust != "good":
@@ -87,6 +109,16 @@ def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
     if change.best_after:
         time = f" (with {change.best_after} it also gains {duration(change.gain_after_ms)})"
     return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}, as predicted."
+
+
+def _memory_sentences(verdict: Verdict) -> Iterator[str]:
+    peak = verdict.memory_bytes
+    assert peak
+    largest = verdict.memory[0]
+    yield f"The peak is {bytes_(peak)}."
+    yield f"The largest owner is {largest.label}: {_share_of_peak(largest, peak)}."
+    if verdict.trust_reason:
+        yield f"{verdict.trust_reason[:1].upper()}{verdict.trust_reason[1:]}."
 
 
 def _listed(titles: Sequence[str]) -> str:
@@ -126,26 +158,37 @@ def step_text(verdict: Verdict) -> str:
     return "" if verdict.step is None else _with_range(verdict.step)
 
 
-def share_text(part: BreakdownPart, verdict: Verdict) -> str:
+def bar_parts(verdict: Verdict) -> Sequence[BarPart]:
+    """The segments of the bar: of time, or of memory in a verdict on memory."""
+    return verdict.memory or verdict.parts
+
+
+def _share_of_peak(part: MemoryPart, peak: int) -> str:
+    return f"{bytes_(part.bytes)}, {percent(part.bytes / peak)}"
+
+
+def share_text(part: BarPart, verdict: Verdict) -> str:
+    if isinstance(part, MemoryPart):
+        return _share_of_peak(part, verdict.memory_bytes or part.bytes)
     assert verdict.step is not None
     return f"{duration(part.ms)}, {percent(part.ms / verdict.step.value)}"
 
 
-def segments(parts: Sequence[BreakdownPart], columns: int = WIDTH) -> list[Segment]:
-    """The columns of each part, in proportion to its time."""
-    total = sum(part.ms for part in parts)
+def segments(parts: Sequence[BarPart], columns: int = WIDTH) -> list[Segment]:
+    """The columns of each part, in proportion to its time or memory."""
+    total = sum(part.amount for part in parts)
     if total <= 0:
         return []
     made, at, used = [], 0.0, 0
     for part, letter in zip(parts, _letters(parts), strict=True):
-        at += part.ms
+        at += part.amount
         end = round(columns * at / total)
         made.append(Segment(end - used, letter, _STYLES[part.meaning]))
         used = end
     return made
 
 
-def _letters(parts: Sequence[BreakdownPart]) -> list[str]:
+def _letters(parts: Sequence[BarPart]) -> list[str]:
     seen: Counter[str] = Counter()
     letters = []
     for part in parts:
@@ -161,8 +204,8 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
 
     lines = [_title(verdict, width)]
     lines += textwrap.wrap(" ".join(sentences(verdict)), width)
-    if verdict.parts:
-        lines += ["", "".join(one.columns * one.letter for one in segments(verdict.parts, width))]
+    if parts := bar_parts(verdict):
+        lines += ["", "".join(one.columns * one.letter for one in segments(parts, width))]
         lines += _legend(verdict, width)
     if verdict.changes:
         lines.append("")
@@ -189,14 +232,68 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
 
     console = console or RichConsole(highlight=False)
     width = min(console.width, WIDTH)
-    bar = "".join(one.columns * one.letter for one in segments(verdict.parts, width))
+    drawn = segments(bar_parts(verdict), width)
+    bar = "".join(one.columns * one.letter for one in drawn)
     for index, line in enumerate(verdict_lines(verdict, width)):
         text = Text(line, style="bold" if index == 0 else "")
         if bar and line == bar:
             text = Text()
-            for one in segments(verdict.parts, width):
+            for one in drawn:
                 text.append(one.columns * one.letter, style=one.style)
         console.print(text, soft_wrap=True)
+
+
+def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
+    """The verdict as plain data for `--json`; None where there is none."""
+    if verdict is None:
+        return None
+    step, limit, reachable = verdict.step, verdict.limit, verdict.reachable_ms
+    facts: dict[str, Any] = {
+        "subject": verdict.subject,
+        "device": verdict.device,
+        "timed": verdict.timed,
+        "step_ms": None if step is None else step.value,
+        "interval": None if step is None else [step.low, step.high],
+        "parts": [
+            {"label": part.label, "ms": part.ms, "meaning": part.meaning} for part in verdict.parts
+        ],
+        "limit": None
+        if limit is None
+        else {
+            "ms": limit.ms,
+            "matmul_ms": limit.matmul_ms,
+            "update_ms": limit.update_ms,
+            "dtype": limit.dtype,
+        },
+        "mfu": verdict.mfu,
+        "reachable": None
+        if reachable is None
+        else {
+            "ms": reachable,
+            "verified": verdict.reachable_verified,
+            "changes": list(verdict.reachable_with),
+        },
+        "changes": [_change_facts(change) for change in verdict.changes],
+        "trust": {"level": verdict.trust, "reason": verdict.trust_reason},
+        "next": verdict.next_command,
+    }
+    if verdict.memory:
+        facts["peak_bytes"] = verdict.memory_bytes
+        facts["memory"] = [{"owner": one.label, "bytes": one.bytes} for one in verdict.memory]
+    return facts
+
+
+def _change_facts(change: RankedChange) -> dict[str, Any]:
+    return {
+        "code": change.code,
+        "title": change.title,
+        "gain_ms": change.gain.value,
+        "interval": [change.gain.low, change.gain.high],
+        "verified": change.verified,
+        "risk": change.risk,
+        "lines": list(change.lines),
+        "warning": change.warning,
+    }
 
 
 def verdict_markdown(verdict: Verdict) -> str:
@@ -206,9 +303,11 @@ def verdict_markdown(verdict: Verdict) -> str:
 
 
 def _title(verdict: Verdict, width: int) -> str:
-    trust = trust_text(verdict)
-    room = width - len(trust) - 4
-    name = _cut(f"{verdict.subject} on {verdict.device}", max(20, room))
+    name, trust = f"{verdict.subject} on {verdict.device}", trust_text(verdict)
+    if len(name) + len(trust) + 4 > width:
+        # The sentences have the reason of a measurement that is not good.
+        trust = trust.partition(":")[0]
+    name = _cut(name, max(20, width - len(trust) - 4))
     gap = " " * max(2, width - len(name) - len(trust) - 2)
     return f"{name}{gap}{_TRUST[verdict.trust][0]} {trust}"
 
@@ -216,8 +315,10 @@ def _title(verdict: Verdict, width: int) -> str:
 def _legend(verdict: Verdict, width: int) -> list[str]:
     """The parts below the bar, as many per line as fit."""
     lines, line = [], ""
-    for part, letter in zip(verdict.parts, _letters(verdict.parts), strict=True):
-        entry = f"{letter} {part.label} {share_text(part, verdict)}"
+    parts = bar_parts(verdict)
+    for part, letter in zip(parts, _letters(parts), strict=True):
+        share = share_text(part, verdict)
+        entry = f"{letter} {_cut(part.label, width - len(share) - 3)} {share}"
         joined = f"{line}   {entry}" if line else entry
         if len(joined) > width and line:
             lines.append(line)
@@ -282,9 +383,11 @@ def verdict_view(verdict: Verdict) -> VerdictView:
 
 def _stats(verdict: Verdict) -> Iterator[StatView]:
     step = verdict.step
+    if verdict.memory_bytes is not None:
+        yield StatView("peak memory", bytes_(verdict.memory_bytes))
     if step is None:
         return
-    yield StatView("step", duration(step.value), f"95 %: {range_text(step, 4)}")
+    yield StatView(verdict.timed, duration(step.value), f"95 %: {range_text(step, 4)}")
     if verdict.limit is not None:
         share = verdict.limit_share
         note = f"{percent(share)} of the step" if share is not None else ""
@@ -298,11 +401,12 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
 
 
 def _parts(verdict: Verdict) -> list[PartView]:
-    total = sum(part.ms for part in verdict.parts)
+    parts = bar_parts(verdict)
+    total = sum(part.amount for part in parts)
     views, at = [], 0.0
     seen: Counter[str] = Counter()
-    for part in verdict.parts:
-        width = _BAR_UNITS * part.ms / total
+    for part in parts:
+        width = _BAR_UNITS * part.amount / total
         text = share_text(part, verdict)
         look = f"{part.meaning} other" if seen[part.meaning] % 2 else part.meaning
         seen[part.meaning] += 1

@@ -45,7 +45,7 @@ class StepCount:
     def why_not(self, purpose: str) -> str:
         return (
             f"a step runs more than {self._most:,} operators, and {purpose} would take more than a"
-            " quarter of the program's own time (time more steps with --timed, or mark a shorter"
+            " quarter of the program's own time (time more steps with --steps, or mark a shorter"
             " step with stepscope.Scope)"
         )
 

@@ -36,7 +36,7 @@ class StepEnergy:
         elif took_s < _WITHIN_S:
             self._notes["no_energy"] = (
                 f"the timed steps take {took_s:.2g} s, and the counter needs {_WITHIN_S:g} s"
-                " (give a larger --timed)"
+                " (give a larger --steps)"
             )
         else:
             self.joules = (now - start) / steps

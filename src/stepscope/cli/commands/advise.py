@@ -23,7 +23,7 @@ from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
-from stepscope.cli.common import StoreOptions, load_records, parse
+from stepscope.cli.common import StoreOptions, load_records, parse, with_new_names
 from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
@@ -44,50 +44,52 @@ from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 class AdviseOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
-    """A training script and its arguments; or records of `inspect` or of the study `own`: a .jsonl
-    file or a run."""
+    """A training script and its arguments; or a .jsonl file or a run (id, latest) that was recorded
+    by `stepscope inspect` or `stepscope run own`."""
     model: str = ""
     """Advise on a model instead of a script: package.module:function that builds it (see
     `stepscope run own --help`)."""
     module: bool = False
     """Run SCRIPT as a module, like `python -m` (short: -m)."""
     batch: int = 8
-    """With --model: current batch size."""
+    """With --model: batch size of the unchanged step, in sequences or samples."""
     dtype: str = "float32"
-    """With --model: current dtype."""
+    """With --model: dtype of the unchanged step."""
     compile: str = "no"
-    """With --model: current torch.compile setting."""
+    """With --model: torch.compile of the unchanged step (no, block, model)."""
     optimizer: str = "adamw"
-    """With --model: current optimizer."""
+    """With --model: optimizer of the unchanged step."""
     verify: bool = False
-    """Measure each change interleaved (A/B) with the unchanged step, then all kept ones."""
+    """Try the changes on this machine: each one alternates with the unchanged step (A/B), then
+    those that made it faster are tried together."""
     rounds: int = 15
-    """Interleaved rounds in which both steps are timed."""
+    """Rounds of a trial; each round times the unchanged and the changed step."""
     only: str = ""
-    """Comma-separated codes of the changes to try; by default all that apply."""
-    within: float = 0.0
-    """Time limit for all trials in seconds: a trial that would end later is not started, and a
-    running one is ended; --resume tries it again. 0 means no limit."""
+    """Codes of the changes to try, separated by commas (bfloat16,compile). Without it: all that
+    apply."""
+    total_timeout: float = 0.0
+    """Time limit of all trials together, in seconds; 0 means no limit. A trial that would end later
+    is not started, and a running one is ended; --resume tries them again."""
     resume: bool = False
-    """Resume the latest run of the same request: finished trials are not repeated."""
+    """Continue the newest run of the same request: finished trials are not repeated."""
     loss_steps: int = 20
-    """Minimum number of steps over which losses are compared."""
+    """Least number of steps over which the losses with and without a change are compared."""
     warmup: int = 5
-    """Warm-up steps of a script, not recorded."""
+    """First steps of the script, which are not recorded."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for --model; auto uses a GPU if there is one. A script chooses its own device."""
     timeout: float = 600.0
-    """Time limit of one trial in seconds."""
+    """Time limit of each trial, in seconds."""
     json: bool = False
     """Print one line of JSON instead of the tables."""
 
 
 def main(words: list[str]) -> int:
-    own, target, rest = split_words(words, AdviseOptions)
+    own, target, rest = split_words(words, AdviseOptions, "advise")
     is_script = target is not None and ("--module" in own or target.endswith(".py"))
     options = parse(
         AdviseOptions,
-        own if is_script else words,
+        own if is_script else with_new_names(words, "advise"),
         "advise",
         "List the changes that apply to a training step, with the predicted gain in time and\n"
         "memory and the risk of each. --verify measures them on this machine. Your files are not\n"
@@ -97,7 +99,7 @@ def main(words: list[str]) -> int:
         (
             "stepscope advise train.py --batch-size 8",
             "stepscope advise --verify train.py --batch-size 8",
-            "stepscope advise --verify --within 300 --resume train.py --batch-size 8",
+            "stepscope advise --verify --total-timeout 300 --resume train.py --batch-size 8",
             "stepscope advise --verify --only bfloat16,compile train.py",
             "stepscope advise stepscope-out/train.jsonl",
             "stepscope advise --model examples.slow:build --verify",
@@ -109,10 +111,10 @@ def main(words: list[str]) -> int:
             f" {options.warmup}",
             "use at least 5 rounds, 4 loss steps and 4 warm-up steps",
         )
-    if options.within < 0 or options.timeout <= 0:
+    if options.total_timeout < 0 or options.timeout <= 0:
         raise UsageError(
-            f"--within is {options.within:g} and --timeout {options.timeout:g}",
-            "--within must be 0 or above, --timeout above 0 seconds",
+            f"--total-timeout is {options.total_timeout:g} and --timeout {options.timeout:g}",
+            "--total-timeout must be 0 or above, --timeout above 0 seconds",
         )
     if is_script:
         assert target is not None
@@ -283,7 +285,7 @@ def _advise_script(
                     run,
                     lambda some: _trial(options, base, some, script=script),
                     lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
-                    within_s=options.within,
+                    within_s=options.total_timeout,
                     only=_codes(options, advice, facts_of(base)),
                 ),
             )
@@ -327,7 +329,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
                     run,
                     lambda some: _trial(options, base, some, case=case),
                     lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
-                    within_s=options.within,
+                    within_s=options.total_timeout,
                     only=_codes(options, advice, facts_of(base)),
                 ),
             )

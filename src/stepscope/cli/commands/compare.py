@@ -31,11 +31,11 @@ class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
     """What to compare with it: a run, a .jsonl file, or the id of one record."""
     across: bool = False
-    """Compare across machines: times are normalised by each machine's measured ceilings."""
+    """Compare two machines: each time is divided by the time at its machine's measured ceilings."""
     fail_above: str | None = None
-    """Exit with 3 if a case is significantly slower and its median is slower by more than this,
-    for example 3%, or if a case of the baseline has no samples in NEW. Otherwise exit with 4 if
-    a case cannot be judged: too few samples, or a busy machine."""
+    """A limit for CI, such as 3%. Exit code 3: a case is significantly slower and its median is
+    above the limit, or a case of BASE was not measured in NEW. Exit code 4: no such case, but one
+    cannot be judged (too few samples, or a busy machine)."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 

@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata, util
 from typing import Literal
 
@@ -18,7 +18,19 @@ from stepscope.report.blocks import Column, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.runner.process import WorkerProcess
 
-Verdict = Literal["ok", "missing", "broken"]
+Verdict = Literal["ok", "missing", "not applicable", "broken"]
+
+
+_OF_OTHER_DEVICES = ("bfloat16-units", "tf32", "graph", "cublas", "kernels")
+"""Capabilities of hardware that this machine does not have: nothing can be installed for them."""
+_NAMES = {
+    "bfloat16-units": "bfloat16 matmuls",
+    "tf32": "TF32 matmuls",
+    "graph": "CUDA graphs",
+    "cublas": "cuBLAS",
+    "kernels": "Triton kernels",
+    "compiler": "torch.compile",
+}
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -27,7 +39,7 @@ class Check(msgspec.Struct, frozen=True):
     what: str
     verdict: Verdict
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 class DoctorOptions(StoreOptions, frozen=True, kw_only=True):
@@ -40,24 +52,44 @@ def main(words: list[str]) -> int:
         DoctorOptions,
         words,
         "doctor",
-        "Check what this machine has, what is missing for measurements, and how to get it.",
+        "Check what this machine has, what is missing, and how to get it.",
         ("stepscope doctor", "stepscope doctor --json"),
     )
     checks = [*_software(), *_folder(options), *_device()]
     if options.json:
         print(json_line({"checks": msgspec.to_builtins(checks)}))
     else:
-        from stepscope.report.terminal import print_table
-
-        print_table(
-            Table(
-                name="doctor",
-                title="This machine",
-                columns=tuple(Column(title=t) for t in ("what", "verdict", "found", "fix")),
-                rows=tuple((c.what, c.verdict, c.found, c.mend) for c in checks),
-            )
-        )
+        _print(checks)
     return 1 if any(check.verdict == "broken" for check in checks) else 0
+
+
+def _print(checks: Sequence[Check]) -> None:
+    """Two tables: what was found, and how to get what is missing."""
+    from stepscope.report.terminal import print_table
+
+    tables: tuple[tuple[str, tuple[str, ...], list[tuple[str, ...]]], ...] = (
+        (
+            "This machine",
+            ("what", "verdict", "found"),
+            [(c.what, c.verdict, c.found) for c in checks],
+        ),
+        (
+            "What to do",
+            ("what", "how to get it"),
+            [(c.what, c.fix) for c in checks if c.fix and c.verdict != "not applicable"],
+        ),
+    )
+    for index, (title, columns, rows) in enumerate(tables):
+        if rows:
+            print("\n" if index else "", end="")
+            print_table(
+                Table(
+                    name=f"doctor-{index}",
+                    title=title,
+                    columns=tuple(Column(title=column) for column in columns),
+                    rows=tuple(rows),
+                )
+            )
 
 
 def _software() -> Iterator[Check]:
@@ -66,8 +98,8 @@ def _software() -> Iterator[Check]:
     for package, why in (
         ("torch", ""),
         ("numpy", ""),
-        ("triton", "needed for Triton kernels and torch.compile on a GPU: pip install triton"),
-        ("nvidia-ml-py", "needed to read GPU clocks and throttling: pip install nvidia-ml-py"),
+        ("triton", "for Triton kernels and torch.compile on a GPU: pip install triton"),
+        ("nvidia-ml-py", "to read GPU clocks and throttling: pip install nvidia-ml-py"),
     ):
         try:
             yield Check(package, "ok", metadata.version(package))
@@ -80,17 +112,12 @@ def _software() -> Iterator[Check]:
                 why or f"pip install {package}",
             )
     yield Check("SQLite", "ok", sqlite3.sqlite_version)
-    yield _program("C++ compiler", ("g++", "clang++"), "needed for torch.compile: install g++")
-    yield _program(
-        "Nsight Systems",
-        ("nsys",),
-        "optional, for `stepscope profile-nsys`; part of the CUDA toolkit",
-    )
+    yield _program("C++ compiler", ("g++", "clang++"), "for torch.compile on a CPU: install g++")
     if util.find_spec("playwright"):
         yield _program(
             "Chromium",
             ("chromium", "chromium-browser", "google-chrome"),
-            "needed for the browser tests of the page: make browser",
+            "for the browser tests of the page: make browser",
         )
 
 
@@ -126,17 +153,29 @@ def _device() -> Iterator[Check]:
     worker.stop()
     env = worker.environment
     if env.device_kind == "cpu":
-        yield Check(
-            "GPU",
-            "missing",
-            "torch sees no NVIDIA GPU",
-            "studies run on the CPU; on a GPU machine install a CUDA build of torch",
-        )
+        yield from _without_gpu(env.cuda)
     else:
         memory = bytes_(env.device_memory_bytes)
         text = f"{env.device_count} × {env.device_name}, {memory}, driver {env.driver}"
         yield Check("GPU", "ok", text)
+        yield _program(
+            "Nsight Systems", ("nsys",), "for `stepscope profile-nsys`: part of the CUDA toolkit"
+        )
     threads = f"{env.cpu_cores} cores, torch uses {env.threads} threads"
     yield Check("CPU", "ok", f"{env.cpu}, {threads}, {bytes_(env.host_memory_bytes)}")
     for what, reason in worker.lacks.items():
-        yield Check(what, "missing", "not available", reason)
+        name = _NAMES.get(what, what)
+        if env.device_kind == "cpu" and what in _OF_OTHER_DEVICES:
+            yield Check(name, "not applicable", reason)
+        else:
+            yield Check(name, "missing", "not available", reason)
+
+
+def _without_gpu(cuda: str | None) -> Iterator[Check]:
+    """A machine with an NVIDIA driver that torch cannot use lacks something; others do not."""
+    if shutil.which("nvidia-smi") is None:
+        yield Check("GPU", "not applicable", "no NVIDIA driver; studies run on the CPU")
+    else:
+        fix = "check the driver with nvidia-smi" if cuda else "install a CUDA build of torch"
+        yield Check("GPU", "missing", "nvidia-smi is installed, but torch sees no GPU", fix)
+    yield Check("Nsight Systems", "not applicable", "profiles NVIDIA GPUs")

@@ -24,7 +24,8 @@ MIN_DIGITS = 4
 
 class ExportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
-    """A run (id, id prefix, latest, latest~1) or a .jsonl file of records."""
+    """A run (id, start of an id, latest, latest~1 for the one before) or a .jsonl file of
+    records."""
     format: Literal["jsonl", "markdown", "latex", "csv", "speedscope"] = "jsonl"
     """jsonl writes the records; speedscope writes traced steps as flame graphs for speedscope.app;
     the others write the tables of the report."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -28,7 +28,7 @@ from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
 
 _OTHER_RANKS_WITHIN_S = 60.0
-_FIX = "let it run more steps, or give a smaller --warmup and --timed"
+_FIX = "let it run more steps, or give a smaller --warmup and --steps"
 _ALIKE = 0.7, 3.0
 """Plausible range of traced over timed step time: a profiler can double the time of short
 operators."""
@@ -38,25 +38,25 @@ class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script and its arguments."""
     page: Path | None = None
-    """Page to write; default: NAME.html for a script, NAME-module.html for a module, in the report
-    directory."""
+    """Page to write. Without it: SCRIPT.html, or MODULE-module.html with -m, in the directory of
+    --out."""
     warmup: int = 5
-    """Warm-up steps, not recorded."""
-    timed: int = 10
-    """Steps timed without a profiler."""
+    """First steps of the script, which are not recorded."""
+    steps: int = 10
+    """Steps that are timed, without a profiler."""
     traced: int = 3
-    """Steps traced with torch.profiler."""
+    """Steps that are traced with torch.profiler, after the timed ones."""
     memory: bool = True
-    """Record the memory of one step, tensor by tensor. Resets CUDA's peak statistics."""
+    """Record the memory of one step, tensor by tensor. This resets CUDA's peak statistics."""
     stop: bool = False
-    """End the script with exit code 0 once its steps are recorded."""
-    keep: bool = False
+    """End the script, with exit code 0, as soon as its steps are recorded."""
+    keep_traces: bool = False
     """Keep the traces and memory snapshots next to the page."""
     module: bool = False
     """Run SCRIPT as a module, like `python -m` (short: -m)."""
     json: bool = False
-    """When the script has ended, print one line of JSON to standard error (standard output belongs
-    to the script): page, records, step times, peak memory, what is missing, exit code."""
+    """When the script has ended, print one line of JSON to standard error, because standard output
+    belongs to the script: page, records, times in ms, peak memory in bytes, verdict, exit code."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +67,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     traced_ms: float | None = None
     peak_bytes: float | None = None
+    verdict: dict[str, Any] | None = None
+    """The verdict of the page, as plain data."""
     reason: str = ""
     """Reason why there is no page, or why it is incomplete."""
 
 
 def main(words: list[str]) -> int:
-    own, target, rest = split_words(words, InspectOptions)
+    own, target, rest = split_words(words, InspectOptions, "inspect")
     options = parse(
         InspectOptions,
         own,
@@ -109,9 +111,9 @@ def main(words: list[str]) -> int:
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
         raise no_such_file(target, "script", "give a module after -m")
-    if options.timed < 1 or options.traced < 1 or options.warmup < 0:
+    if options.steps < 1 or options.traced < 1 or options.warmup < 0:
         raise UsageError(
-            f"--warmup is {options.warmup}, --timed {options.timed} and --traced {options.traced}",
+            f"--warmup is {options.warmup}, --steps {options.steps} and --traced {options.traced}",
             "at least one step must be timed and one traced, and --warmup must be 0 or above",
         )
     return Order(
@@ -119,7 +121,7 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         module=options.module,
         words=tuple(words),
         warmup=options.warmup,
-        timed=options.timed,
+        timed=options.steps,
         traced=options.traced,
         memory=options.memory,
         stop=options.stop,
@@ -190,8 +192,8 @@ def _write(
     `ending` describes how the script ended, if it has."""
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
-    from stepscope.report.verdict import verdict_lines
-    from stepscope.studies.page import make_page, verdict_of
+    from stepscope.report.verdict import verdict_facts, verdict_lines
+    from stepscope.studies.page import make_page
     from stepscope.studies.program.rows import Watched
     from stepscope.studies.trusted import banner
 
@@ -199,8 +201,9 @@ def _write(
     try:
         records = gather(folder, ending, command)
         saved = _save(records, page.with_suffix(".jsonl"))
-        write_text(page, html_page(make_page(records)))
-        if options.keep:
+        content = make_page(records)
+        write_text(page, html_page(content))
+        if options.keep_traces:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
     except Exception as error:
@@ -217,11 +220,12 @@ def _write(
         step_ms=max(times, default=None),
         traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
+        verdict=verdict_facts(content.verdict),
         reason=next((why for one in ranks if (why := one.incomplete)), ""),
     )
     if not options.json:
-        if verdict := verdict_of(records):
-            for line in verdict_lines(verdict):
+        if content.verdict is not None:
+            for line in verdict_lines(content.verdict):
                 write_line(line)
         if text := _in_short(outcome, len(records)):
             log(text)

@@ -77,7 +77,7 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(words: list[str]) -> int:
-    words = with_new_names(words)
+    words = with_new_names(words, "predict")
     options = parse(
         PredictOptions,
         words,

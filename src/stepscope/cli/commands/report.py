@@ -19,9 +19,10 @@ _TERMINAL_ROWS = 24
 
 class ReportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
-    """A run (id, id prefix, latest, latest~1) or a .jsonl file of records."""
+    """A run (id, start of an id, latest, latest~1 for the one before) or a .jsonl file of
+    records."""
     json: bool = False
-    """Print one line of JSON instead of the table."""
+    """Print one line of JSON instead of the verdict."""
 
 
 def main(words: list[str]) -> int:
@@ -42,7 +43,7 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     """Write both reports; unless `quiet`, print the headline and the paths."""
     from stepscope.report.html import html_page
     from stepscope.report.text import markdown_page
-    from stepscope.report.verdict import print_verdict
+    from stepscope.report.verdict import print_verdict, verdict_facts
     from stepscope.studies.page import make_page
     from stepscope.studies.trusted import tally
 
@@ -63,7 +64,12 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
         else:
             print_results(records)
         print(f"\npage: {html.resolve()}\n      {text.resolve()}")
-    return {"report": html, "markdown": text, "trust": tally(records)}
+    return {
+        "report": html,
+        "markdown": text,
+        "trust": tally(records),
+        "verdict": verdict_facts(page.verdict),
+    }
 
 
 def _keep(records: Sequence[Record], page: Page, out: Path, written: Sequence[str]) -> None:

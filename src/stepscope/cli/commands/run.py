@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.commands.report import print_results, write_report
-from stepscope.cli.common import StoreOptions, json_line, parse, with_new_names
+from stepscope.cli.common import RENAMED_FLAGS, StoreOptions, json_line, parse, with_new_names
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
@@ -25,6 +25,7 @@ from stepscope.studies.base import PlannedCase, Study
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranks.cases import follow, is_follower
 from stepscope.studies.registry import all_studies, find_study, viewables
+from stepscope.studies.runner.estimate import time_left
 from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run, plan_digest
 
 _TRACES = "STEPSCOPE_TRACES"
@@ -45,20 +46,21 @@ class RunOptions(StoreOptions, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure on; auto uses a GPU if there is one."""
     timeout: float = 600.0
-    """Time limit of one case in seconds."""
+    """Time limit of each case, in seconds."""
     resume: bool = False
-    """Resume the newest run of the same request: finished cases are not repeated."""
+    """Continue the newest run of the same cases: finished ones are not measured again."""
     retry: bool = False
-    """With --resume: repeat the cases that ended in an error or a timeout."""
+    """With --resume: measure again the cases that ended in an error or a timeout."""
     wait: float = seconds_to_wait()
-    """Total seconds to wait for other processes while the machine is busy; a case that is noisy
-    nevertheless is measured again. 0 disables both (environment: STEPSCOPE_WAIT)."""
+    """Seconds to wait, in total, for other processes to leave the processor; a case whose times are
+    noisy is then measured once more. 0: neither (environment variable: STEPSCOPE_WAIT)."""
     new_ceilings: bool = False
-    """Measure this machine's ceilings again instead of using the cached ones."""
+    """Measure this machine's ceilings (matmul rate, bandwidth, launch rate) again, which takes up
+    to a minute; otherwise those of an earlier run are used."""
     report: bool = True
     """Write report.html and report.md when done."""
     json: bool = False
-    """Print one line of JSON instead of the table."""
+    """Print one line of JSON instead of the verdict."""
 
 
 class PresetOptions(RunOptions, frozen=True, kw_only=True):
@@ -72,7 +74,8 @@ class StudyOptions(RunOptions, frozen=True, kw_only=True):
     """Options of the run."""
 
     preset: str | None = None
-    """Preset whose cases of this study are measured (`stepscope list presets`)."""
+    """Measure the cases that a preset has of this study: quick, seeds, cs336-2026, h200, full
+    (`stepscope list presets`), instead of choosing cases by flags."""
 
 
 class PresetCases(NamedTuple):
@@ -97,8 +100,10 @@ class StudyCases(NamedTuple):
 
 
 def main(words: list[str]) -> int:
-    words = with_new_names(words)
-    if words and not words[0].startswith("-"):
+    named = words[0] if words and not words[0].startswith("-") else ""
+    command = f"run {named}"
+    words = with_new_names(words, command if command in RENAMED_FLAGS else "run")
+    if named:
         study = _study(words[0])
         _refuse_model(study, words[1:])
         fields = [("cases", study.flags), ("run", StudyOptions)]
@@ -109,8 +114,8 @@ def main(words: list[str]) -> int:
                 raise UsageError(
                     "there are no cases to measure", "give every flag at least one value"
                 )
-            named = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
-            chosen = any(word.partition("=")[0].replace("_", "-") in named for word in words)
+            flags = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
+            chosen = any(word.partition("=")[0].replace("_", "-") in flags for word in words)
             return _run(request.run, StudyCases(study, request.cases, chosen), words)
         require_preset(request.run.preset)
         if request.cases != study.flags():
@@ -118,7 +123,7 @@ def main(words: list[str]) -> int:
                 "--preset and flags that choose cases exclude each other", "omit one of them"
             )
         return _run(request.run, PresetCases(request.run.preset, study.name), words)
-    own, target, rest = split_words(words, PresetOptions)
+    own, target, rest = split_words(words, PresetOptions, "run")
     if target in all_studies():
         right = shlex.join(["stepscope", "run", str(target), *own, *rest])
         raise UsageError(f"{target} comes after options", f"put the study first: {right}")
@@ -126,7 +131,9 @@ def main(words: list[str]) -> int:
         PresetOptions,
         words,
         "run",
-        "Measure the cases of a preset. To measure one study: `stepscope run STUDY --help`.",
+        "Measure a preset, which is a choice of studies and cases, and write the page. For one"
+        " study with cases of your own see `stepscope run STUDY --help`; `stepscope list` has all"
+        " names.",
         (
             "stepscope run",
             "stepscope run --preset seeds --resume",
@@ -181,7 +188,11 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
     ):
         cases = _cases(wanted, runner)
         run, done = _open_run(options, cases, store, words)
-        observer = make_observer(run, len(cases), done)
+        finished = store.finished(run.id)
+        pending = [case for case in cases if (case.study, case.key) not in finished]
+        possible = [case for case in pending if not set(case.needs) & set(runner.lacks)]
+        left = time_left(possible, store, runner.environment)
+        observer = make_observer(run, len(cases), done, left)
         try:
             with observer:
                 runner.run(
@@ -197,6 +208,7 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
             saved = len(store.finished(run.id))
             write_line(
                 f"\ninterrupted: {saved} of {len(cases)} cases are saved in run {run.id}\n"
+                f"show them with: stepscope show {run.id}\n"
                 f"resume with: {run.command}"
             )
             raise
@@ -271,5 +283,9 @@ def _conclude(options: RunOptions, run: Run) -> int:
         if options.report:
             log("no case succeeded, so no report is written")
     if options.json:
+        from stepscope.report.verdict import verdict_facts
+        from stepscope.studies.page import verdict_of
+
+        facts.setdefault("verdict", verdict_facts(verdict_of(records)))
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

@@ -1,27 +1,35 @@
-"""`stepscope show`: findings and tables of a run in the terminal."""
+"""`stepscope show`: the verdict, findings and tables of a run in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import tyro
 
-from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
+from stepscope.cli.common import StoreOptions, existing_store, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError, printable
 from stepscope.records.schema import Record
+from stepscope.studies.registry import viewables
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ShowOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = "latest"
-    """A run (id, id prefix, latest, latest~1), a .jsonl file, or the id of one record."""
+    """A run (id, start of an id, latest, latest~1 for the one before), a .jsonl file of records,
+    the id of one record, or the name of a study: its newest records."""
     study: str | None = None
-    """Show only this study."""
+    """Show only this study, with all its findings and tables."""
     full: bool = False
-    """Print every finding and table."""
+    """Print every finding and table, in a pager if the output is a terminal."""
     json: bool = False
-    """Print one line of JSON: a list of the records."""
+    """Print one line of JSON: the verdict and the records."""
 
 
 def main(words: list[str]) -> int:
@@ -29,14 +37,21 @@ def main(words: list[str]) -> int:
         ShowOptions,
         words,
         "show",
-        "Print the verdict of a run and one line per study, or all of one record.",
+        "Print the verdict of a run and one line per study; or one study; or one record.",
         (
             "stepscope show",
             "stepscope show --full",
+            "stepscope show benchmark",
             "stepscope show latest~1 --study warmup",
             "stepscope show 3f2a9c",
         ),
     )
+    if (
+        options.study is None
+        and options.source in viewables()
+        and not Path(options.source).exists()
+    ):
+        options = _newest(options)
     loaded = load_run_or_record(options.source, options)
     records = (loaded,) if isinstance(loaded, Record) else loaded
     if options.study is not None:
@@ -48,38 +63,76 @@ def main(words: list[str]) -> int:
             )
         records = tuple(record for record in records if record.study == options.study)
     if options.json:
-        print(json_line(msgspec.to_builtins(records)))
+        from stepscope.report.verdict import verdict_facts
+        from stepscope.studies.page import verdict_of
+
+        facts = {"verdict": verdict_facts(verdict_of(records)), "records": records}
+        print(json_line(msgspec.to_builtins(facts)))
     elif isinstance(loaded, Record):
         print(printable(msgspec.json.format(msgspec.json.encode(loaded), indent=2).decode()))
     else:
-        from stepscope.report.blocks import Finding
-        from stepscope.report.terminal import print_findings, print_sections
-        from stepscope.studies.page import study_sections
-        from stepscope.studies.trusted import banner
-
-        if warning := banner(records):
-            print_findings([Finding(text=warning, tone="warn")])
-        if options.full or options.study is not None:
-            print_sections(study_sections(records))
-        else:
-            _print_answers(records)
+        _print(records, full=options.full or options.study is not None)
     return 0
 
 
-def _print_answers(records: Sequence[Record]) -> None:
-    """The verdict and one line per study."""
-    from rich.console import Console
-    from rich.text import Text
+def _newest(options: ShowOptions) -> ShowOptions:
+    """The newest run with records of the study that was given instead of a run."""
+    with existing_store(options) as store:
+        runs = (run.id for run in store.runs() if store.records(run.id, study=options.source))
+        newest = next(runs, None)
+    if newest is None:
+        raise UsageError(
+            f"{options.store} has no records of {options.source}",
+            f"measure it with `stepscope run {options.source}`",
+        )
+    return msgspec.structs.replace(options, study=options.source, source=newest)
 
+
+def _print(records: Sequence[Record], *, full: bool) -> None:
+    from rich.console import Console
+
+    from stepscope.report.blocks import Finding
+    from stepscope.report.terminal import print_findings, print_sections
     from stepscope.report.verdict import print_verdict
-    from stepscope.studies.page import study_answers, verdict_of
+    from stepscope.studies.page import study_sections, verdict_of
+    from stepscope.studies.trusted import banner
 
     console = Console(highlight=False)
-    if (verdict := verdict_of(records)) is not None:
-        print_verdict(verdict, console)
+    warning = banner(records)
+    verdict = verdict_of(records)
+    sections = list(study_sections(records)) if full else []
+    with _paged(console, full):
+        if warning:
+            print_findings([Finding(text=warning, tone="warn")], console)
+        print_sections(sections, console)
+        if verdict is not None:
+            print_verdict(verdict, console)
+        if not full:
+            _print_answers(records, console, gap=verdict is not None)
+
+
+@contextmanager
+def _paged(console: Console, full: bool) -> Iterator[None]:
+    """A pager for long output to a terminal."""
+    if not (full and console.is_terminal):
+        yield
+        return
+    # Colours, and no pager for what fits the screen.
+    os.environ.setdefault("LESS", "-FRX")
+    with console.pager(styles=True):
+        yield
+
+
+def _print_answers(records: Sequence[Record], console: Console, *, gap: bool) -> None:
+    """One line per study."""
+    from rich.text import Text
+
+    from stepscope.studies.page import study_answers
+
+    if gap:
         console.print()
     for title, answer in study_answers(records):
-        line = Text(f"{title}: ", style="bold").append(answer, style="not bold")
+        line = Text(f"{title}: ", style="bold").append(printable(answer), style="not bold")
         line.truncate(console.width, overflow="ellipsis")
         console.print(line, soft_wrap=True)
     console.print("All findings and tables: stepscope show --full")

@@ -5,21 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import tyro
 
 from stepscope.analysis.snapshot import Snapshot, read_snapshot
-from stepscope.cli.common import json_line, parse
+from stepscope.analysis.verdict import Verdict, memory_parts
+from stepscope.cli.common import StoreOptions, json_line, parse, write_text
 from stepscope.errors import UsageError
-from stepscope.report.blocks import Cell, Column, Finding, Table
+from stepscope.report.blocks import Cell, Column, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, count, percent
+from stepscope.report.verdict import print_verdict, verdict_facts
+
+_QUESTION = "Which lines of code allocated the memory that was in use at the peak?"
 
 
-class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotOptions(StoreOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A file written by torch.cuda.memory._dump_snapshot."""
     top: int = 15
-    """Number of source lines to show."""
+    """Number of lines of code to show, the largest first."""
     json: bool = False
     """Print one line of JSON."""
 
@@ -33,20 +36,67 @@ def main(words: list[str]) -> int:
         SnapshotOptions,
         words,
         "snapshot",
-        "Read a CUDA memory snapshot: the peak, and which source lines allocated it. The file is\n"
-        "a pickle; it is read without executing anything in it.",
+        "Show which lines of code allocated the memory in use at the peak of a CUDA snapshot. The"
+        " file is a pickle; it is read without executing anything in it. Writes snapshot.html.",
         ("stepscope snapshot memory.pickle", "stepscope snapshot memory.pickle --json"),
     )
     snapshot = read_snapshot(options.file)
+    page = _page(options, snapshot)
+    html = options.out / "snapshot.html"
+    from stepscope.report.html import html_page
+
+    write_text(html, html_page(page))
     if options.json:
-        print(json_line({"snapshot": snapshot}))
+        facts = {"snapshot": snapshot, "report": html, "verdict": verdict_facts(page.verdict)}
+        print(json_line(facts))
         return 0
     from stepscope.report.terminal import print_findings, print_table
 
     print_findings(_findings(snapshot))
     print()
-    print_table(_table(snapshot, options.top))
+    print_table(page.headline)
+    if page.verdict is not None:
+        print()
+        print_verdict(page.verdict)
+    print(f"page: {html.resolve()}")
     return 0
+
+
+def _page(options: SnapshotOptions, snapshot: Snapshot) -> Page:
+    return Page(
+        title=f"Memory snapshot {options.file.name}",
+        subtitle=f"GPU {snapshot.device}, {count(snapshot.events)} allocations and frees recorded",
+        headline=_table(snapshot, options.top),
+        sections=(
+            Section(
+                name="snapshot",
+                title="Memory at the peak",
+                question=_QUESTION,
+                blocks=tuple(_findings(snapshot)),
+            ),
+        ),
+        verdict=_verdict(options.file.name, snapshot),
+    )
+
+
+def _verdict(name: str, snapshot: Snapshot) -> Verdict | None:
+    owners = memory_parts([(line.code, line.bytes) for line in snapshot.places])
+    if not owners:
+        return None
+    reason = ""
+    if snapshot.full:
+        reason = "the history is full, so the peak may have been higher"
+    elif not snapshot.events:
+        reason = "no history: memory at the end, not at the peak"
+    return Verdict(
+        subject=name,
+        device=f"GPU {snapshot.device}",
+        memory=owners,
+        judged=False,
+        trust="invalid" if reason else "good",
+        trust_reason=reason,
+        next_command="stepscope advise SCRIPT",
+    )
 
 
 def _findings(snapshot: Snapshot) -> list[Finding]:

@@ -7,10 +7,14 @@ from typing import Annotated
 
 import tyro
 
+from stepscope.advisor.verdict import breakdown
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import Estimate, Verdict
 from stepscope.cli.common import StoreOptions, json_line, parse, write_text
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Page, Section
+from stepscope.report.verdict import print_verdict, verdict_facts
 
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
 
@@ -19,9 +23,9 @@ class TraceOptions(StoreOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A torch.profiler Chrome trace (.json, .json.gz), or an Nsight Systems export (.sqlite)."""
     against: Path | None = None
-    """A baseline trace: show which kernel classes shrank or grew relative to it."""
+    """An earlier trace to compare with: which classes of kernels take less or more time."""
     json: bool = False
-    """Print one line of JSON: the full summary."""
+    """Print one line of JSON: the verdict and the full summary, times in ms."""
 
 
 def main(words: list[str]) -> int:
@@ -29,9 +33,9 @@ def main(words: list[str]) -> int:
         TraceOptions,
         words,
         "trace",
-        "Analyze a trace: kernels by class, hardware unit and part of the model, and a ledger of\n"
-        "the step's time that adds up. Steps are the profiler's step marks, or else end at each\n"
-        "optimizer step. Writes trace.html into the report directory.",
+        "Show where the time of a traced step goes: by phase, kernel and part of the model. The"
+        " times add up to the step. Steps are those that the profiler marks; without marks, a step"
+        " ends with the optimizer. Writes trace.html.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
@@ -46,13 +50,34 @@ def main(words: list[str]) -> int:
 
     write_text(html, html_page(page))
     if options.json:
-        print(json_line({"summary": summary, "against": other, "report": html}))
+        facts = {"summary": summary, "against": other, "report": html}
+        print(json_line(facts | {"verdict": verdict_facts(page.verdict)}))
         return 0
     from stepscope.report.terminal import print_sections
 
     print_sections(page.sections)
+    if page.verdict is not None:
+        print_verdict(page.verdict)
     print(f"page: {html.resolve()}")
     return 0
+
+
+def _verdict(name: str, summary: Summary) -> Verdict:
+    """The verdict on a trace: its parts, without a limit, which a trace does not contain."""
+    times = summarize(summary.steps)
+    mean = summary.wall_ms
+    return Verdict(
+        subject=name,
+        device=summary.device or ("GPU" if summary.on_device else "CPU"),
+        # The parts are of the mean step, as in the ledger.
+        step=Estimate(value=mean, low=min(times.low, mean), high=max(times.high, mean)),
+        timed="full trace" if summary.cut == "nothing" else "step",
+        parts=breakdown(summary, mean, None),
+        judged=False,
+        trust="noisy" if summary.doubt else "good",
+        trust_reason=summary.doubt or "times include the profiler",
+        next_command="stepscope advise SCRIPT",
+    )
 
 
 def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Page:
@@ -70,6 +95,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
         title=f"Trace of {options.file.name}",
         subtitle=f"{steps}{device}, written by {summary.source}",
         headline=glance_table(summary),
+        verdict=_verdict(options.file.name, summary),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),
         ),

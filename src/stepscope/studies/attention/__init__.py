@@ -1,6 +1,6 @@
 """The attention study: time and memory of naive attention.
 
-    stepscope run attention --head 16 64 128 --seq 256 1024 4096
+    stepscope run attention --head-dim 16 64 128 --context 256 1024 4096
 
 Forward and backward pass are separate cases: the backward pass is timed alone, from an existing
 output gradient. The bytes that the forward pass saves for backward are counted and predicted.
@@ -26,7 +26,7 @@ class Attention(Study[AttentionFlags, AttentionCase]):
     )
     examples = (
         "stepscope run attention",
-        "stepscope run attention --head 64 --seq 1024 4096 16384 --causal --dtype bfloat16",
+        "stepscope run attention --head-dim 64 --context 1024 4096 16384 --causal --dtype bfloat16",
     )
     flags = AttentionFlags
     case = AttentionCase
@@ -47,18 +47,20 @@ class Attention(Study[AttentionFlags, AttentionCase]):
                 steps=flags.steps,
             )
             for attention, dtype, seq, head, mode in itertools.product(
-                flags.attention, flags.dtype, flags.seq, flags.head, MODES
+                flags.attention, flags.dtype, flags.context, flags.head_dim, MODES
             )
         )
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
         if environment.device_kind == "cpu":
-            quick = AttentionFlags(head=(16, 64), seq=(128, 256, 512), batch=4, steps=5, warmup=1)
+            quick = AttentionFlags(
+                head_dim=(16, 64), context=(128, 256, 512), batch=4, steps=5, warmup=1
+            )
         else:
-            quick = AttentionFlags(head=(64, 128), seq=(256, 1024, 4096))
+            quick = AttentionFlags(head_dim=(64, 128), context=(256, 1024, 4096))
         full = AttentionFlags()
         # On a GPU with 140 GiB the first length that does not fit exceeds those of the course.
-        longer = AttentionFlags(head=(64,), seq=(32768, 65536))
+        longer = AttentionFlags(head_dim=(64,), context=(32768, 65536))
         return dict.fromkeys(("seeds", "cs336-2026", "full"), (full,)) | {
             "h200": (full, longer),
             "quick": (quick,),

@@ -13,10 +13,10 @@ MODES: tuple[AttentionMode, ...] = ("forward", "backward")
 class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study; every combination of the values is a case."""
 
-    head: tuple[int, ...] = (16, 32, 64, 128)
-    """Head dimensions."""
-    seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Sequence lengths."""
+    head_dim: tuple[int, ...] = (16, 32, 64, 128)
+    """Dimensions of one head."""
+    context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Sequence lengths in tokens."""
     batch: int = 8
     """Sequences per call."""
     heads: int = 1

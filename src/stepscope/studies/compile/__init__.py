@@ -1,7 +1,7 @@
 """The compile study: gain, compile time and graph breaks of torch.compile.
 
     stepscope run compile --part model --size small xl --dtype bfloat16
-    stepscope run compile --part attention --head 64 --seq 1024 4096
+    stepscope run compile --part attention --head-dim 64 --attention-context 1024 4096
     stepscope run compile --part trace --device cpu      # graphs and breaks, nothing is compiled
 
 Every case has its own process and cache folder. The first step compiles with an empty cache (cold).
@@ -45,7 +45,8 @@ class Compile(Study[CompileFlags, CompileCase]):
         "stepscope run compile --part model --size small medium large --dtype float32 bfloat16",
         "stepscope run compile --part model --compile model --compile-mode reduce-overhead"
         " max-autotune",
-        "stepscope run compile --part attention --head 64 --seq 1024 4096 --causal",
+        "stepscope run compile --part attention --head-dim 64 --attention-context 1024 4096"
+        " --causal",
         "stepscope run compile --part trace --size tiny --context 64 --device cpu",
     )
     flags = CompileFlags
@@ -73,7 +74,9 @@ class Compile(Study[CompileFlags, CompileCase]):
                     mode="both",
                     **effort,
                 )
-                for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
+                for dtype, seq, head in itertools.product(
+                    flags.dtype, flags.attention_context, flags.head_dim
+                )
             ]
         if "model" in flags.part:
             cases += [case_of(model, ModelCase, **effort) for model in models]
@@ -109,7 +112,7 @@ class Compile(Study[CompileFlags, CompileCase]):
                 compile_mode=("default", "reduce-overhead", "max-autotune"),
             ),
             change(models, size=("xl", "2.7b")),
-            change(grid, head=(64,)),
+            change(grid, head_dim=(64,)),
         )
         return {
             "quick": (quick,),

@@ -20,10 +20,10 @@ class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
     model."""
     compile: tuple[str, ...] = ("block", "model")
     """Scope of torch.compile: block (each block separately) or model (the full model)."""
-    head: tuple[int, ...] = (16, 32, 64, 128)
+    head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Head dimensions of attention alone."""
-    seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Sequence lengths of attention alone."""
+    attention_context: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Sequence lengths in tokens, for attention alone."""
     sequences: int = 8
     """Batch size of attention alone, with one head."""
     causal: bool = False

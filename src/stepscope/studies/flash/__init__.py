@@ -2,7 +2,7 @@
 
     stepscope run flash                       # the full study: for a GPU
     stepscope run flash --part race           # the implementations against each other
-    stepscope run flash --part grid --attention sdpa tiled --seq 128 256 --head 64 --device cpu
+    stepscope run flash --part grid --attention sdpa tiled --context 128 --head-dim 64 --device cpu
 
 The study has three parts. `grid` has one case for each implementation, dtype, length and head
 dimension, with forward, backward and both in one record. `race` compares all implementations
@@ -43,7 +43,8 @@ class Flash(Study[FlashFlags, FlashCase]):
         "stepscope run flash",
         "stepscope run flash --part race",
         "stepscope run flash --part grid race --attention sdpa tiled reference --dtype float32"
-        " --seq 128 512 --head 64 --shape --race 1x4x256x64:float32 --racers sdpa tiled auto",
+        " --context 128 512 --head-dim 64 --shape --race 1x4x256x64:float32"
+        " --racers sdpa tiled auto",
     )
     flags = FlashFlags
     case = FlashCase
@@ -70,8 +71,8 @@ class Flash(Study[FlashFlags, FlashCase]):
                 part=("grid", "race"),
                 attention=("reference", "tiled", "sdpa"),
                 dtype=("float32",),
-                seq=(128, 512),
-                head=(64,),
+                context=(128, 512),
+                head_dim=(64,),
                 shape=(),
                 race=("1x4x256x64:float32",),
                 racers=("reference", "tiled", "sdpa", "auto"),
@@ -84,8 +85,8 @@ class Flash(Study[FlashFlags, FlashCase]):
                 part=("grid", "race"),
                 attention=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "reference"),
                 dtype=("bfloat16",),
-                seq=(512, 2048, 8192),
-                head=(64, 128),
+                context=(512, 2048, 8192),
+                head_dim=(64, 128),
                 shape=(),
                 race=PUBLISHED_SHAPES,
                 racers=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "auto"),

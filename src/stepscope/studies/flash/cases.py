@@ -65,9 +65,9 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Implementations of the grid (`stepscope list attentions`)."""
     dtype: tuple[str, ...] = ("bfloat16", "float32")
     """Dtypes of the grid: bfloat16, float16, float32."""
-    seq: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    context: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     """Sequence lengths of the grid, with batch 1 and one head."""
-    head: tuple[int, ...] = (16, 32, 64, 128)
+    head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Head dimensions of the grid."""
     shape: tuple[str, ...] = MANY_HEADS
     """Further shapes of the grid: batch x heads x length x d, in bfloat16 unless followed by
@@ -84,7 +84,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
         "auto",
     )
     """Implementations to compare; those that do not support a shape are reported."""
-    tile_head: tuple[int, ...] = (64, 128)
+    tile_head_dim: tuple[int, ...] = (64, 128)
     """Head dimensions of the tile measurements."""
     warmup: int = 2
     """Warm-up steps before the first sample."""
@@ -199,7 +199,7 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     shapes = [
         *(
             Shape(batch=1, heads=1, seq=seq, head=head, dtype=precision(dtype).name)
-            for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
+            for dtype, seq, head in itertools.product(flags.dtype, flags.context, flags.head_dim)
         ),
         *map(Shape.parse, flags.shape),
     ]
@@ -239,7 +239,7 @@ def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
 
 
 def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
-    for head, kernel in itertools.product(flags.tile_head, PASSES):
+    for head, kernel in itertools.product(flags.tile_head_dim, PASSES):
         yield TilesCase(
             kernel=kernel,
             batch=1,

@@ -77,7 +77,7 @@ def plan_digest(cases: Sequence[PlannedCase]) -> str:
     return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
 
 
-OUT_OF_TIME = "--within"
+OUT_OF_TIME = "--total-timeout"
 """Part of the reason of a case that was ended because the total time was over."""
 
 

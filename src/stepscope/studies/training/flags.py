@@ -68,17 +68,17 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: tuple[str, ...] = (NONE,)
     """Activation checkpointing: no, segments of 1, 2, 4, … blocks, levels (8-1), nested."""
     d_model: int | None = None
-    """Override this field of the size."""
+    """Width of the model, instead of that of the size."""
     d_ff: int | None = None
-    """Override this field of the size."""
+    """Width of the feed-forward layers, instead of that of the size."""
     layers: int | None = None
-    """Override this field of the size."""
+    """Number of blocks, instead of that of the size."""
     heads: int | None = None
-    """Override this field of the size."""
+    """Number of attention heads, instead of that of the size."""
     vocab: int | None = None
-    """Override this field of the size."""
+    """Vocabulary size in tokens, instead of that of the size."""
     model: str = ""
-    """A user's model instead of a size: package.module:function (see `run own --help`)."""
+    """Your own model instead of a size: package.module:function (see `run own --help`)."""
 
     def refuse_sizes(self) -> None:
         """Reject flags of shape, attention and loss, which a user's model defines itself."""

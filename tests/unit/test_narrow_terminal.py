@@ -1,0 +1,106 @@
+"""Every table of every study at 80 columns: no line is longer and no row is stacked."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mixed_records import mixed_records
+from stepscope.records.jsonl import read_records
+from stepscope.report.blocks import Table
+from stepscope.report.format import cell_text
+from stepscope.report.terminal import print_sections, print_table
+from stepscope.studies.page import make_page, study_sections
+from stepscope.studies.trace.view import trace_blocks
+from trace_files import training_step
+
+WIDTH = 80
+RESULTS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))
+    # Some files hold rows of a benchmark, not records.
+    if b'"study"' in path.read_bytes()[:200]
+]
+MIXED = mixed_records()
+ROW_LINES = 7
+"""Most lines of a row: only sentences wrap, between words."""
+
+
+def lines_of(table: Table) -> list[str]:
+    out = io.StringIO()
+    print_table(table, Console(file=out, width=WIDTH, highlight=False))
+    return out.getvalue().splitlines()
+
+
+def body(lines: list[str]) -> Iterator[list[str]]:
+    """The lines below each rule, up to an empty line."""
+    for index, line in enumerate(lines):
+        if line.startswith("──"):
+            rest = [one.rstrip() for one in lines[index + 1 :]]
+            yield rest[: rest.index("") if "" in rest else len(rest)]
+
+
+def check(table: Table) -> None:
+    lines = lines_of(table)
+    assert max(map(len, lines), default=0) <= WIDTH, table.name
+    # Words are cut, never folded: every word of the output is one of the table, or cut.
+    whole = " ".join(
+        [table.title, table.caption, "In all rows:", "#"]
+        + [f"{column.title} {column.unit} ({column.unit})" for column in table.columns]
+        + [
+            cell_text(cell, column)
+            for row in table.rows
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
+    )
+    known = set(whole.split())
+    for words in body(lines):
+        for line in words[: len(table.rows)]:
+            for word in line.split():
+                assert word in known or "…" in word or word.isdigit(), (table.name, word, line)
+    for words in body(lines):
+        continued = 0
+        for line in words:
+            continued = continued + 1 if line.startswith("   ") else 0
+            assert continued < ROW_LINES, (table.name, words)
+
+
+def tables(records: list) -> Iterator[Table]:  # type: ignore[type-arg]
+    for section in study_sections(records):
+        yield from (block for block in section.blocks if isinstance(block, Table))
+    yield make_page(records).headline
+
+
+@pytest.mark.parametrize("study", MIXED)
+def test_tables_of_every_study_fit(study: str) -> None:
+    shown = list(tables(MIXED[study]))
+    assert shown
+    for table in shown:
+        check(table)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_tables_of_recorded_results_fit(path: Path) -> None:
+    for table in tables(list(read_records(path))):
+        check(table)
+
+
+def test_tables_of_a_trace_fit() -> None:
+    from stepscope.analysis.trace.summarize import summarize
+
+    for block in trace_blocks(summarize(training_step(blocks=3, steps=2).read())):
+        if isinstance(block, Table):
+            check(block)
+
+
+@pytest.mark.parametrize("study", MIXED)
+def test_findings_and_titles_fit(study: str) -> None:
+    out = io.StringIO()
+    print_sections(study_sections(MIXED[study]), Console(file=out, width=WIDTH, highlight=False))
+    assert max(map(len, out.getvalue().splitlines())) <= WIDTH
+    assert not re.search(r"\x1b", out.getvalue())
