@@ -61,7 +61,7 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
             f"{share.fraction:.0%} of the step ends with an empty launch queue, so launches are"
             " the likely limit; use a larger batch, compile, or capture a graph"
             if share and share.bound
-            else "check that all work is executed and synchronised before the clock stops"
+            else "check that all work is executed and synchronized before the clock stops"
         )
         yield (
             record,

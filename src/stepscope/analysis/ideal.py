@@ -2,8 +2,8 @@
 
 Each matmul reads its two inputs and writes its output once, in the compute dtype. The work between
 matmuls counts as one pass each: residual add with norm, SwiGLU, rotary embedding, loss, optimizer.
-The attention backward counts five matmuls where the forward has two, because the scores are not
-stored and are recomputed.
+The backward pass of attention counts five matmuls where the forward pass has two, because the
+scores are not stored and are recomputed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def median_ms(
 def step_ms(record: Record) -> Summary | None:
     """Time of the step, or of an attention's forward and backward, on the device's clock if any.
 
-    The device's clock runs from the first kernel to the last. The host's clock adds the time to
+    The device's clock runs from the first kernel to the last. The CPU clock adds the time to
     notice the end, which is not part of the step when steps follow each other.
     """
     series = record.find("step") or record.find("both")
@@ -98,7 +98,7 @@ def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
 
 
 def mfu(record: Record, measured: bool = True) -> float | None:
-    """Model FLOPs utilisation: the achieved rate as a share of the matrix ceiling."""
+    """Model FLOPs utilization: the achieved rate as a share of the matrix ceiling."""
     rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None
@@ -139,12 +139,12 @@ def phase_sums(record: Record) -> tuple[float, ...]:
 
 
 def host_bound(record: Record, variant: str = "") -> HostShare | None:
-    """Determine how much of a step the device waited for the host, for one variant of it.
+    """Determine how much of a step the GPU waited for the CPU, for one variant of it.
 
-    On a CPU there is no launch queue and the result is None. A sample starts with host and device
-    idle, so the device's delay behind the host at the end of a phase is queued work. A phase that
-    ends with an empty queue was only as fast as the host launched it. The host's own time says
-    little, because a full queue also blocks the host.
+    On a CPU there is no launch queue and the result is None. A sample starts with CPU and GPU
+    idle, so the GPU's delay behind the CPU at the end of a phase is queued work. A phase that
+    ends with an empty queue was only as fast as the CPU launched it. The CPU's own time says
+    little, because a full queue also blocks the CPU.
     """
 
     def find(name: str, clock: Clock) -> Series | None:

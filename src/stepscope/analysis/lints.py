@@ -88,7 +88,7 @@ def _above_ceiling(record: Record) -> str | None:
                 f"{rate / 1e12:.4g} TFLOP/s is {share:.0%} of the {whose} ceiling {ceiling.name}"
                 f" ({ceiling.value / 1e12:.4g} TFLOP/s): work was skipped, the FLOPs are counted"
                 " wrong, or the samples end before the device does; check that the step"
-                " synchronises"
+                " synchronizes"
             )
     return None
 
@@ -185,7 +185,7 @@ def _busy_machine(record: Record) -> str | None:
 def _backward_too_fast(record: Record) -> str | None:
     forward, backward = record.find("forward"), record.find("backward")
     if record.config.get("loss") == "fused":
-        # A fused loss computes its gradients in the forward.
+        # A fused loss computes its gradients in the forward pass.
         return None
     if forward is None or backward is None or forward.clock != backward.clock:
         return None

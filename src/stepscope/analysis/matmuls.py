@@ -39,7 +39,7 @@ class Matmul(NamedTuple):
 
 
 def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
-    """Weight groups of a block in the order of the forward; `joined` for fused projections."""
+    """Weight groups of a block in the order of the forward pass; `joined` for fused projections."""
     d, hidden = config.d_model, config.d_ff
     first, second = "attention norm", "feed-forward norm"
     projections = (

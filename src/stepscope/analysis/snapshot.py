@@ -62,7 +62,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read and summarise a snapshot file."""
+    """Read and summarize a snapshot file."""
     if not path.is_file():
         raise no_such_file(path)
     try:
@@ -73,7 +73,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def summarize(raw: Any, name: str = "the file") -> Snapshot:
-    """Summarise a loaded snapshot; `name` is used in errors."""
+    """Summarize a loaded snapshot; `name` is used in errors."""
     segments = raw.get("segments") if isinstance(raw, dict) else None
     if not isinstance(segments, list):
         raise StepscopeError(

@@ -1,6 +1,6 @@
 """Waterfall from the ideal time of a step to the measured one, by cause. Parts add up exactly.
 
-Kernel times come from a trace. The profiler slows down the host but not the kernels, so if the step
+Kernel times come from a trace. The profiler slows down the CPU but not the kernels, so if the step
 was also timed without it, that time is the total, and idle time is what remains after the kernels.
 If the kernels take longer than that, as on a machine that was busy in between, all are scaled down:
 no part is longer than the step.
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     form: Precision
     mode: str = "train-step"
     again: float = 0.0
-    """Average number of times each block's forward is recomputed in the backward."""
+    """Average number of times each block's forward pass is recomputed in the backward pass."""
 
 
 class Waterfall(NamedTuple):
@@ -156,10 +156,10 @@ def _attention_share(summary: Summary, step: Step) -> float:
 
 
 def _recomputed(summary: Summary, step: Step) -> dict[str, float]:
-    """Time of recomputed blocks by group: their forward as it was traced.
+    """Time of recomputed blocks by group: their forward pass as it was traced.
 
-    If no range names the blocks (compiled models have none), their share of the forward's FLOPs is
-    used.
+    If no range names the blocks (compiled models have none), their share of the forward pass's
+    FLOPs is used.
     """
     times: dict[str, float] = defaultdict(float)
     if not step.again or step.mode == "forward":

@@ -4,7 +4,7 @@ Function.
 `stepscope::flash_forward` and `stepscope::flash_backward` are opaque to the compiler; their fake
 implementations give it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D). Where no compiler,
 dispatch mode or transform intercepts operators, the kernels are launched directly: a custom
-operator in Python costs more host time than a short attention takes on the GPU.
+operator in Python costs more CPU time than a short attention takes on the GPU.
 """
 
 from __future__ import annotations

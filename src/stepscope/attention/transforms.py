@@ -1,7 +1,7 @@
 """FlashAttention under `torch.func`: `grad`, `vjp`, `vmap` and their compositions.
 
 The transforms need an autograd Function with a separate `setup_context` and a `vmap` rule. Such a
-Function costs more host time per call than a short attention takes on the GPU, so these run only
+Function costs more CPU time per call than a short attention takes on the GPU, so these run only
 under a transform. A dimension that `vmap` maps over becomes one more leading dimension, of which
 attention takes any number.
 """

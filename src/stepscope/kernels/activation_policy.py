@@ -13,7 +13,7 @@ of the feed-forward, one matmul."""
 
 def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
     """Return the policy of each block. `inputs-12` is `inputs` in the first twelve blocks and
-    `gates` in the others, whose backward runs first and frees them."""
+    `gates` in the others, whose backward pass runs first and frees them."""
     name, dash, number = strategy.partition("-")
     counted = number.isascii() and number.isdigit() and name == INPUTS
     if name not in KEEPS or (dash and not counted):

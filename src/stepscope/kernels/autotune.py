@@ -27,7 +27,7 @@ SUSTAINED_ROUNDS, SUSTAINED_MS = 2, 240.0
 GAIN = 0.985
 """A kernel replaces torch's choice if it takes less than this fraction of its time."""
 _AHEAD_CYCLES = 500_000
-"""Cycles that the device sleeps before timed launches, so that the host is ahead of it."""
+"""Cycles that the device sleeps before timed launches, so that the CPU is ahead of it."""
 _HALF = (torch.float16, torch.bfloat16)
 
 Choice = tuple[Plan, Kernel] | None
@@ -38,7 +38,7 @@ _open = 0
 
 @contextmanager
 def autotuned_matmuls() -> Iterator[None]:
-    """Use autotuned GEMMs within the context, in backwards too."""
+    """Use autotuned GEMMs within the context, in backward passes too."""
     global _open
     _open += 1
     try:

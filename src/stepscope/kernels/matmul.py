@@ -94,7 +94,8 @@ class WeightGradients:
     def __init__(self, weights: Weights) -> None:
         self._dtype = weights[0].dtype
         self._rows = [weight.shape[0] for weight in weights]
-        # Weak references: weights gathered from several ranks must be freed before the backward.
+        # Weak references: weights gathered from several ranks must be freed before the backward
+        # pass.
         self._owners = [weakref.ref(weight) for weight in weights]
 
     def gradients(

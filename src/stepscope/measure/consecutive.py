@@ -1,6 +1,6 @@
 """Time consecutive steps, as in training; compare several variants in alternating blocks.
 
-A single sample starts on an idle device: it contains the host time that consecutive steps hide
+A single sample starts on an idle device: it contains the CPU time that consecutive steps hide
 behind the device, and the clock of a power-limited GPU recovers between samples. A block runs one
 variant for seconds without a pause. Blocks alternate in the order A B, B A, A B, …, so that drift
 of the clock or the temperature cancels.
@@ -22,7 +22,7 @@ CONSECUTIVE = "consecutive"
 """Name of the series with the median step of each block."""
 _LEAST_STEPS = 3
 _MOST_QUEUED, _QUEUED_S = 8, 0.1
-"""Maximum steps in the queue, and maximum seconds of queued work (but at least two steps): the host
+"""Maximum steps in the queue, and maximum seconds of queued work (but at least two steps): the CPU
 stays ahead of the device without filling the launch queue."""
 _POLL_S = 1e-4
 

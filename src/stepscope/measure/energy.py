@@ -2,7 +2,7 @@
 
 The driver updates its counter some tens of times per second. A device at its power cap settles at a
 lower clock, and every pause lets the clock recover. So steps run without a pause: the next steps
-are already queued while the host polls the counter. A separate thread polls too, since the host may
+are already queued while the CPU polls the counter. A separate thread polls too, since the CPU may
 block inside a step. The measured window ends at the last counter update and starts an integer
 number of steps earlier, so that no phase of a step is counted once too often.
 """
@@ -28,7 +28,7 @@ MOST_S = 18.0
 """Time limit in seconds: if two steps after the lead would end later, one step is measured."""
 _LEAST_STEPS = 2
 _AHEAD_S, _MOST_AHEAD = 0.02, 64
-"""Seconds and maximum number of steps queued while the host sleeps; at least one step."""
+"""Seconds and maximum number of steps queued while the CPU sleeps; at least one step."""
 _POLL_S, _READING_EVERY_S = 0.001, 0.1
 _WATCHER_POLL_S = 0.005
 
@@ -131,7 +131,7 @@ def _watched(meter: _Meter) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        # The host thread meets the same error and reports it.
+        # The CPU thread meets the same error and reports it.
         with suppress(Exception):
             while not over.wait(_WATCHER_POLL_S):
                 meter.poll()

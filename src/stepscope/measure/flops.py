@@ -54,7 +54,8 @@ def operator_flops(
 
 
 def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
-    """Subtract the scores that the backward of fused attention recomputes, which torch counts."""
+    """Subtract the scores that the backward pass of fused attention recomputes, which torch
+    counts."""
     _, q, _, v, *_ = arguments
     head, value = q.shape[-1], v.shape[-1]
     # dQ, dK and the recomputed scores have `head`; dV and the gradient of the scores `value`.

@@ -157,7 +157,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._ends[name] = self._lines_at(name, self._allocated(), "")
 
     def made(self, size: int, operator: str) -> LiveStorage:
-        # A module that runs inside the backward is being recomputed.
+        # A module that runs inside the backward pass is being recomputed.
         again = self._current == "backward" and self._modules
         line = RECOMPUTED if again else TEMPORARIES
         self._add(line, size)
@@ -305,8 +305,9 @@ def _called_by(file: str, depth: int = 6) -> bool:
 
 
 def _line_of_code() -> str:
-    """The innermost line outside of torch and of the instruments. Autograd runs the backward on a
-    GPU in a separate thread without Python frames; then it is the line where the main thread waits.
+    """The innermost line outside of torch and of the instruments. Autograd runs the backward pass
+    on a GPU in a separate thread without Python frames; then it is the line where the main thread
+    waits.
     """
     own = _outside_of_torch(sys._getframe(1))
     return own or _outside_of_torch(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -10,7 +10,7 @@ MOST_POINTS = 160
 
 
 class MemoryTimeline:
-    """One point per operator; when there are too many, the higher of two neighbours is kept."""
+    """One point per operator; when there are too many, the higher of two neighbors is kept."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most

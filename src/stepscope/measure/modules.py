@@ -139,7 +139,7 @@ class ModuleRanges:
 
             def enter(*_: Any, part: torch.nn.Module = part, own: str = own) -> None:
                 outermost = id(part) in self._outermost and not self._open()
-                # A module that runs inside the backward is being recomputed.
+                # A module that runs inside the backward pass is being recomputed.
                 if (outermost or part is model) and not _in_backward():
                     self._count(index, part)
                 around = ("forward" if outermost else "", name if outermost or not own else "")

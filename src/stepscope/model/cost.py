@@ -2,7 +2,7 @@
 
 FLOPs are those that MFU counts: two per multiply-add of the matmuls; the embedding lookup, norms,
 rotations, softmax and the optimizer are not counted, nor is recomputation. The backward is twice
-the forward. A causal mask halves attention.
+the forward pass. A causal mask halves attention.
 
 Bytes of saved activations are those of `TransformerLM` and `cross_entropy` in eager PyTorch.
 """

@@ -139,7 +139,7 @@ class RotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         context, pairs = self.cos.shape
-        # float64 on the host: in float32 the angle of position 30,000 has an error of 0.001.
+        # float64 on the CPU: in float32 the angle of position 30,000 has an error of 0.001.
         position = torch.arange(context, device="cpu", dtype=torch.float64)
         pair = torch.arange(pairs, device="cpu", dtype=torch.float64)
         angle = torch.outer(position, self.theta ** (-pair / pairs))

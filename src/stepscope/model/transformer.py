@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 class Head(Linear):
     """Returns logits, or with targets the mean loss. Both are computed in this module, so that
-    FSDP, which gathers a module's weights for its forward, gathers these too."""
+    FSDP, which gathers a module's weights for its forward pass, gathers these too."""
 
     def forward(
         self,

@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
     """Gradients that are reduced together."""
 
     items: tuple[int, ...]
-    """Indices into the list of items, in the order in which a backward finishes them."""
+    """Indices into the list of items, in the order in which a backward pass finishes them."""
     offsets: tuple[int, ...]
     """Start of each item in the bucket, in elements."""
     elements: int
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(items: Sequence[Item], limit_bytes: float) -> tuple[Bucket, ...]:
-    """Fill buckets in reverse item order, which approximates the order of a backward.
+    """Fill buckets in reverse item order, which approximates the order of a backward pass.
 
     A bucket is closed before the gradient that would exceed the limit; a gradient larger than the
     limit gets its own bucket. Buckets are sorted by their last gradient, the order of sending.

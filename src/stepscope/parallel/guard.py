@@ -16,7 +16,7 @@ class Wrapper(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True if a backward has run and the gradients are not averaged yet."""
+        """True if a backward pass has run and the gradients are not averaged yet."""
 
     @property
     def steps(self) -> int: ...

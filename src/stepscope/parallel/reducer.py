@@ -1,7 +1,7 @@
 """Average the gradients of all ranks, with one of four strategies.
 
 Every rank issues the same reductions in the order of the plan, regardless of the order in which
-its backward produced the gradients. A gradient that is ready early waits for its position; a
+its backward pass produced the gradients. A gradient that is ready early waits for its position; a
 missing one is sent as zeros at the end. Gradients therefore cannot mix. `agreement.py` checks that
 they belong together.
 """
@@ -44,7 +44,7 @@ class Reducer:
         self.buckets = plan_buckets(self.items, limit)
         self.identity = identity(self.buckets, self.items)
         self.eager = strategy in ("overlap", "bucketed")
-        """True if reductions are issued during the backward."""
+        """True if reductions are issued during the backward pass."""
         self._blocking = strategy == "naive"
         self._group = group
         self.observer: Callable[[int, dist.Work], None] | None = None
@@ -73,7 +73,7 @@ class Reducer:
         self._in_flight: list[dist.Work] = []
 
     def gradient_is_ready(self, index: int, factor: float) -> None:
-        """Record a gradient that the backward produced; send complete buckets in order."""
+        """Record a gradient that the backward pass produced; send complete buckets in order."""
         if index in self.ready:
             raise ParallelError(
                 f"a second backward reached {self.names[index]} before"

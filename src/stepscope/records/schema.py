@@ -65,7 +65,7 @@ class Series(Part, frozen=True, omit_defaults=True):
     warmup: tuple[float, ...] = ()
     """Samples taken before steady state was assumed; stored separately."""
     clock: Clock = "host"
-    """`device`: between events on the device's queue. `host`: by the host's clock."""
+    """`device`: between CUDA events on the device's queue. `host`: by the CPU clock."""
     rank: Count = 0
     variant: str = ""
     phase: str = ""

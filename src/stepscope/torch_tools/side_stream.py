@@ -1,8 +1,8 @@
 """Interface between an optimizer-in-backward and the operations of that backward.
 
-The optimizer provides a side stream for work that nothing else in the backward waits for, and may
-consume the gradient of a weight in the matmul dtype, without autograd. Without such an optimizer
-the work runs on the current stream and gradients go to autograd.
+The optimizer provides a side stream for work that nothing else in the backward pass waits for, and
+may consume the gradient of a weight in the matmul dtype, without autograd. Without such an
+optimizer the work runs on the current stream and gradients go to autograd.
 
     with offered(optimizer):
         loss.backward()  # its operations call run_overlapped(…) and gradient_consumer(…)
@@ -62,7 +62,7 @@ class SideStream:
 
 
 class BackwardOptimizer(Protocol):
-    """An optimizer that updates parameters during the backward."""
+    """An optimizer that updates parameters during the backward pass."""
 
     def side_stream(self, device: torch.device) -> SideStream | None: ...
 
@@ -78,7 +78,8 @@ _active: BackwardOptimizer | None = None
 
 @contextmanager
 def offered(optimizer: BackwardOptimizer) -> Iterator[None]:
-    """Let backwards within the context use this optimizer, which must join its side stream."""
+    """Let backward passes within the context use this optimizer, which must join its side
+    stream."""
     global _active
     before, _active = _active, optimizer
     try:

@@ -175,7 +175,7 @@ _ATEN: tuple[tuple[Class, tuple[str, ...]], ...] = (
 def describe(name: str) -> Description:
     """Describe a kernel, a copy or a fill on the device by its name."""
     if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
-        # A copy from pageable memory is staged and blocks the host, so it has its own name.
+        # A copy from pageable memory is staged and blocks the CPU, so it has its own name.
         pageable = ", pageable" if "Pageable" in name else ""
         return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
     plain = _readable(name)

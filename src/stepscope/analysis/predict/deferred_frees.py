@@ -1,4 +1,4 @@
-"""Gradients that an optimizer overlapped with the backward still reads."""
+"""Gradients that an optimizer overlapped with the backward pass still reads."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class StepSimulation:
         local_elements = -(-rows // ranks) * columns
         buffer = self.memory.buffer(local_elements * self.width, PARAMETERS)
         if matrix:
-            # Initialised at random in float32; vectors are ones.
+            # Initialized at random in float32; vectors are ones.
             self.memory.buffer(local_elements * FLOAT32)
         return Value(buffer, rows * columns, self.width, local_elements=local_elements)
 
@@ -170,7 +170,7 @@ class StepSimulation:
             memory.end()
         memory.begin("backward")
         if first and plan.workspaces == 1:
-            # The backward runs in its own thread.
+            # The backward pass runs in its own thread.
             self._take_workspace(1)
         assert loss.node is not None
         self.tape.backward(loss.node, memory.buffer(FLOAT32))
@@ -190,7 +190,7 @@ class StepSimulation:
         self, x: Value, weights: list[Value], body: Callable[[Value, list[Value]], Value]
     ) -> Value:
         """Run `body` with full weights: sharded weights are gathered for it, and again for its
-        backward."""
+        backward pass."""
         if self.plan.sharding != "full":
             return body(x, weights)
         # Equal rows for each rank: the last rank may have fewer, and the rest is padding.
@@ -282,7 +282,7 @@ class StepSimulation:
             )
 
     def _update_now(self, parameter: Value, gradient: Buffer) -> None:
-        """Update a parameter in the backward, as soon as its gradient is computed."""
+        """Update a parameter in the backward pass, as soon as its gradient is computed."""
         if not self.plan.has_kernels:
             size = self._updated_bytes(parameter)
             self._update_alone(size, _TEMPORARIES["stepscope"], self._first, one_by_one=self.master)

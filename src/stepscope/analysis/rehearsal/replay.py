@@ -4,8 +4,8 @@ The rules are those of `parallel/reducer.py`. Gradients become ready in the reco
 for each gradient (scaling it into its bucket) and for each message (issuing it) delays everything
 after it. If that work and messages in flight need the same cores, it takes longer and they are
 late. Messages are sent in the order of the plan and share one channel. At the end of the backward
-the ranks exchange a small message, concurrently with reductions in flight; messages not sent yet
-follow it; the optimizer starts when the last reduction is done.
+pass the ranks exchange a small message, concurrently with reductions in flight; messages not sent
+yet follow it; the optimizer starts when the last reduction is done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Upkeep(NamedTuple):
     issue: float = 0.0
     """Cost of sending a message."""
     agree: float = 0.0
-    """Exchange at the end of a backward."""
+    """Exchange at the end of a backward pass."""
     slowed: float = 1.0
     """Slowdown of packing and sending while a message is in flight."""
     drag: float = 0.0
@@ -156,7 +156,8 @@ def _backward(
     channel: Channel,
     upkeep: Upkeep,
 ) -> float:
-    """Send the buckets that fill during the backward; return by how much that delays its end."""
+    """Send the buckets that fill during the backward pass; return by how much that delays its
+    end."""
     bucket_of = {index: n for n, bucket in enumerate(buckets) for index in bucket.items}
     left = [len(bucket.items) for bucket in buckets]
     following, delay = 0, 0.0

@@ -1,11 +1,12 @@
 """Replay of a step in which ranks shard the optimizer's state, or everything.
 
-`sharded`: gradients are reduce-scattered in buckets during the backward, each rank updates its
+`sharded`: gradients are reduce-scattered in buckets during the backward pass, each rank updates its
 share, and the updated weights are gathered after it.
 
-`fsdp`: weights are gathered before use, one unit ahead, in the forward and again in the backward;
-gradients are reduce-scattered as units finish. A unit is a bucket of weights. The recording has no
-marks inside the forward, so a unit's share of it is assumed to be its share of the backward.
+`fsdp`: weights are gathered before use, one unit ahead, in the forward pass and again in the
+backward pass; gradients are reduce-scattered as units finish. A unit is a bucket of weights. The
+recording has no marks inside the forward pass, so a unit's share of it is assumed to be its share
+of the backward pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Longest idle gaps of the device in a step, and what the host did during them.
+"""Longest idle gaps of the device in a step, and what the CPU did during them.
 
 Many short gaps come from launches that are slower than the kernels; fewer launches remove them. A
 long gap has its own cause: an allocation, a compilation, a batch that is not ready.
@@ -23,7 +23,7 @@ _EVERY = -1
 
 
 def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ...]]:
-    """Return milliseconds per step in long gaps that the host causes, and the longest gaps."""
+    """Return milliseconds per step in long gaps that the CPU causes, and the longest gaps."""
     if not work.on_device or not steps:
         return 0.0, ()
     waiting = waits(work)

@@ -1,4 +1,5 @@
-"""Attribution of host spans: phase, named ranges, and the forward of each backward."""
+"""Attribution of CPU spans: phase, named ranges, and the forward operator of each backward
+operator."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Host:
     """Index in `paths` of the named ranges around the span."""
     paths: tuple[tuple[str, ...], ...]
     forward_of: Ints
-    """Forward span that created the backward this span belongs to."""
+    """Forward span that created the backward operator this span belongs to."""
     steps: tuple[int, ...]
     """Spans that mark steps, in order of time."""
     edges: tuple[int, ...] = ()
@@ -121,7 +122,8 @@ def _phases(
     holder = nearest(parent, own_phase != _NO_PHASE)
     marked = bool((by_name[spans.name[spans.is_range]] == FORWARD).any())
     default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
-    # A range named `forward` inside the backward is a recomputation: it stays in the backward.
+    # A range named `forward` inside the backward pass is a recomputation: it stays in the backward
+    # pass.
     for index in np.flatnonzero((own_phase >= 0) & (own_phase < BACKWARD)).tolist():
         above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
         if above != NO_SPAN and own_phase[above] == BACKWARD:

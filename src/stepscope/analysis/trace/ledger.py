@@ -4,10 +4,10 @@ A moment in which something runs goes to its phase and class. The optimizer gets
 other part of the model runs, and communication only while nothing else does. A moment in which
 nothing runs is a gap, and a gap has a cause only if the trace proves it:
 
-- queue: the next kernel was launched before the gap began, whatever the host did meanwhile; the
+- queue: the next kernel was launched before the gap began, whatever the CPU did meanwhile; the
   device took its time between two kernels,
-- synchronisation: it was not, and the host was inside a call that waits,
-- host: it was not, and the host did not wait, so there was nothing to run,
+- synchronization: it was not, and the CPU was inside a call that waits,
+- host: it was not, and the CPU did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
 The rest, and work without a known phase, is the residual.
@@ -48,7 +48,7 @@ class Ledger:
     no_phase: int = 0
     no_launch: int = 0
     waited: int = 0
-    """Time the host spent waiting, whatever the device did; not part of the sum."""
+    """Time the CPU spent waiting, whatever the device did; not part of the sum."""
     waited_busy: int = 0
     """The part of `waited` in which the device worked; not part of the sum."""
     steps: int = 1

@@ -74,7 +74,7 @@ def _differences(entries: Instances, position: int) -> list[str]:
         reasons.append("the first of its kind in the trace")
     around = _slowness_around(entries, position)
     if around is not None and around > 1.2:
-        reasons.append(f"its neighbours also took {around:.1f} times their median")
+        reasons.append(f"its neighbors also took {around:.1f} times their median")
     return reasons
 
 

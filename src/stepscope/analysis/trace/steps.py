@@ -1,4 +1,4 @@
-"""Detection of steps, on the host and on the device that runs behind it."""
+"""Detection of steps, on the CPU and on the device that runs behind it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 def find_steps(work: DeviceWork) -> tuple[Step, ...]:
     """Find the steps of a trace; the entire trace is one step if nothing marks them.
 
-    A step lasts until the host has left it and the device has finished what was launched in it. A
+    A step lasts until the CPU has left it and the device has finished what was launched in it. A
     step that is launched while the device still runs the previous one begins when that is
     finished, so that steps do not overlap.
     """
@@ -84,8 +84,8 @@ def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
 def _optimizer_ends(work: DeviceWork) -> Ints:
     """Return when the optimizer that steps least often has stepped; among equals, the last one.
 
-    Optimizers of one class share a name: those that step without a backward between them count as
-    one.
+    Optimizers of one class share a name: those that step without a backward pass between them count
+    as one.
     """
     spans, texts = work.trace.spans, work.trace.names
     backward = np.sort(spans.start[work.host.phase == BACKWARD])
@@ -106,7 +106,7 @@ def _optimizer_ends(work: DeviceWork) -> Ints:
 
 
 def launch_times(work: DeviceWork) -> Ints:
-    """Return when the host launched each entry; if unknown, when the entry began."""
+    """Return when the CPU launched each entry; if unknown, when the entry began."""
     times = work.start.copy()
     known = work.call != NO_CALL
     times[known] = work.trace.calls.start[work.call[known]]
@@ -123,7 +123,7 @@ def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
 
 
 def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
-    """Milliseconds per step that the host spends in a DataLoader of PyTorch."""
+    """Milliseconds per step that the CPU spends in a DataLoader of PyTorch."""
     spans, names = work.trace.spans, work.trace.names
     loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
     own = spans.is_range & np.isin(spans.name, loading)

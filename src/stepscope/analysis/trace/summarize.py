@@ -20,14 +20,14 @@ from stepscope.errors import StepscopeError
 
 
 def summarize_file(path: Path) -> Summary:
-    """Read and summarise a trace file."""
+    """Read and summarize a trace file."""
     return summarize(read_trace(path), str(path))
 
 
 def summarize(
     trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
 ) -> Summary:
-    """Summarise a trace, without the steps at the indices in `leave_out`."""
+    """Summarize a trace, without the steps at the indices in `leave_out`."""
     work = device_work(trace)
     steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
     if not steps:

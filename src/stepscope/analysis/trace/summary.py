@@ -80,7 +80,7 @@ class Gap(Piece, frozen=True):
     """From the start of the step."""
     ms: float
     host: str
-    """Call, operator or range that the host was in for most of it; empty if none."""
+    """Call, operator or range that the CPU was in for most of it; empty if none."""
     next: str
     """Kernel that ended it; empty if the step ended."""
     first: bool
@@ -106,7 +106,7 @@ class Bar(Piece, frozen=True):
     end: float
     label: str
     group: str
-    """Meaning of its colour: a phase, a class, or a cause of a gap."""
+    """Meaning of its color: a phase, a class, or a cause of a gap."""
 
 
 class Row(Piece, frozen=True):
@@ -151,14 +151,14 @@ class Summary(Piece, frozen=True):
     outliers: tuple[Outlier, ...]
     timeline: tuple[Row, ...] = ()
     data_ms: float = 0.0
-    """Time the host spends in a DataLoader, waiting for a batch or preparing it."""
+    """Time the CPU spends in a DataLoader, waiting for a batch or preparing it."""
     runs: tuple[Runs, ...] = ()
     """Runs of memory-bound kernels by phase."""
     cut: Cut = "marks"
     gaps: tuple[Gap, ...] = ()
     """Longest gaps of all steps, from 1 ms."""
     long_host_ms: float = 0.0
-    """Idle time caused by the host in gaps from 1 ms."""
+    """Idle time caused by the CPU in gaps from 1 ms."""
     replayed: float = 0.0
     """Share of the kernels launched by CUDA graphs."""
     capability: str = ""
@@ -186,7 +186,7 @@ class Summary(Piece, frozen=True):
         return sum(line.ms for line in self.lines if which(line))
 
     def idle_of(self, cause: str) -> float:
-        """Idle time of a cause: host, synchronisation, queue, between."""
+        """Idle time of a cause: host, synchronization, queue, between."""
         return self.line_ms(lambda line: line.phase == "idle" and line.kind.startswith(cause))
 
     def phase_ms(self, phase: str) -> float:

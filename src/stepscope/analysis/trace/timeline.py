@@ -1,6 +1,6 @@
-"""Timeline of one step as data: what the host was in, what the device ran, and when it was idle.
+"""Timeline of one step as data: what the CPU was in, what the device ran, and when it was idle.
 
-Bars too short to be visible are merged with neighbours of the same group, so that a step of ten
+Bars too short to be visible are merged with neighbors of the same group, so that a step of ten
 thousand kernels becomes a few hundred bars. Device work and idle time are merged only if they fill
 most of the bar: a gap of a microsecond after every kernel does not become a bar.
 """
@@ -25,7 +25,7 @@ FINEST = 400
 
 
 class TimelineSpan(NamedTuple):
-    """A labelled interval before merging."""
+    """A labeled interval before merging."""
 
     start: int
     end: int

@@ -71,7 +71,8 @@ class DeviceWork:
 
     @cached_property
     def path(self) -> Ints:
-        """Path of the named ranges; for a backward, of the forward that created it."""
+        """Path of the named ranges; for a backward operator, of the forward operator that created
+        it."""
         path = np.zeros(len(self), np.int64)
         known = self.span != NO_SPAN
         span = self.span[known]
@@ -126,11 +127,11 @@ class Attribution:
     module: float
     """Share with a named range, or in the optimizer."""
     backward_module: float
-    """Share of the backward's time alone."""
+    """Share of the backward pass's time alone."""
 
 
 def device_work(trace: Trace) -> DeviceWork:
-    """Attribute every kernel, or every operator on a CPU, to the host's spans."""
+    """Attribute every kernel, or every operator on a CPU, to the CPU spans."""
     host = read_host(trace)
     return _kernels(trace, host) if trace.on_device else _operators(trace, host)
 

@@ -71,7 +71,7 @@ class Problem(NamedTuple):
     planes: int
     """Number of 16-bit planes into which the tensors that are read by tiles are split."""
     given: tuple[Given, ...]
-    """q, k, v; for the backward also the gradient, the output and its log-sum-exp."""
+    """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
 
     @classmethod
     def of(
@@ -247,8 +247,8 @@ _BY_QUERIES = (True, False, False, True)
 
 
 def _launches(problem: Problem) -> Launches:
-    """Return the prepared launches of a problem. Looked up once for both passes of a backward: the
-    hash of a problem takes about as long as a launch."""
+    """Return the prepared launches of a problem. Looked up once for both kernels of a backward
+    pass: the hash of a problem takes about as long as a launch."""
     launches = _PREPARED.get(problem)
     if launches is None:
         if len(_PREPARED) >= _MAX_CACHED:

@@ -111,7 +111,7 @@ def cross_entropy_rows_kernel(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Loss of one row of any length: one pass for maximum and sum, and one backwards for the
+    """Loss of one row of any length: one pass for maximum and sum, and one in reverse for the
     gradient."""
     pid = tl.program_id(0).to(tl.int64)
     row_ptr = logits + pid * stride

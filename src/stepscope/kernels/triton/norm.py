@@ -1,9 +1,9 @@
 """RMSNorm fused with the preceding residual add: one read of each row in forward and backward.
 
-The forward saves the inverse root mean square of each row, and either the row itself or the unit
-row (the row over its root mean square). In the backward each program processes consecutive rows and
-writes one partial sum of the weight gradient; a second kernel reduces these, so there are no
-atomics and the result is bitwise reproducible.
+The forward pass saves the inverse root mean square of each row, and either the row itself or the
+unit row (the row over its root mean square). In the backward pass each program processes
+consecutive rows and writes one partial sum of the weight gradient; a second kernel reduces these,
+so there are no atomics and the result is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def rms_norm_forward_kernel(
         b_branch = tl.load(branch + offs, mask=mask_d, other=0.0)
         b_x = (b_x.to(tl.float32) + b_branch.to(tl.float32)).to(stream.dtype.element_ty)
         tl.store(stream + offs, b_x, mask=mask_d)
-    # The sum as rounded for the store, since the backward reads that.
+    # The sum as rounded for the store, since the backward pass reads that.
     b_wide = b_x.to(tl.float32)
     mean_square = tl.sum(b_wide * b_wide, 0) / D
     root = tl.math.sqrt_rn(mean_square + eps)

@@ -66,7 +66,7 @@ def swiglu_backward_kernel(
     EXACT: tl.constexpr,
 ):
     """Gradients of gate and up of one block of (BLOCK,) of a row. AGAIN: also recompute the output
-    of the forward."""
+    of the forward pass."""
     offs, offs_packed, mask = _offsets(width, stride, BLOCK)
     b_do = tl.load(grad + offs_packed, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
@@ -108,7 +108,7 @@ def backward(
     recomputed: Tensor | None = None,
 ) -> None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
-    themselves, and the output of the forward into `recomputed` unless it is None."""
+    themselves, and the output of the forward pass into `recomputed` unless it is None."""
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         grad,

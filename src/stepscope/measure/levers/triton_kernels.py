@@ -20,7 +20,7 @@ def link_kernel(x, y, BLOCK: tl.constexpr):
 
 @triton.jit
 def chain_kernel(x, y, kept, n, LINKS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """All operations of a chain; with KEEP each result is saved for the backward."""
+    """All operations of a chain; with KEEP each result is saved for the backward pass."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(x + at)
     for number in tl.static_range(LINKS):
@@ -46,7 +46,7 @@ def chain_backward_kernel(
 
 @triton.jit
 def field_kernel(x, y, records, field_stride, record_stride, BLOCK: tl.constexpr):
-    """y[field, record] = 2 · x[record, field], neighbouring lanes at neighbouring records."""
+    """y[field, record] = 2 · x[record, field], neighboring lanes at neighboring records."""
     record = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     field = tl.program_id(1).to(tl.int64)
     value = tl.load(x + field * field_stride + record * record_stride)
