@@ -200,7 +200,7 @@ def test_optimizer_in_backward_keeps_few_gradients(
     """Gradients of at most two layers of sixteen are in memory at once."""
     import stepscope.torch_tools.side_stream
 
-    monkeypatch.setattr(stepscope.torch_tools.side_stream, "MOST_WAITING", 1 << 22)
+    monkeypatch.setattr(stepscope.torch_tools.side_stream, "MAX_PENDING_BYTES", 1 << 22)
     layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     layers.to("cuda")
     optimizer = InBackwardAdamW(layers.parameters())

@@ -122,7 +122,7 @@ def test_token_counts_around_the_frequent_threshold(more: int, launched: list[in
 def test_many_tokens_are_left_to_torch(
     launched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "MOST_TOKENS", 5)
+    monkeypatch.setattr(subject, "MAX_TOKENS", 5)
     tokens = torch.tensor([0, 1, 1, 0, 1, 0], device=DEVICE)
     actual, exact = gradients(tokens, 2, 3, torch.float32)
     assert launched == []

@@ -15,7 +15,7 @@ from sample_records import environment
 from step_records import CEILINGS
 from stepscope.analysis.ideal import ideal_ms, operations
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Line, Summary, Use
+from stepscope.analysis.trace.summary import LedgerLine, Summary, Use
 from stepscope.analysis.waterfall import CAUSES, Step, waterfall
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
@@ -81,7 +81,7 @@ def planted(**lines: float) -> Summary:
     """Return a step whose ledger has these lines: `phase__class=ms`."""
     summary = summarize(training_step().read())
     planted_lines = tuple(
-        Line(phase=phase, kind=kind.replace("_", "/"), ms=ms)
+        LedgerLine(phase=phase, kind=kind.replace("_", "/"), ms=ms)
         for name, ms in lines.items()
         for phase, _, kind in [name.partition("__")]
     )

@@ -10,8 +10,8 @@ from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
 from stepscope.records.stats import (
+    Outcome,
     Ratio,
-    Verdict,
     decide,
     mann_whitney,
     ratio_interval,
@@ -45,7 +45,7 @@ class Comparison(Part, frozen=True):
 
     study: str
     case: str
-    verdict: Verdict | Literal["cannot tell", "not compared"]
+    verdict: Outcome | Literal["cannot tell", "not compared"]
     unit: str = ""
     base: float | None = None
     new: float | None = None
@@ -182,7 +182,7 @@ def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison
     )
 
 
-def untold(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+def inconclusive(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """Comparisons whose samples do not show if anything changed."""
     return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 

@@ -66,7 +66,7 @@ def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int,
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 
-def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
+def step_matmuls(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
     """All matmuls of a step; those of a block once per shape, with the number of blocks."""
     blocks = [
         matmul

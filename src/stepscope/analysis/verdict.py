@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
-MOST_PARTS = 7
-MOST_CHANGES = 3
+MAX_PARTS = 7
+MAX_CHANGES = 3
 
 IDEAL = "at the hardware limit"
 MATMULS = "matmuls and attention"
@@ -127,7 +127,7 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
         largest = max(known, key=lambda label: (label != IDEAL, known[label]))
         known[largest] += sum(ms for ms in spent.values() if 0 < ms <= least)
     rest = sorted((label for label in known if label != IDEAL), key=lambda label: -known[label])
-    room = MOST_PARTS - (IDEAL in known)
+    room = MAX_PARTS - (IDEAL in known)
     if len(rest) > room:
         kept = [label for label in rest if label != OTHER][: room - 1]
         known[OTHER] = sum(known[label] for label in rest if label not in kept)
@@ -145,4 +145,4 @@ def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
     best: dict[str, RankedChange] = {}
     for one in order:
         best.setdefault(one.setting or one.code, one)
-    return tuple(best.values())[:MOST_CHANGES]
+    return tuple(best.values())[:MAX_CHANGES]

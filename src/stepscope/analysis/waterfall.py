@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Literal, NamedTuple
 
 from stepscope.analysis.ideal import Kind, ideal_ms, operations
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.model.config import ModelConfig, Precision
 from stepscope.model.cost import flops
 
@@ -124,7 +124,7 @@ def _scaled(times: dict[str, float], factor: float) -> defaultdict[str, float]:
     return defaultdict(float, {name: ms * factor for name, ms in times.items()})
 
 
-def _group(line: Line) -> str:
+def _group(line: LedgerLine) -> str:
     if line.phase == "idle":
         return "idle"
     if line.kind in ("residual", "communication"):

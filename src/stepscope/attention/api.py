@@ -130,7 +130,7 @@ def attention_with(impl: str) -> AttentionFunction:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Support:
     """Whether one implementation supports an input, and the reason if it does not."""
 
     name: str
@@ -150,7 +150,7 @@ class Explanation:
 
     chosen: str | None
     preference: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Support, ...]
 
     def __str__(self) -> str:
         width = max(len(verdict.name) for verdict in self.verdicts)
@@ -180,7 +180,7 @@ def explain(
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
     inputs = (q, k, v, is_causal, scale, causal_align)
     verdicts = tuple(
-        Verdict(name, entry.refuses(*inputs), entry.leaves(*inputs))
+        Support(name, entry.refuses(*inputs), entry.leaves(*inputs))
         for name, entry in IMPLEMENTATIONS.items()
     )
     suitable = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from stepscope.kernels.cublaslt import ALIGNMENT, Kernel, Matmul, Plan
 
-ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 32
+ROUNDS, SAMPLE_MS, MAX_LAUNCHES = 5, 4.0, 32
 """Samples per kernel, the duration of a sample, and the maximum number of launches in one."""
-HEAVY_FLOPS, NEAR = 1e10, 1.1
+POWER_CAP_FLOPS, RETIME_WITHIN = 1e10, 1.1
 """GEMMs of at least this many FLOPs reach the power cap. Of these, kernels within this factor of
 the fastest are timed again under sustained load."""
 SUSTAINED_ROUNDS, SUSTAINED_MS = 2, 240.0
-GAIN = 0.985
+MAX_TIME_RATIO = 0.985
 """A kernel replaces torch's choice if it takes less than this fraction of its time."""
 _AHEAD_CYCLES = 500_000
 """Cycles that the device sleeps before timed launches, so that the CPU is ahead of it."""
@@ -113,15 +113,15 @@ def _autotune(matmul: Matmul, a: Tensor, b: Tensor, out: Tensor) -> Choice:
         return None
     if len(kernels) < 2:
         return None
-    each = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
+    each = max(1, min(MAX_LAUNCHES, int(SAMPLE_MS / min(once))))
     times = _medians(kernels, launch, each, ROUNDS)
-    if matmul.flops >= HEAVY_FLOPS:
+    if matmul.flops >= POWER_CAP_FLOPS:
         usual, *others = zip(kernels, times, strict=True)
-        near = [usual[0], *(kernel for kernel, ms in others if ms < NEAR * min(times))]
+        near = [usual[0], *(kernel for kernel, ms in others if ms < RETIME_WITHIN * min(times))]
         launches = int(SUSTAINED_MS / min(times)) + 1
         kernels, times = near, _medians(near, launch, launches, SUSTAINED_ROUNDS)
     best = min(times)
-    return (plan, kernels[times.index(best)]) if best < GAIN * times[0] else None
+    return (plan, kernels[times.index(best)]) if best < MAX_TIME_RATIO * times[0] else None
 
 
 def _medians(

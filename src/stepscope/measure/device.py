@@ -66,7 +66,7 @@ class Device(ABC):
     def peak_bytes(self) -> int | None:
         """Peak memory since `reset_peak`; None if the system does not report it."""
 
-    def held_bytes(self) -> int | None:
+    def allocated_bytes(self) -> int | None:
         """Memory in use now; None if the system does not count tensors."""
         return None
 
@@ -222,7 +222,7 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
-    def held_bytes(self) -> int | None:
+    def allocated_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def replayed_bytes(self) -> int:

@@ -24,10 +24,10 @@ from stepscope.measure.timer import no_collection
 from stepscope.records.schema import Quantity, quantities
 
 LEAD_S, WINDOW_S = 0.5, 2.0
-MOST_S = 18.0
+MAX_SECONDS = 18.0
 """Time limit in seconds: if two steps after the lead would end later, one step is measured."""
-_LEAST_STEPS = 2
-_AHEAD_S, _MOST_AHEAD = 0.02, 64
+_MIN_STEPS = 2
+_AHEAD_S, _MAX_AHEAD = 0.02, 64
 """Seconds and maximum number of steps queued while the CPU sleeps; at least one step."""
 _POLL_S, _READING_EVERY_S = 0.001, 0.1
 _WATCHER_POLL_S = 0.005
@@ -168,7 +168,7 @@ def _run_steps(
         if not lead:
             took = time.monotonic() - began_s
             each = _between_s(device, start, end) / done
-            ahead = min(_MOST_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MOST_AHEAD)))
+            ahead = min(_MAX_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MAX_AHEAD)))
             if took >= LEAD_S:
                 start, lead = end, done
                 total = max(issued, done + _measured_steps(each, took, seconds))
@@ -183,9 +183,9 @@ def _between_s(device: Device, start: Timestamp, end: Timestamp) -> float:
 
 
 def _measured_steps(each_s: float, spent_s: float, seconds: float) -> int:
-    if spent_s + _LEAST_STEPS * each_s > MOST_S:
+    if spent_s + _MIN_STEPS * each_s > MAX_SECONDS:
         return 1
-    return max(_LEAST_STEPS, math.ceil(seconds / each_s))
+    return max(_MIN_STEPS, math.ceil(seconds / each_s))
 
 
 def energy_quantities(

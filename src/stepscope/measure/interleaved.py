@@ -16,7 +16,7 @@ from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collect
 
 STEP, WALL = "step", "wall"
 """Names of the series of each variant: single calls, and back-to-back calls."""
-MOST_ROUNDS = 200
+MAX_ROUNDS = 200
 _LEAD = 2.0
 """Factor on the median issue time of the CPU: the issue time varies on a busy machine."""
 _MOST_LEAD_MS = 20.0
@@ -51,7 +51,7 @@ def time_interleaved(
     shuffle = random.Random(0).shuffle
     started, taken = 0.0, -warmup
     with no_collection():
-        while taken < rounds or (time.monotonic() - started < min_seconds and taken < MOST_ROUNDS):
+        while taken < rounds or (time.monotonic() - started < min_seconds and taken < MAX_ROUNDS):
             if taken == 0:
                 started = time.monotonic()
             shuffle(order)

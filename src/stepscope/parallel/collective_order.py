@@ -30,7 +30,7 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 
 PATIENCE = timedelta(seconds=1)
 """A wait longer than this checks for its cause, and again after each such interval."""
-LONGEST = 4096
+MAX_USES = 4096
 """Maximum number of uses remembered; in a longer step each further use is confirmed."""
 Verb = Literal["gather", "regather", "reduce", "change"]
 """Gather for the forward pass; gather again for the backward pass; reduce a gradient; change
@@ -92,7 +92,7 @@ class Order:
         index, what = self._forgotten + len(self._uses), f"{verb} {name}"
         self.digest = zlib.crc32(what.encode(), self.digest)
         self._uses.append(what)
-        if len(self._uses) > LONGEST:
+        if len(self._uses) > MAX_USES:
             del self._uses[0]
             self._forgotten += 1
         expected = index < len(self._last) and self._last[index] == what

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stepscope.records.schema import Part
 
-Verdict = Literal["faster", "slower", "no difference shown", "too few samples"]
+Outcome = Literal["faster", "slower", "no difference shown", "too few samples"]
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.intp]
 
@@ -218,7 +218,7 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     return math.erfc(max(0.0, distance - 0.5) / math.sqrt(2.0 * variance))
 
 
-def decide(base: Sequence[float], new: Sequence[float]) -> Verdict:
+def decide(base: Sequence[float], new: Sequence[float]) -> Outcome:
     """Decide whether `new` takes longer; both the test and the interval must show it."""
     fewest = min(len(base), len(new))
     smallest_p = 2.0 / math.comb(len(base) + len(new), fewest)

@@ -11,7 +11,7 @@
 Lints alone are too coarse for the spread: `wide-spread`, `first-call-inside`, `few-samples` and
 `clocks-dropped` fire on a single outlier, on a warm-up that is the subject of the study, and on the
 power cap at which a GPU runs permanently. None of them changes a median much. So the samples decide
-about those four: the record is noisy if the 95 % interval of the median reaches `MEDIAN_KNOWN_TO`
+about those four: the record is noisy if the 95 % interval of the median reaches `MAX_UNCERTAINTY`
 of its middle to either side and the quartiles are as far apart. The interval shrinks with the
 number of samples, so hundreds of uneven samples still give a good median; the quartiles ignore a
 single outlier, which in a case of five samples is an end of the interval. The bound is the distance
@@ -29,8 +29,8 @@ from stepscope.records.stats import FAR_EXTREME, summarize
 
 Level = Literal["good", "noisy", "invalid"]
 
-MEDIAN_KNOWN_TO = FAR_EXTREME
-FEWEST = 3
+MAX_UNCERTAINTY = FAR_EXTREME
+MIN_SPREAD_SAMPLES = 3
 """Minimum number of samples for a statement about their spread."""
 SPREAD = "uncertain-median"
 """Code of the reason that comes from the samples instead of a lint."""
@@ -117,7 +117,7 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     if series is not None:
         late = len(series.values) // 2 if record.study in _ABOUT_FIRST_STEPS else 0
         unknown = uncertainty(series.values[late:])
-    if unknown >= MEDIAN_KNOWN_TO:
+    if unknown >= MAX_UNCERTAINTY:
         given[SPREAD] = "noisy"
     level: Level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
@@ -129,7 +129,7 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
 def _subject(record: Record) -> Series | None:
     """The main time of the case; of several sizes or variants, the longest one."""
     first = record.series[0] if record.series else None
-    if first is None or first.unit != "ms" or len(first.values) < FEWEST:
+    if first is None or first.unit != "ms" or len(first.values) < MIN_SPREAD_SAMPLES:
         return None
     alike = [
         series

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MOST_WAITING = 1 << 30
+MAX_PENDING_BYTES = 1 << 30
 """Bytes that pending work on the side stream may read before the main stream waits for it."""
 
 
@@ -45,7 +45,7 @@ class SideStream:
         if reads is not None:
             self._pending.append((reads, done))
             self._bytes += reads.nbytes
-            while self._bytes > MOST_WAITING and len(self._pending) > 1:
+            while self._bytes > MAX_PENDING_BYTES and len(self._pending) > 1:
                 self._release_oldest(main)
 
     def join(self) -> None:

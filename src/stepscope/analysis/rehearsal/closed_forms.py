@@ -25,7 +25,7 @@ from stepscope.errors import UsageError
 from stepscope.model import cost
 from stepscope.model.config import ModelConfig
 
-MOST_SEQUENCES = 2.0**30
+MAX_SEQUENCES = 2.0**30
 _SOLVED = 1e-4
 
 
@@ -56,10 +56,10 @@ class ParallelStrategy(NamedTuple):
         high = 1.0
         while self.ratio(high) > 1.0:
             high *= 2
-            if high > MOST_SEQUENCES:
+            if high > MAX_SEQUENCES:
                 return None
         low = high / 2
-        while self.ratio(low) <= 1.0 and low > 1.0 / MOST_SEQUENCES:
+        while self.ratio(low) <= 1.0 and low > 1.0 / MAX_SEQUENCES:
             low, high = low / 2, low
         while high / low > 1 + _SOLVED:
             middle = (low * high) ** 0.5

@@ -84,7 +84,7 @@ def all_reduce_ms(wire: Wire, ranks: int, size: float) -> float:
 
 
 NODE = 8
-LARGEST_NVLINK = 72
+MAX_NVLINK_RANKS = 72
 """GPUs of the largest NVLink domain on sale (NVL72)."""
 
 # Bandwidths are one direction of the data sheet: NVLink 4 has 18 links of 25 GB/s, NDR InfiniBand

@@ -27,7 +27,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
-CLOSES_BELOW = 0.02
+MAX_UNATTRIBUTED = 0.02
 """Share of the residual above which the ledger does not close."""
 
 _WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
@@ -67,7 +67,7 @@ class Ledger:
 
     @property
     def closes(self) -> bool:
-        return self.residual <= CLOSES_BELOW * self.wall
+        return self.residual <= MAX_UNATTRIBUTED * self.wall
 
     def doubt(self) -> str:
         """Return why the ledger does not close; empty if it does."""

@@ -13,7 +13,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.statistics import Instances, group, occurrence
 from stepscope.analysis.trace.summary import Outlier
 
-_FEWEST_PEERS = 8
+_MIN_PEERS = 8
 _FACTOR = 1.5
 _DEVIATIONS = 10.0
 _SHARE_OF_STEP = 0.001
@@ -35,7 +35,7 @@ def outliers(entries: Instances) -> tuple[Outlier, ...]:
     deviation = 1.4826 * of.median(np.abs(length - median))[of.of_entry]
     excess = length - median
     far = (
-        (of.count[of.of_entry] >= _FEWEST_PEERS)
+        (of.count[of.of_entry] >= _MIN_PEERS)
         & (entries.module != nowhere)
         & (excess > worth)
         & (length > _FACTOR * median)

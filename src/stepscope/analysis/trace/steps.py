@@ -11,7 +11,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.summary import Cut
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
-_FEWEST_ENDS = 3
+_MIN_ENDS = 3
 """Minimum number of optimizer steps: two complete steps lie between three of them."""
 _LOADING = "enumerate(DataLoader)"
 
@@ -56,7 +56,7 @@ def find_steps(work: DeviceWork) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def how_cut(work: DeviceWork) -> Cut:
+def step_boundaries(work: DeviceWork) -> Cut:
     """Return what marks the steps of the trace."""
     return _seen_by_host(work)[0]
 
@@ -71,7 +71,7 @@ def _seen_by_host(work: DeviceWork) -> tuple[Cut, list[str], Ints, Ints]:
         names = [texts[spans.name[mark]] for mark in marks]
         return "marks", names, spans.start[marks], spans.end[marks]
     ends = _optimizer_ends(work)
-    if len(ends) >= _FEWEST_ENDS:
+    if len(ends) >= _MIN_ENDS:
         return "optimizer", *_between(ends)
     return "nothing", [], ends[:0], ends[:0]
 

@@ -18,7 +18,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base class of all parts of a summary."""
 
 
-class Line(Piece, frozen=True):
+class LedgerLine(Piece, frozen=True):
     """A line of the ledger."""
 
     phase: str
@@ -138,7 +138,7 @@ class Summary(Piece, frozen=True):
     """Wall time of each step in milliseconds."""
     phases: dict[str, float]
     """Wall time of each phase in milliseconds, idle time included."""
-    lines: tuple[Line, ...]
+    lines: tuple[LedgerLine, ...]
     doubt: str
     """Why the ledger does not close; empty if it does."""
     waited_ms: float
@@ -182,7 +182,7 @@ class Summary(Piece, frozen=True):
     def residual_ms(self) -> float:
         return self.line_ms(lambda line: line.kind == "residual")
 
-    def line_ms(self, which: Callable[[Line], bool]) -> float:
+    def line_ms(self, which: Callable[[LedgerLine], bool]) -> float:
         return sum(line.ms for line in self.lines if which(line))
 
     def idle_of(self, cause: str) -> float:

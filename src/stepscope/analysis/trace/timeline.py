@@ -20,7 +20,7 @@ from stepscope.analysis.trace.steps import Step
 from stepscope.analysis.trace.summary import Bar, Row
 from stepscope.analysis.trace.work import DeviceWork
 
-FINEST = 400
+BARS_PER_STEP = 400
 """Nothing shorter than this fraction of a step has its own bar."""
 
 
@@ -39,7 +39,7 @@ class TimelineSpan(NamedTuple):
 
 def timeline(work: DeviceWork, step: Step) -> tuple[Row, ...]:
     """Build the rows of one step."""
-    finest = step.length / FINEST
+    finest = step.length / BARS_PER_STEP
     rows = [*_host_rows(work, step, finest), *_work_rows(work, step, finest)]
     if work.on_device:
         rows.append(Row(label="device idle", bars=_idle_bars(work, step, finest)))

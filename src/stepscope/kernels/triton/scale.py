@@ -10,7 +10,7 @@ from torch import Tensor
 from stepscope.torch_tools.triton_available import on_its_device
 
 _BLOCK = 4096
-_MOST_PROGRAMS = 1024
+_MAX_PROGRAMS = 1024
 """Enough for every SM, and few enough that launching them costs nothing if the factor is 1."""
 
 
@@ -39,7 +39,7 @@ def scale_unless_one(tensors: list[Tensor], factor: Tensor) -> None:
     factor is."""
     first, second = tensors[0], tensors[-1]
     sizes = first.numel(), second.numel() if len(tensors) == 2 else 0
-    programs = min(_MOST_PROGRAMS, triton.cdiv(max(sizes), _BLOCK))
+    programs = min(_MAX_PROGRAMS, triton.cdiv(max(sizes), _BLOCK))
     scale_unless_one_kernel[(programs,)](first, second, factor, *sizes, BLOCK=_BLOCK, num_warps=8)
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)

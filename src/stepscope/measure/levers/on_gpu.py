@@ -13,8 +13,8 @@ from stepscope.measure.levers.pair import (
     DECAY,
     GAIN,
     LINKS,
-    LONGEST_POWER,
-    SHORTEST_POWER,
+    MAX_POWER,
+    MIN_POWER,
     KernelVariant,
     Pair,
     chain,
@@ -55,8 +55,8 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
     count = max(LANES, elements // 32)
     x = numbers(count, device)
     powers = torch.randint(
-        SHORTEST_POWER,
-        LONGEST_POWER + 1,
+        MIN_POWER,
+        MAX_POWER + 1,
         (count,),
         generator=torch.Generator(device).manual_seed(1),
         device=device,

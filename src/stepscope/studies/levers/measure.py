@@ -14,9 +14,9 @@ _ROWS = {"cuda": 4096, "cpu": 512}
 
 
 def measure_card(bench: Bench) -> Measurement:
-    from stepscope.measure.device_properties import device_card
+    from stepscope.measure.device_properties import device_properties
 
-    facts, words = device_card(bench.device)
+    facts, words = device_properties(bench.device)
     return Measurement(quantities=quantities(facts), attachments={"card": words})
 
 
