@@ -156,9 +156,9 @@ def compare_runs(
     """Compare every case of either run: first those of the new run, then those only in the base."""
     base, new = _by_case(base_records), _by_case(new_records)
     compared = [
-        one
+        comparison
         for key, record in new.items()
-        for one in (
+        for comparison in (
             compare_records(base[key], record, across=across)
             if key in base
             else (_not_compared(record, "only in the new run"),)
@@ -203,14 +203,15 @@ def _subjects(record: Record) -> dict[str, Series]:
         return {}
     first = record.series[0]
     wanted = {} if first.variant or first.size else {first.name: first}
-    for one in record.series:
-        if one.variant and one.name in _STEPS:
+    for series in record.series:
+        if series.variant and series.name in _STEPS:
             # In a race a side keeps its name, whichever of its variants was the fastest.
-            wanted[one.variant.partition(": ")[0]] = one
-        elif one.size and first.size:
-            wanted[str(one.size)] = one
+            wanted[series.variant.partition(": ")[0]] = series
+        elif series.size and first.size:
+            wanted[str(series.size)] = series
     matches = {
-        of: record.find(one.name, variant=one.variant, size=one.size) for of, one in wanted.items()
+        of: record.find(series.name, variant=series.variant, size=series.size)
+        for of, series in wanted.items()
     }
     return {of: series for of, series in matches.items() if series is not None and series.values}
 

@@ -48,11 +48,11 @@ class Account(NamedTuple):
     def together(self, name: str, parts: Iterable[str]) -> PartEnergy | None:
         """Sum of these parts; None if one of them was not measured."""
         entries = [self.taken.get(part) for part in parts]
-        measured = [one for one in entries if one is not None]
+        measured = [entry for entry in entries if entry is not None]
         if not measured or len(measured) < len(entries):
             return None
         return PartEnergy(
-            name, sum(one.ms for one in measured), sum(one.joules for one in measured)
+            name, sum(entry.ms for entry in measured), sum(entry.joules for entry in measured)
         )
 
     def of_the_step(self, joules: float) -> float | None:

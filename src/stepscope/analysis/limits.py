@@ -107,8 +107,11 @@ def mfu(record: Record, measured: bool = True) -> float | None:
 
 def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
     """The dtype with the highest measured matmul rate among those that a change could apply."""
-    candidates = (dtype, *(one for one in _FASTER_DTYPES.get(dtype, ()) if one not in lacks))
-    return max(candidates, key=lambda one: rates.get(one, 0.0))
+    candidates = (
+        dtype,
+        *(candidate for candidate in _FASTER_DTYPES.get(dtype, ()) if candidate not in lacks),
+    )
+    return max(candidates, key=lambda candidate: rates.get(candidate, 0.0))
 
 
 def hardware_limit(

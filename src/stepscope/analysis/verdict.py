@@ -141,8 +141,8 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
 
 def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
     """The largest sure gain first; of several changes of one setting, only the best."""
-    order = sorted(changes, key=lambda one: -one.gain.low)
+    order = sorted(changes, key=lambda change: -change.gain.low)
     best: dict[str, RankedChange] = {}
-    for one in order:
-        best.setdefault(one.setting or one.code, one)
+    for change in order:
+        best.setdefault(change.setting or change.code, change)
     return tuple(best.values())[:MAX_CHANGES]

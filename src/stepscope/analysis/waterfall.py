@@ -79,7 +79,7 @@ class Waterfall(NamedTuple):
 
     def largest(self) -> tuple[Cause, float] | None:
         """Return the recoverable part with the most time, if any is positive."""
-        cause = max(RECOVERABLE, key=lambda one: self.parts[one])
+        cause = max(RECOVERABLE, key=lambda name: self.parts[name])
         return (cause, self.parts[cause]) if self.parts[cause] > 0 else None
 
 

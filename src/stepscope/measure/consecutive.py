@@ -56,7 +56,7 @@ def time_consecutive(
             if progress:
                 progress(block + 1, blocks)
     order = {name: index for index, name in enumerate(variants)}
-    series = sorted(samples.series(), key=lambda one: order[one.variant])
+    series = sorted(samples.series(), key=lambda entry: order[entry.variant])
     return Timing(tuple(series), tuple(readings))
 
 

@@ -56,8 +56,8 @@ def device_properties(device: Device) -> tuple[Properties, dict[str, str]]:
 
 def cuda_properties(ask: Ask) -> Properties:
     properties: Properties = {}
-    for name, (number, unit, factor) in _ATTRIBUTES.items():
-        answer = ask(number)
+    for name, (attribute, unit, factor) in _ATTRIBUTES.items():
+        answer = ask(attribute)
         if answer:
             properties[name] = (answer * factor, unit)
     if "threads_per_sm" in properties and "lanes_per_warp" in properties:
@@ -80,9 +80,9 @@ def _driver(ordinal: int) -> Ask:
         return lambda _: None
     handle = device.value
 
-    def ask(number: int) -> int | None:
+    def ask(attribute: int) -> int | None:
         answer = ctypes.c_int()
-        failed = library.cuDeviceGetAttribute(ctypes.byref(answer), number, handle)
+        failed = library.cuDeviceGetAttribute(ctypes.byref(answer), attribute, handle)
         return None if failed else answer.value
 
     return ask

@@ -71,8 +71,8 @@ def time_interleaved(
                 readings.append(device.read())
     readings.append(device.read())
     # Rounds are shuffled: return the series in the order of the arguments.
-    index = {name: number for number, name in enumerate(variants)}
-    series = sorted(samples.series(), key=lambda one: (one.name == WALL, index[one.variant]))
+    index = {name: position for position, name in enumerate(variants)}
+    series = sorted(samples.series(), key=lambda entry: (entry.name == WALL, index[entry.variant]))
     return Timing(tuple(series), tuple(readings))
 
 

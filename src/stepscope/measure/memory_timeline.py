@@ -46,10 +46,10 @@ class MemoryTimeline:
         return tuple(
             Point(
                 phase=phase,
-                operator=number,
+                operator=operator,
                 kinds={kind: size for kind, size in kinds.items() if size},
             )
-            for phase, number, _, kinds in self._entries
+            for phase, operator, _, kinds in self._entries
         )
 
     def _halve(self) -> None:

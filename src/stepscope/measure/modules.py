@@ -155,8 +155,8 @@ class ModuleRanges:
 
     def _enter(self, names: Sequence[str]) -> None:
         opened = [record_function(name) for name in names]
-        for one in opened:
-            one.__enter__()  # type: ignore[no-untyped-call]
+        for range_ in opened:
+            range_.__enter__()  # type: ignore[no-untyped-call]
         self._open().append(opened)
 
     def _leave(self, *_: Any) -> None:

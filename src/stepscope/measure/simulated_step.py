@@ -97,10 +97,14 @@ class WaitingStep(nn.Module):
             start, None, None, self._gaps[-1], self._pace
         )
         # Autograd runs these from last to first.
-        for number in reversed(range(len(self._order))):
-            index = self._order[number]
+        for position in reversed(range(len(self._order))):
+            index = self._order[position]
             stream = _Wait.apply(  # type: ignore[no-untyped-call]
-                stream, self.weights[index], self._gradients[index], self._gaps[number], self._pace
+                stream,
+                self.weights[index],
+                self._gradients[index],
+                self._gaps[position],
+                self._pace,
             )
         self._pace.wait(self._forward_ms)
         return stream

@@ -186,9 +186,9 @@ class TransformerLM(nn.Module):
         joined: bool,
     ) -> Stream:
         if not levels:
-            for number in range(first, end):
-                with named(f"block {number}"):
-                    x, branch = self._through(number, x, branch, joined)
+            for index in range(first, end):
+                with named(f"block {index}"):
+                    x, branch = self._through(index, x, branch, joined)
             return x, branch
         for start in range(first, end, levels[0]):
             # Tensors are passed as separate arguments: an outer segment would not free tensors
@@ -206,9 +206,9 @@ class TransformerLM(nn.Module):
             )
         return x, branch
 
-    def _through(self, number: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
-        block = self.blocks[number]
+    def _through(self, index: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
+        block = self.blocks[index]
         if not joined:
             return block(x), None
         assert isinstance(block, Block)
-        return block.joined(x, branch, self.copies, self.keep[number])
+        return block.joined(x, branch, self.copies, self.keep[index])

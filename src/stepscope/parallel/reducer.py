@@ -57,10 +57,10 @@ class Reducer:
         self.reset()
 
     def _allocate(self) -> None:
-        for number, bucket in enumerate(self.buckets):
+        for bucket_index, bucket in enumerate(self.buckets):
             first = self.parameters[bucket.items[0]]
             buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
-            self._buffers[number] = buffer
+            self._buffers[bucket_index] = buffer
             for index, offset in zip(bucket.items, bucket.offsets, strict=True):
                 parameter = self.parameters[index]
                 flat = buffer[offset : offset + parameter.numel()]
@@ -92,14 +92,14 @@ class Reducer:
     def send_rest(self, used: Sequence[bool], factor: float) -> None:
         """Send what has not been sent yet; skip buckets that no rank uses."""
         packed = self.ready if self.eager else frozenset()
-        for number in range(self._next, len(self.buckets)):
-            bucket = self.buckets[number]
+        for bucket_index in range(self._next, len(self.buckets)):
+            bucket = self.buckets[bucket_index]
             if not any(used[index] for index in bucket.items):
                 continue
             for index in bucket.items:
                 if index not in packed:
                     self._pack(index, factor)
-            self._send(number)
+            self._send(bucket_index)
         self._next = len(self.buckets)
 
     def wait(self, used: Sequence[bool]) -> None:
@@ -130,9 +130,9 @@ class Reducer:
             torch.mul(gradient, factor, out=view)
             parameter.grad = view
 
-    def _send(self, number: int) -> None:
-        bucket: Bucket = self.buckets[number]
-        tensor = self._buffers.get(number)
+    def _send(self, bucket_index: int) -> None:
+        bucket: Bucket = self.buckets[bucket_index]
+        tensor = self._buffers.get(bucket_index)
         if tensor is None:
             tensor = self.parameters[bucket.items[0]].grad
         assert tensor is not None

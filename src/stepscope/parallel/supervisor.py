@@ -108,10 +108,10 @@ def launch(
     try:
         return _retry_connecting(lambda: _supervised(task, main, rank_arguments, ranks, limits))
     except SignalException as caught:
-        number = signal.Signals(caught.sigval)
+        signal_number = signal.Signals(caught.sigval)
     # The caller's signal handlers are restored by now, and the resources of the job are freed.
-    signal.raise_signal(number)
-    raise ParallelError(f"{number.name} ended the ranks")
+    signal.raise_signal(signal_number)
+    raise ParallelError(f"{signal_number.name} ended the ranks")
 
 
 def _retry_connecting(job: Callable[[], list[Any]]) -> list[Any]:
@@ -352,10 +352,10 @@ class JobWatch:
             time.sleep(_POLL_S)
         return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
-    def _signal(self, number: signal.Signals, *ranks: int) -> None:
+    def _signal(self, signal_number: signal.Signals, *ranks: int) -> None:
         for rank in ranks or self._ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], number)
+                os.kill(self._pids[rank], signal_number)
 
 
 def in_collective(stack: str) -> bool:
@@ -388,17 +388,17 @@ class _Signals:
         return self
 
     def take(self) -> None:
-        for number, was in self._before.items():
+        for signal_number, was in self._before.items():
             ends = was in (signal.SIG_DFL, signal.default_int_handler)
-            signal.signal(number, self._catch if ends else was)
+            signal.signal(signal_number, self._catch if ends else was)
 
-    def _catch(self, number: int, _: object) -> None:
+    def _catch(self, signal_number: int, _: object) -> None:
         if not self._caught:
             self._caught = True
-            raise SignalException("the launcher received a signal", signal.Signals(number))
+            raise SignalException("the launcher received a signal", signal.Signals(signal_number))
 
     def __exit__(self, *_: object) -> None:
         for logger, was_disabled in zip(self._loggers, self._were_disabled, strict=True):
             logger.disabled = was_disabled
-        for number, was in self._before.items():
-            signal.signal(number, was)
+        for signal_number, was in self._before.items():
+            signal.signal(signal_number, was)

@@ -122,7 +122,7 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     level: Level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
         return Trust(uncertainty=unknown)
-    causes = tuple(code for code, one in given.items() if one == level)
+    causes = tuple(code for code, code_level in given.items() if code_level == level)
     return Trust(level=level, codes=causes, uncertainty=unknown)
 
 

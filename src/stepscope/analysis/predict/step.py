@@ -246,8 +246,8 @@ class StepSimulation:
     ) -> Sequence[Value]:
         """Return the stream and, with fused projections, the branch still to be added to it."""
         if not levels:
-            for number in range(first, end):
-                stream = self._through(number, *stream)
+            for index in range(first, end):
+                stream = self._through(index, *stream)
             return stream
         for start in range(first, end, levels[0]):
             body = partial(
@@ -259,10 +259,10 @@ class StepSimulation:
             stream = self.tape.checkpointed(stream, body)
         return stream
 
-    def _through(self, number: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
-        layers, weights = self.layers, self.blocks[number]
+    def _through(self, index: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
+        layers, weights = self.layers, self.blocks[index]
         if isinstance(layers, FusedProjectionLayers):
-            return layers.fused_block(x, branch, weights, self.policies[number])
+            return layers.fused_block(x, branch, weights, self.policies[index])
         return (self._with_weights(x, weights, layers.block),)
 
     def _loss(self, logits: Value) -> Value:

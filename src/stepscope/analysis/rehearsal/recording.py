@@ -55,14 +55,16 @@ class Recording(Part, frozen=True):
     def of_samples(cls, series: Sequence[Series], times: Sequence[ReadyTimes]) -> Recording:
         """Build a recording from the medians of the samples."""
         taken = {
-            one.name: median(one.values) for one in series if one.name in PHASES and not one.variant
+            samples.name: median(samples.values)
+            for samples in series
+            if samples.name in PHASES and not samples.variant
         }
         gradients = tuple(
             Gradient(
-                item=Item(one.name, one.elements, one.element_bytes, one.kind),
-                ready=median(one.ready_ms),
+                item=Item(gradient.name, gradient.elements, gradient.element_bytes, gradient.kind),
+                ready=median(gradient.ready_ms),
             )
-            for one in times
+            for gradient in times
         )
         # Medians of different samples may differ slightly; the backward pass ends last.
         last = max((gradient.ready for gradient in gradients), default=0.0)

@@ -303,11 +303,11 @@ class _Events:
         )
 
     def _flows(self) -> Flows:
-        tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}
+        tails = {flow: (thread, ts) for ph, flow, thread, ts in self._ends if ph == "s"}
         pairs = [
-            (*tails[number], thread, ts)
-            for ph, number, thread, ts in self._ends
-            if ph == "f" and number in tails
+            (*tails[flow], thread, ts)
+            for ph, flow, thread, ts in self._ends
+            if ph == "f" and flow in tails
         ]
         if not pairs:
             return NO_FLOWS

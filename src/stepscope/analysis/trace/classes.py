@@ -16,7 +16,7 @@ from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NO_SPAN
 
-_NUMBER: dict[Class, int] = {kind: number for number, kind in enumerate(CLASSES)}
+_NUMBER: dict[Class, int] = {kind: index for index, kind in enumerate(CLASSES)}
 _OTHER = _NUMBER["other"]
 _TEMPLATE = "triton_tem_"
 

@@ -79,8 +79,8 @@ def _by_flow(trace: Trace, parent: Ints, makers: Ints, unclear: Ints, links: Int
     ):
         user = heads.get((thread, start), NO_SPAN)
         maker = tails.get((tail_thread, tail), NO_SPAN)
-        number = spans.sequence[user]
-        while NO_SPAN not in (maker, user) and spans.sequence[user] == number:
+        sequence = spans.sequence[user]
+        while NO_SPAN not in (maker, user) and spans.sequence[user] == sequence:
             links[user] = maker
             user = int(parent[user])
 

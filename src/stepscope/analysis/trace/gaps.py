@@ -18,7 +18,7 @@ from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 LONG_NS = 1_000_000
 """Minimum length of a long gap, far above the time to launch a kernel."""
-_MOST = 5
+_MAX_GAPS = 5
 _EVERY = -1
 
 
@@ -29,7 +29,7 @@ def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[G
     waiting = waits(work)
     long_host = 0
     edges: list[tuple[int, int, int]] = []
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         first = int(np.searchsorted(work.latest_end, step.start, side="right"))
         last = int(np.searchsorted(work.start, step.end, side="left"))
         start = np.maximum(work.start[first:last], step.start)
@@ -39,9 +39,11 @@ def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[G
         is_long = length >= LONG_NS
         idle = idle[0][is_long], idle[1][is_long]
         long_host += int(gap_causes(work, idle, waiting)["host"].sum())
-        edges += zip(*(moments.tolist() for moments in idle), [number] * len(idle[0]), strict=True)
+        edges += zip(
+            *(moments.tolist() for moments in idle), [step_index] * len(idle[0]), strict=True
+        )
     edges.sort(key=lambda gap: gap[0] - gap[1])
-    longest = tuple(_gap(work, steps[number], *gap) for *gap, number in edges[:_MOST])
+    longest = tuple(_gap(work, steps[step_index], *gap) for *gap, step_index in edges[:_MAX_GAPS])
     return long_host / 1e6 / len(steps), longest
 
 

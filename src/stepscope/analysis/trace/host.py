@@ -82,13 +82,13 @@ def read_host(trace: Trace) -> Host:
     ranges = np.flatnonzero(spans.is_range)
     ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
     named = np.unique(spans.name[ranges]).tolist()
-    steps = [number for number in named if STEP_MARK.match(names[number])]
-    edges = [number for number in named if STEP_EDGE.match(names[number])]
+    steps = [name_id for name_id in named if STEP_MARK.match(names[name_id])]
+    edges = [name_id for name_id in named if STEP_EDGE.match(names[name_id])]
     phase, phase_known = _phases(trace, parent, by_name, watched=bool(edges))
     modules = [
-        number
-        for number in named
-        if by_name[number] in (_NO_PHASE, LOSS) and not names[number].startswith(_MACHINERY)
+        name_id
+        for name_id in named
+        if by_name[name_id] in (_NO_PHASE, LOSS) and not names[name_id].startswith(_MACHINERY)
     ]
     path, paths = _paths(trace, parent, np.setdiff1d(modules, steps + edges))
     return Host(
@@ -106,10 +106,10 @@ def read_host(trace: Trace) -> Host:
 def _phase_by_name(trace: Trace) -> Ints:
     """Return the phase that each span name determines."""
     phase = np.full(max(1, len(trace.names)), _NO_PHASE, np.int64)
-    for number in np.unique(trace.spans.name).tolist():
-        own = _own_phase(trace.names[number])
+    for name_id in np.unique(trace.spans.name).tolist():
+        own = _own_phase(trace.names[name_id])
         if own is not None:
-            phase[number] = own
+            phase[name_id] = own
     return phase
 
 

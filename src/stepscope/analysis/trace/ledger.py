@@ -82,8 +82,8 @@ class Ledger:
 
     def lines(self) -> list[tuple[str, str, int]]:
         """Return lines of phase, class or cause, and nanoseconds; they sum to the wall time."""
-        order: dict[str, int] = {kind: number for number, kind in enumerate(CLASSES)}
-        phases: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+        order: dict[str, int] = {kind: index for index, kind in enumerate(CLASSES)}
+        phases: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
         ranked = sorted(self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]]))
         lines = [(phase, kind, length) for (phase, kind), length in ranked if length]
         for cause, length in (

@@ -77,7 +77,7 @@ def _seen_by_host(work: DeviceWork) -> tuple[Cut, list[str], Ints, Ints]:
 
 
 def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
-    names = [f"step {number}" for number in range(len(moments) - 1)]
+    names = [f"step {index}" for index in range(len(moments) - 1)]
     return names, moments[:-1], moments[1:]
 
 

@@ -160,7 +160,7 @@ def _kernels(trace: Trace, host: Host) -> DeviceWork:
 
 def _descriptions(trace: Trace, name: Ints) -> dict[int, Description]:
     describe_name = describe if trace.on_device else describe_operator
-    return {number: describe_name(trace.names[number]) for number in np.unique(name).tolist()}
+    return {name_id: describe_name(trace.names[name_id]) for name_id in np.unique(name).tolist()}
 
 
 def _busiest_device(kernels: Kernels) -> Kernels:

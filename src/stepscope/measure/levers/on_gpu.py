@@ -184,9 +184,9 @@ def fusion(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG
 
     def one_by_one() -> None:
         read = x
-        for number in range(LINKS):
+        for link_index in range(LINKS):
             # The last one writes y.
-            written = y if (LINKS - 1 - number) % 2 == 0 else other
+            written = y if (LINKS - 1 - link_index) % 2 == 0 else other
             kernels.link_kernel[grid](read, written, BLOCK=BLOCK)
             read = written
 
