@@ -3,7 +3,7 @@
 Storages are counted at the dispatcher. Autograd's saved-tensor hooks report what is saved for
 backward, with the module, the operator and the line of code that saved it. On CUDA the allocator is
 read around every operator, so that temporary memory inside operators and the rounding of blocks are
-measured too; the rest is the residual.
+measured too; the rest is unattributed.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return msgspec.structs.replace(peak, lines=lines)
 
     def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        if any(original.line == PARAMETERS for original in self.held(source)):
-            for storage in self.held(copy):
+        if any(original.line == PARAMETERS for original in self.storages_of(source)):
+            for storage in self.storages_of(copy):
                 self.move(storage, WEIGHT_COPIES)
 
     def _attribute_gradient(self, parameter: torch.Tensor) -> None:
@@ -227,7 +227,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
             return tensor.detach()
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
-        storages = [storage for storage in self.held(tensor) if storage.line == TEMPORARIES]
+        storages = [storage for storage in self.storages_of(tensor) if storage.line == TEMPORARIES]
         if not storages:
             return
         module = self._modules[-1] if self._modules else "loss"

@@ -66,15 +66,15 @@ def identity(buckets: Sequence[Bucket], items: Sequence[Item]) -> int:
 class Rows(NamedTuple):
     """A tensor that can be assigned by rows: number of rows and bytes per row."""
 
-    number: int
+    rows: int
     bytes: int
 
 
 class OwnedRows(NamedTuple):
     """A range of rows of one tensor, with its owner."""
 
-    place: int
-    """Index of the tensor."""
+    tensor_index: int
+    """Index of the tensor in the list that was divided."""
     begin: int
     end: int
     owner: int
@@ -92,11 +92,11 @@ def share_out(tensors: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
     go to the next rank.
     """
     ranks = len(loads)
-    equal = (sum(loads) + sum(tensor.number * tensor.bytes for tensor in tensors)) / ranks
+    equal = (sum(loads) + sum(tensor.rows * tensor.bytes for tensor in tensors)) / ranks
     # Each of the other ranks may exceed its share by this; the last one is below by their sum.
     slack = UNEVEN * equal / ranks
     pieces = []
-    order = sorted(range(len(tensors)), key=lambda n: (-tensors[n].number * tensors[n].bytes, n))
+    order = sorted(range(len(tensors)), key=lambda n: (-tensors[n].rows * tensors[n].bytes, n))
     for index in order:
         count, size = tensors[index]
         begin = 0

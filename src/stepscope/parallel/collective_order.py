@@ -52,8 +52,8 @@ class Past(NamedTuple):
     def end(self) -> int:
         return self.first + len(self.uses)
 
-    def at(self, number: int) -> str | None:
-        return self.uses[number - self.first] if number < self.end else None
+    def at(self, index: int) -> str | None:
+        return self.uses[index - self.first] if index < self.end else None
 
     def names(self) -> set[str]:
         return {use.partition(" ")[2] for use in self.uses}
@@ -160,18 +160,18 @@ def require_same_pasts(pasts: Mapping[int, Past]) -> None:
     for rank in others:
         mine, theirs = pasts[first], pasts[rank]
         begin, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
-        number = next((n for n in range(begin, end) if mine.at(n) != theirs.at(n)), end)
-        one, other = mine.at(number), theirs.at(number)
-        over = (mine.ended and other is not None) or (theirs.ended and one is not None)
-        if number < end or over:
-            raise ParallelError(_difference(first, one, mine, rank, other, theirs), HINT)
+        index = next((n for n in range(begin, end) if mine.at(n) != theirs.at(n)), end)
+        my_use, their_use = mine.at(index), theirs.at(index)
+        over = (mine.ended and their_use is not None) or (theirs.ended and my_use is not None)
+        if index < end or over:
+            raise ParallelError(_difference(first, my_use, mine, rank, their_use, theirs), HINT)
 
 
 def _difference(
-    first: int, one: str | None, mine: Past, rank: int, other: str | None, theirs: Past
+    first: int, my_use: str | None, mine: Past, rank: int, their_use: str | None, theirs: Past
 ) -> str:
-    verb, name = _parts(one)
-    their_verb, their_name = _parts(other)
+    verb, name = _parts(my_use)
+    their_verb, their_name = _parts(their_use)
     # A rank in its backward pass, or at the end of its step, will not use a weight of the forward
     # pass.
     mine_over = mine.ended or verb != "gather"

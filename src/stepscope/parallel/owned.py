@@ -84,20 +84,20 @@ class OwnedParameters:
     ) -> Iterator[Parcel]:
         """Yield complete parameters in buckets, then rows, which are sent without a copy."""
         complete = [piece for piece in pieces if piece.complete]
-        items = [_item(params[piece.place]) for piece in complete]
+        items = [_item(params[piece.tensor_index]) for piece in complete]
         for bucket in plan_buckets(items, self._limit):
-            own = [params[complete[index].place] for index in bucket.items]
+            own = [params[complete[index].tensor_index] for index in bucket.items]
             buffer = as_views(own)
             shares = [
-                Share(self._parameters + complete[index].place, tensor, None, tensor)
+                Share(self._parameters + complete[index].tensor_index, tensor, None, tensor)
                 for index, tensor in zip(bucket.items, own, strict=True)
             ]
             yield self._parcel(owner, shares, buffer, options)
         for piece in pieces:
             if not piece.complete:
-                tensor, rows = params[piece.place], Span(piece.begin, piece.end)
+                tensor, rows = params[piece.tensor_index], Span(piece.begin, piece.end)
                 own_rows = torch.nn.Parameter(rows.of(tensor.detach()))
-                share = Share(self._parameters + piece.place, tensor, rows, own_rows)
+                share = Share(self._parameters + piece.tensor_index, tensor, rows, own_rows)
                 yield self._parcel(owner, [share], own_rows.detach(), options)
 
     def _parcel(

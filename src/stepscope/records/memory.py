@@ -41,7 +41,7 @@ class PhasePeak(Part, frozen=True):
     """The operator that reached the peak."""
 
     @property
-    def residual(self) -> int:
+    def unattributed(self) -> int:
         """Bytes that are not attributed to a line."""
         return self.allocated - sum(self.lines.values())
 

@@ -362,7 +362,9 @@ class StepSimulation:
         tensors = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
         pieces = share_out(tensors, loads)
         most = loads.index(max(loads))
-        return [(p.end - p.begin) * tensors[p.place].bytes for p in pieces if p.owner == most]
+        return [
+            (p.end - p.begin) * tensors[p.tensor_index].bytes for p in pieces if p.owner == most
+        ]
 
 
 def _block_shapes(model: ModelConfig) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ nothing runs is a gap, and a gap has a cause only if the trace proves it:
 - host: it was not, and the CPU did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
-The rest, and work without a known phase, is the residual.
+The rest, and work without a known phase, is unattributed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
+UNATTRIBUTED = "residual"
+"""Class of the line with the unattributed time, as records store it."""
 MAX_UNATTRIBUTED = 0.02
-"""Share of the residual above which the ledger does not close."""
+"""Share of the step above which the ledger is reported as not adding up."""
 
 _WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
 _TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
@@ -62,23 +64,23 @@ class Ledger:
         return self.wall - self.busy
 
     @property
-    def residual(self) -> int:
+    def unattributed(self) -> int:
         return self.no_phase + self.no_launch
 
     @property
-    def closes(self) -> bool:
-        return self.residual <= MAX_UNATTRIBUTED * self.wall
+    def adds_up(self) -> bool:
+        return self.unattributed <= MAX_UNATTRIBUTED * self.wall
 
     def doubt(self) -> str:
-        """Return why the ledger does not close; empty if it does."""
-        if self.closes:
+        """Return why too much of the step is unattributed; empty if it is not."""
+        if self.adds_up:
             return ""
         causes = []
         if self.no_phase >= self.no_launch:
             causes.append("kernels whose phase no operator or range determines")
         else:
             causes.append("gaps before kernels whose launch is not in the trace")
-        return f"{self.residual / self.wall:.1%} of the time is {causes[0]}"
+        return f"{self.unattributed / self.wall:.1%} of the time is {causes[0]}"
 
     def lines(self) -> list[tuple[str, str, int]]:
         """Return lines of phase, class or cause, and nanoseconds; they sum to the wall time."""
@@ -94,7 +96,7 @@ class Ledger:
         ):
             if length:
                 lines.append(("idle", cause, length))
-        return [*lines, ("", "residual", self.residual)]
+        return [*lines, ("", UNATTRIBUTED, self.unattributed)]
 
 
 def ledgers(work: DeviceWork, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:

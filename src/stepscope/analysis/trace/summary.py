@@ -22,9 +22,9 @@ class LedgerLine(Piece, frozen=True):
     """A line of the ledger."""
 
     phase: str
-    """Phase of the step; `idle` for a gap, empty for the residual."""
+    """Phase of the step; `idle` for a gap, empty for unattributed time."""
     kind: str
-    """Kernel class, or cause of a gap."""
+    """Kernel class, or cause of a gap; `residual` for unattributed time."""
     ms: float
 
 
@@ -140,7 +140,7 @@ class Summary(Piece, frozen=True):
     """Wall time of each phase in milliseconds, idle time included."""
     lines: tuple[LedgerLine, ...]
     doubt: str
-    """Why the ledger does not close; empty if it does."""
+    """Why too much of the step is unattributed; empty if it is not."""
     waited_ms: float
     waited_busy_ms: float
     launches: float
@@ -179,7 +179,7 @@ class Summary(Piece, frozen=True):
         return self.line_ms(lambda line: line.phase == "idle")
 
     @property
-    def residual_ms(self) -> float:
+    def unattributed_ms(self) -> float:
         return self.line_ms(lambda line: line.kind == "residual")
 
     def line_ms(self, which: Callable[[LedgerLine], bool]) -> float:

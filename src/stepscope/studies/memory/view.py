@@ -144,7 +144,7 @@ def account_table(case: Account) -> Table:
         [peak.phase for peak in case.phases],
         [
             *((line, *(peak.lines.get(line) for peak in case.phases)) for line in lines),
-            ("residual", *(peak.residual for peak in case.phases)),
+            ("residual", *(peak.unattributed for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
         caption="Activations saved for backward are named by the part of the model and the operator"

@@ -47,7 +47,7 @@ def _ids(traced: Iterable[Traced]) -> tuple[str, ...]:
 
 def _closing(traced: Sequence[Traced]) -> Finding:
     def unexplained(one: Traced) -> float:
-        return one.summary.residual_ms / one.summary.wall_ms
+        return one.summary.unattributed_ms / one.summary.wall_ms
 
     still_open = [one for one in traced if one.summary.doubt]
     if not still_open:

@@ -67,7 +67,7 @@ def glance_table(summary: Summary) -> Table:
             col("its share of the work", lambda _: share, "percent"),
             col(
                 "residual",
-                lambda s: s.residual_ms / s.wall_ms,
+                lambda s: s.unattributed_ms / s.wall_ms,
                 "percent",
                 hint="what the ledger does not explain",
             ),
