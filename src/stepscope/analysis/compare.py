@@ -173,8 +173,8 @@ def compare_runs(
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
-    """Comparisons shown to be slower by more than `limit` (0.05 is five per cent), and cases that
-    were measured in the base run but not in the new one."""
+    """Return comparisons that are slower by more than `limit` (0.05 is five per cent), and cases
+    that were measured in the base run but not in the new one."""
     return tuple(
         c
         for c in comparisons
@@ -183,7 +183,7 @@ def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison
 
 
 def inconclusive(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Comparisons whose samples do not show if anything changed."""
+    """Return the comparisons whose samples do not show whether anything changed."""
     return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 
 
@@ -205,7 +205,7 @@ def _subjects(record: Record) -> dict[str, Series]:
     wanted = {} if first.variant or first.size else {first.name: first}
     for series in record.series:
         if series.variant and series.name in _STEPS:
-            # In a race a side keeps its name, whichever of its variants was the fastest.
+            # A side of a comparison keeps its name, whichever of its variants was the fastest.
             wanted[series.variant.partition(": ")[0]] = series
         elif series.size and first.size:
             wanted[str(series.size)] = series

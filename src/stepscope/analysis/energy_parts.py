@@ -37,7 +37,7 @@ class PartEnergy(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Energy ledger of one race's step."""
+    """Energy ledger of one step; `race` names the comparison it belongs to."""
 
     race: str
     taken: Mapping[str, PartEnergy]
@@ -73,14 +73,14 @@ class Account(NamedTuple):
         return self.together(f"only {', '.join(NEEDED[:-1])} and {NEEDED[-1]}", NEEDED)
 
     def rows(self) -> list[PartEnergy]:
-        """Rows of a table: the parts, their sum, the full step, and the peer's matmuls."""
+        """Rows of a table: the parts, their sum, the full step, and the baseline's matmuls."""
         parts = [self.taken.get(part) for part in PARTS]
         more = [self.all_parts, self.taken.get(FULL_STEP), self.taken.get(BASELINE_MATMULS)]
         return [row for row in (*parts, *more) if row is not None]
 
 
 def accounts(lines: Iterable[Mapping[str, Any]]) -> list[Account]:
-    """Parse the lines of a file into one ledger per race."""
+    """Parse the lines of a file into one ledger per comparison."""
     races: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         races.setdefault(line["race"], []).append(line)

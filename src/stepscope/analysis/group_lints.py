@@ -20,7 +20,7 @@ GROUP_CHECKS: dict[str, GroupCheck] = {}
 
 
 def lint_group(records: Sequence[Record]) -> dict[str, tuple[Lint, ...]]:
-    """Return lints that need several records, by the id of the record they are about."""
+    """Return failed checks that need several records, by the id of the record they are about."""
     sound = [record for record in records if record.status == "ok"]
     lints_by_record: dict[str, dict[str, Lint]] = defaultdict(dict)
     for code, check in GROUP_CHECKS.items():

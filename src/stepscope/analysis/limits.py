@@ -1,4 +1,4 @@
-"""Achieved rates of a record and their distance from the limits of its machine.
+"""Achieved rates of a record, compared with the ceilings of its machine.
 
 Nothing is guessed: if a record lacks an input, the result is None.
 """
@@ -24,7 +24,8 @@ EMPTY_QUEUE = 0.02
 """Queued work at the end of a phase, as a share of the time so far, below which the queue counts as
 empty."""
 LAST_KERNEL, LAST_KERNEL_MS = 0.05, 2.0
-"""Alternative limits, both required: a phase may end with one long kernel."""
+"""Alternative thresholds, as a share and in ms; both must hold: a phase may end with one long
+kernel."""
 HOST_BOUND_FROM = 0.5
 
 _FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
@@ -82,7 +83,7 @@ def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
 
 
 def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
-    """Upper limit of the record's matmul rate: that of its dtype, unless its kernels use another.
+    """Ceiling of the record's matmul rate: that of its dtype, unless its kernels use another.
 
     Kernels that split float32 into bfloat16 parts compute each matmul as six bfloat16 matmuls, on
     tensor cores that float32 itself does not use.
@@ -93,12 +94,12 @@ def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     if narrow is None:
         return matrix_ceiling(record, measured)
     return msgspec.structs.replace(
-        narrow, name="six products of bfloat16", value=narrow.value / _SPLIT_MATMULS
+        narrow, name="six bfloat16 matmuls", value=narrow.value / _SPLIT_MATMULS
     )
 
 
 def mfu(record: Record, measured: bool = True) -> float | None:
-    """Model FLOPs utilization: the achieved rate as a share of the matrix ceiling."""
+    """Model FLOPs utilization: the achieved rate as a share of the matmul ceiling."""
     rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None

@@ -1,4 +1,4 @@
-"""The answer of a page: a step's time, its breakdown, its limit, and the changes worth making."""
+"""Verdict of a page: a step's time, its breakdown, its ideal time, and the changes worth making."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
 MAX_PARTS = 7
 MAX_CHANGES = 3
 
-IDEAL = "at the hardware limit"
+IDEAL = "ideal time"
 MATMULS = "matmuls and attention"
-SLOW_MATMULS = "matmuls below the limit"
+SLOW_MATMULS = "matmuls below the ceiling"
 MEMORY = "memory-bound operations"
 COPIES = "casts and copies"
 OPTIMIZER = "optimizer"
@@ -54,7 +54,7 @@ class BreakdownPart(Data, frozen=True):
 
 
 class Limit(Data, frozen=True):
-    """The least time of a step on this hardware."""
+    """Ideal time of a step: its matmuls and its update at the measured ceilings of this machine."""
 
     matmul_ms: float
     update_ms: float
@@ -79,11 +79,11 @@ class RankedChange(Data, frozen=True):
     """The code to write."""
     warning: str = ""
     setting: str = ""
-    """What it changes; two changes of one setting exclude each other."""
+    """The setting that it changes; two changes of one setting exclude each other."""
 
 
 class Verdict(Data, frozen=True):
-    """What every page, command and JSON output starts with."""
+    """Summary of a step, with which every page, command and JSON output starts."""
 
     subject: str
     device: str
@@ -101,14 +101,14 @@ class Verdict(Data, frozen=True):
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
     judged: bool = True
-    """Whether changes were looked for; not for the model of the studies."""
+    """True if the advice rules were applied; they are not for the model of the studies."""
     trust: Literal["good", "noisy", "invalid"] = "good"
     trust_reason: str = ""
     next_command: str = ""
 
     @property
     def limit_share(self) -> float | None:
-        """The hardware limit as a share of the measured step."""
+        """The ideal time as a share of the measured step."""
         if self.limit is None or self.step is None or self.step.value <= 0:
             return None
         return min(1.0, self.limit.ms / self.step.value)
@@ -120,7 +120,7 @@ class Verdict(Data, frozen=True):
 
 
 def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
-    """At most seven parts with the same total: the ideal first, then the largest."""
+    """Return at most seven parts with the same total: the ideal time first, then the largest."""
     least = _SHOWN_FROM * sum(spent.values())
     known = {label: ms for label, ms in spent.items() if ms > least}
     if known:
@@ -140,7 +140,8 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
 
 
 def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
-    """The largest sure gain first; of several changes of one setting, only the best."""
+    """Sort by the lower end of the gain, largest first; keep only the best change of each
+    setting."""
     order = sorted(changes, key=lambda change: -change.gain.low)
     best: dict[str, RankedChange] = {}
     for change in order:

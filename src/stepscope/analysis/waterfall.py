@@ -17,7 +17,7 @@ from stepscope.model.config import ModelConfig, Precision
 from stepscope.model.cost import flops
 
 Cause = Literal[
-    "matmuls below peak",
+    "matmuls below the ceiling",
     "memory-bound operations",
     "casts and copies",
     "launch gaps",
@@ -27,7 +27,7 @@ Cause = Literal[
     "unattributed",
 ]
 CAUSES: tuple[Cause, ...] = (
-    "matmuls below peak",
+    "matmuls below the ceiling",
     "memory-bound operations",
     "casts and copies",
     "launch gaps",
@@ -63,7 +63,7 @@ class Waterfall(NamedTuple):
     """Milliseconds by cause; negative if a part is faster than its ideal."""
     measured_ms: float
     attention_lost_ms: float = 0.0
-    """Time of attention's matmuls beyond their ideal; included in "matmuls below peak"."""
+    """Time of attention's matmuls beyond their ideal; included in "matmuls below the ceiling"."""
     traced_over_timed: float = 1.0
     """Time of the traced operations over the step time, if longer; the parts were scaled by it."""
 
@@ -107,7 +107,7 @@ def waterfall(
         recomputed = _scaled(recomputed, 1.0 / overrun)
     gaps = min(max(0.0, measured - busy), spent["idle"])
     parts: dict[Cause, float] = {
-        "matmuls below peak": spent["matrix"] - ideal["matmul"] - ideal["attention"],
+        "matmuls below the ceiling": spent["matrix"] - ideal["matmul"] - ideal["attention"],
         "memory-bound operations": spent["memory"] - ideal["memory"],
         "casts and copies": spent["copy/cast"],
         "launch gaps": gaps,

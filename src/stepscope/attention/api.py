@@ -146,7 +146,8 @@ class Support:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The implementation that `impl="auto"` chooses for an input, and every one's verdict."""
+    """The implementation that `impl="auto"` chooses for an input, and which implementations support
+    it."""
 
     chosen: str | None
     preference: tuple[str, ...]

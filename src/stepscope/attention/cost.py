@@ -2,7 +2,7 @@
 
 FLOPs are two per multiply-add and count the two matmuls of the forward pass, not the softmax. A
 causal mask leaves half of the score matrix, counted as exactly one half. There are two conventions
-for the backward, and both are here:
+for the backward pass, and both are here:
 
 - the FLOPs of a *model* count twice the forward pass: four gradient matmuls, no recomputation;
 - the TFLOP/s of a *kernel* counts 2.5 times the forward pass: a flash backward pass recomputes the
@@ -80,7 +80,7 @@ def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
 def reference_forward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """Bytes that the operators of reference attention read and write in a causal forward.
+    """Bytes that the operators of reference attention read and write in a causal forward pass.
 
     The scores are written, scaled, masked, normalized and read again: eight times their size. CUDA
     autocast adds two casts around a float32 softmax.
@@ -93,7 +93,7 @@ def reference_forward_bytes(
 def reference_backward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """Bytes that the operators of reference attention read and write in a causal backward.
+    """Bytes that the operators of reference attention read and write in a causal backward pass.
 
     The gradient of the probabilities is written, passes through softmax, mask and scale, and is
     read by two matmuls; the probabilities are read twice.

@@ -108,7 +108,8 @@ def refusal(
     scale: float | None,
     causal_align: str | None,
 ) -> str | None:
-    """Return why that backend does not support this input, in torch's words where there are any."""
+    """Return why that backend does not support this input, with torch's own message if there is
+    one."""
     del scale
     backend = getattr(SDPBackend, name)
     # Under the compiler support cannot be queried; torch raises when the graph runs.
@@ -125,7 +126,7 @@ def refusal(
             choice = call.choice()
         except RuntimeError as error:
             reasons = _reasons([str(w.message) for w in caught], backend)
-            return reasons or f"torch has no kernel of it for {q.dtype} on {q.device} ({error})"
+            return reasons or f"torch has no such kernel for {q.dtype} on {q.device} ({error})"
     return None if choice == int(backend) else f"torch would use {SDPBackend(choice).name} instead"
 
 

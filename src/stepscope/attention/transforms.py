@@ -20,7 +20,7 @@ from stepscope.torch_tools.derivatives import no_second_derivative
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Forward and backward of an implementation, for any number of leading dimensions."""
+    """Forward and backward pass of an implementation, for any number of leading dimensions."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]

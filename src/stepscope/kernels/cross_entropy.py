@@ -242,7 +242,8 @@ def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None,
     return (*returned, *[None] * 7)
 
 
-# The compiler sees one operator: if it traced the chunks, it might save them for its own backward.
+# The compiler sees one operator: if it traced the chunks, it might save them for its own backward
+# pass.
 @torch.library.custom_op("stepscope::linear_cross_entropy", mutates_args=())
 def _operator(
     x: Tensor,

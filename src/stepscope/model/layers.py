@@ -176,6 +176,7 @@ class SwiGLU(nn.Module):
         return out
 
     def joined(self, x: Normed, copies: WeightCopies, keep: str) -> Tensor:
+        """Feed-forward with a fused gate/up projection."""
         return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, copies, keep)
 
 

@@ -144,7 +144,7 @@ class DDP(NotCopied, nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.pending and torch.is_grad_enabled() and self.training:
             raise forgotten(self)
-        # A forward without gradients may run on one rank only.
+        # A forward pass without gradients may run on one rank only.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._follow_changes()
         return self.module(*inputs, **named)
@@ -186,7 +186,7 @@ class DDP(NotCopied, nn.Module):
         """Weight this step's gradients by samples; call on every rank before its backward pass."""
         if samples < 0:
             raise ParallelError(f"samples is {samples}", "it must be at least 0")
-        # A rank without samples runs no forward that would detect the change.
+        # A rank without samples runs no forward pass that would detect the change.
         self._follow_changes()
         total = self._agreement.total(samples)
         if total == 0:

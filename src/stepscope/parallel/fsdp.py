@@ -18,7 +18,8 @@ dtype of its parameters and returns the dtype of its input: the weights of a nor
 float16 has steps of 0.0005 to 0.001, and rounding them changes every activation. The weights and
 gradients that the optimizer sees keep their dtype, and gradients are averaged in it. `reduce_dtype`
 selects another one, for example the compute dtype for half the traffic and one more rounding per
-rank. Each backward adds its average to the gradients, so gradient accumulation needs no extra call.
+rank. Each backward pass adds its average to the gradients, so gradient accumulation needs no extra
+call.
 
 Training is equivalent to one process with the same casts on the concatenated batch, up to the order
 of additions and, in a low-precision compute dtype, up to one rounding: each rank rounds the

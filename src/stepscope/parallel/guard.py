@@ -35,7 +35,7 @@ class NotCopied:
 
     label: str
     instead: str
-    """What to do instead of copying it; the hint of the error."""
+    """Alternative to copying it; the hint of the error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ParallelError(f"{self.label} cannot be copied", self.instead)

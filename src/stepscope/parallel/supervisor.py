@@ -41,7 +41,7 @@ from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02
 _GRACE_S = 0.06
-"""Ranks fail within this time after a peer died; the first of them is the cause."""
+"""Ranks fail within this time after another rank died; the first of them is the cause."""
 _STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
 _MAX_RECONNECTS = 2
@@ -368,7 +368,8 @@ class _Signals:
     """Convert signals that would end this process into one exception, so that the ranks are ended
     first. Handlers installed by the caller, and ignored signals, are left in place.
 
-    Torch's launcher replaces the handlers and logs what is reported here; both are undone.
+    Torch's launcher installs its own handlers and logs failures; both are undone, since failures
+    are reported here.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Interface between an optimizer-in-backward and the operations of that backward.
+"""Interface between an optimizer-in-backward and the operations of that backward pass.
 
 The optimizer provides a side stream for work that nothing else in the backward pass waits for, and
 may consume the gradient of a weight in the matmul dtype, without autograd. Without such an

@@ -100,7 +100,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "adamw_one_kernel": ("optimizer", ""),
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
-"""Kernels before and after the matmuls of cuDNN's backward."""
+"""Kernels before and after the matmuls of cuDNN's backward pass."""
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
 _FLASH = re.compile(r"flash_(?:fwd|bwd)|FlashAttn(?:Fwd|Bwd)|flash::")
 _FMHA_CUTLASS = re.compile(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)")

@@ -29,7 +29,7 @@ _STEPS = 2
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Itemised peak of each phase, and the bytes allocated at its end."""
+    """Itemized peak of each phase, and the bytes allocated at its end."""
 
     plan: StepPlan
     phases: tuple[MemoryState, ...]
@@ -41,7 +41,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(plan: StepPlan) -> Prediction:
-    """Simulate twice: first to learn when the peaks occur, then to itemise them."""
+    """Simulate twice: first to learn when the peaks occur, then to itemize them."""
     first = StepSimulation(plan, frozenset())
     first.run()
     watched = frozenset(event for _, event in first.memory.peaks.values())

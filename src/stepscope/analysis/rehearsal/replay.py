@@ -85,7 +85,7 @@ class Replay(NamedTuple):
 
 
 class MessageQueue:
-    """Links as a queue that sends one message after the other."""
+    """Queue of messages that the links transfer one after the other."""
 
     def __init__(self) -> None:
         self._free = 0.0

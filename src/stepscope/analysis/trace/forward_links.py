@@ -1,7 +1,7 @@
 """Links from backward operators to the forward operators that created their autograd nodes.
 
 Both carry the same sequence number. Every thread has its own counter, so if several threads ran
-forwards a number alone is ambiguous; then the profiler's flow events decide.
+forward passes a number alone is ambiguous; then the profiler's flow events decide.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ other part of the model runs, and communication only while nothing else does. A 
 nothing runs is a gap, and a gap has a cause only if the trace proves it:
 
 - queue: the next kernel was launched before the gap began, whatever the CPU did meanwhile; the
-  device took its time between two kernels,
+  GPU was idle between two kernels of its queue,
 - synchronization: it was not, and the CPU was inside a call that waits,
 - host: it was not, and the CPU did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.

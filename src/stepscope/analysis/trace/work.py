@@ -33,7 +33,7 @@ class DeviceWork:
     call: Ints
     """Runtime call that launched it; NO_CALL if unknown."""
     span: Ints
-    """Innermost host span around that call; in a CPU trace, the operator itself."""
+    """Innermost CPU span around that call; in a CPU trace, the operator itself."""
     descriptions: dict[int, Description]
     """Descriptions by the number of each name that occurs."""
 

@@ -30,7 +30,7 @@ from stepscope.records.stats import summarize
 from stepscope.studies.training.workload import Workload
 
 _LABELS: dict[Cause, str] = {
-    "matmuls below peak": SLOW_MATMULS,
+    "matmuls below the ceiling": SLOW_MATMULS,
     "memory-bound operations": MEMORY,
     "casts and copies": COPIES,
     "launch gaps": IDLE,
