@@ -243,7 +243,7 @@ def test_an_autotuned_matmul_matches_torch(
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if wide else 3e-3)
         assert buffer[:, :256].eq(1).all()
-        assert autotuned_matmul_into(out, a, b, adds=True)
+        assert autotuned_matmul_into(out, a, b, accumulate=True)
         assert ((out.double() - 2 * exact).norm() / exact.norm()) < (3e-5 if wide else 8e-3)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

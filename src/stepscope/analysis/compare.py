@@ -173,7 +173,7 @@ def compare_runs(
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
-    """Return comparisons that are slower by more than `limit` (0.05 is five per cent), and cases
+    """Return comparisons that are slower by more than `limit` (0.05 is 5 %), and cases
     that were measured in the base run but not in the new one."""
     return tuple(
         c

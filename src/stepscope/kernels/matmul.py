@@ -161,7 +161,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a b, where total may have a wider dtype."""
-    if autotuned_matmul_into(total, a, b, adds=True):
+    if autotuned_matmul_into(total, a, b, accumulate=True):
         return
     if total.dtype == a.dtype:
         total.addmm_(a, b)

@@ -99,11 +99,13 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps, matmul_dtype(x))
         return plain_rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm, in one pass."""
         return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
-    def for_projection(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
+    def norm_for_projection(
+        self, x: Tensor, branch: Tensor | None, keep: str
+    ) -> tuple[Tensor, Normed]:
         """Return x + branch (or x, if branch is None) and its norm for a fused projection."""
         stream, normed = normed_sum(
             x, branch, self.weight, self.eps, matmul_dtype(x), units=keep != ALL

@@ -67,7 +67,7 @@ class Block(nn.Module):
             with named("attention"):
                 branch = self.attention(read)
             with named("norm"):
-                x, read = self.feed_forward_norm.of_sum(x, branch)
+                x, read = self.feed_forward_norm.add_and_norm(x, branch)
         else:
             with named("attention"):
                 x = x + self.attention(read)
@@ -83,11 +83,11 @@ class Block(nn.Module):
         """Forward with fused projections. The last branch is not added to the residual stream yet:
         the next norm adds it in the same pass. Takes and returns such a stream."""
         with named("norm"):
-            x, read = self.attention_norm.for_projection(x, branch, keep)
+            x, read = self.attention_norm.norm_for_projection(x, branch, keep)
         with named("attention"):
             branch = self.attention.joined(read, copies)
         with named("norm"):
-            x, read = self.feed_forward_norm.for_projection(x, branch, keep)
+            x, read = self.feed_forward_norm.norm_for_projection(x, branch, keep)
         with named("feed-forward"):
             return x, self.feed_forward.joined(read, copies, keep)
 
@@ -172,7 +172,7 @@ class TransformerLM(nn.Module):
         joined = self.joined and not torch.compiler.is_compiling()
         x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)
         with named("norm"):
-            x = self.norm(x) if branch is None else self.norm.of_sum(x, branch)[1]
+            x = self.norm(x) if branch is None else self.norm.add_and_norm(x, branch)[1]
         out: Tensor = self.head(x, targets, self.copies if joined else None)
         return out
 
