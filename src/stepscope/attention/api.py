@@ -131,7 +131,7 @@ def attention_with(impl: str) -> AttentionFunction:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether one implementation supports an input, and the reason if it does not."""
+    """Support of one implementation for an input, with the reason if it has none."""
 
     name: str
     refusal: str | None

@@ -144,9 +144,9 @@ def _tiled_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
             right,
             c,
             n,
-            M=tile.m,
-            N=tile.n,
-            K=tile.k,
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
