@@ -39,17 +39,17 @@ from parts_of_a_step import (
 
 from stepscope.analysis.energy_parts import (
     ATTENTION,
+    BASELINE_MATMULS,
+    FULL_STEP,
     PASSES,
-    PEERS_PRODUCTS,
     PRODUCTS,
     UPDATES,
-    WHOLE,
     Account,
-    Taken,
+    PartEnergy,
     accounts,
     to_whole,
 )
-from stepscope.analysis.matmuls import step_products
+from stepscope.analysis.matmuls import step_matmuls
 from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import measure_energy
@@ -82,7 +82,7 @@ class Part:
     def flops(self, config: ModelConfig, tokens: int) -> int | None:
         if self.fused is None:
             return None
-        return sum(one.flops for one in step_products(config, tokens, joined=self.fused))
+        return sum(one.flops for one in step_matmuls(config, tokens, joined=self.fused))
 
 
 PARTS = (
@@ -90,7 +90,7 @@ PARTS = (
     Part(ATTENTION, attention),
     Part(UPDATES, updates),
     Part(PASSES, passes),
-    Part(PEERS_PRODUCTS, peers_gemms, fused=False),
+    Part(BASELINE_MATMULS, peers_gemms, fused=False),
 )
 
 
@@ -201,7 +201,7 @@ def lines_of(
             lambda part=part: repeated(part.make(setting), device),
             part.flops(full, setting.tokens),
         )
-    yield line(WHOLE, lambda: full_step(racer, device), None)
+    yield line(FULL_STEP, lambda: full_step(racer, device), None)
 
 
 def table(ledger: Account) -> Iterator[str]:
@@ -213,7 +213,7 @@ def table(ledger: Account) -> Iterator[str]:
         yield _row(ledger, row)
     for part, reason in ledger.lost.items():
         yield f"{part:<24} {reason}"
-    step, total, needed = ledger.taken.get(WHOLE), ledger.all_parts, ledger.needed
+    step, total, needed = ledger.taken.get(FULL_STEP), ledger.all_parts, ledger.needed
     if step and total:
         beyond = step.joules - total.joules
         than = "more" if beyond >= 0 else "less"
@@ -225,7 +225,7 @@ def table(ledger: Account) -> Iterator[str]:
         )
 
 
-def _row(ledger: Account, row: Taken) -> str:
+def _row(ledger: Account, row: PartEnergy) -> str:
     def cell(value: float | None, spec: str) -> str:
         return "" if value is None else format(value, spec)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
-from stepscope.kernels.embedding import MOST_TOKENS, embedded
+from stepscope.kernels.embedding import MAX_TOKENS, embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.norm import plain_rms_norm
@@ -118,7 +118,7 @@ def embedding_of_a_text(shape: Shape, device: torch.device) -> Race:
 
 def _embedding(piece: str, shape: Shape, frequency: Tensor) -> Race:
     """With at most as many tokens as the kernel supports."""
-    tokens = min(shape.tokens, MOST_TOKENS)
+    tokens = min(shape.tokens, MAX_TOKENS)
     weight = torch.randn(shape.vocab, shape.d_model, device=frequency.device)
     drawn = torch.multinomial(frequency, tokens, replacement=True)
 

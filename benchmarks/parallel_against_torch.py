@@ -31,7 +31,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from stepscope.analysis.paired_ratio import OURS, STUDY, THEIRS, Paired, paired
+from stepscope.analysis.paired_ratio import BASELINE, STEPSCOPE, STUDY, Paired, paired
 from stepscope.measure.device import pick_device
 from stepscope.measure.environment import describe
 from stepscope.model import TransformerLM, find_size, with_overrides
@@ -119,7 +119,7 @@ def record_of(
             values=tuple(step[index] for step in times[number]),
         )
         for rank, times in enumerate(ranks)
-        for number, side in enumerate((OURS, THEIRS))
+        for number, side in enumerate((STEPSCOPE, BASELINE))
         for index, kind in enumerate(("step", "cpu"))
     ]
     ours, theirs = NAMES[pair]
@@ -149,7 +149,7 @@ def print_ratio(record: Record, ratio: Paired) -> None:
     config, wall, cpu = record.config, ratio.wall, ratio.cpu
     print(
         f"context {config['context']}, {config['ours']} / {config['theirs']}: step"
-        f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {ratio.theirs_ms:.1f} ms,"
+        f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {ratio.baseline_ms:.1f} ms,"
         f" CPU time {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]",
         flush=True,
     )

@@ -40,7 +40,7 @@ TABLES = (
 )
 """Rows, width, tokens."""
 SIZES = {
-    ("_AT_ONCE", "_WIDEST", "_WARPS", "_OFTEN_AT_ONCE", "_OFTEN_WIDEST"): (
+    ("_BLOCK_K", "_MAX_BLOCK_D", "_WARPS", "_FREQUENT_BLOCK_K", "_FREQUENT_MAX_BLOCK_D"): (
         (4, 1024, 4, 64, 64),
         (2, 1024, 2, 32, 64),
         (1, 1024, 1, 16, 64),
@@ -50,8 +50,8 @@ SIZES = {
         (8, 1024, 8, 64, 128),
         (4, 1024, 4, 32, 128),
     ),
-    ("_OFTEN",): ((8,), (16,), (64,)),
-    ("_PLACED", "_COMPARED"): ((8, 512), (32, 128)),
+    ("_FREQUENT",): ((8,), (16,), (64,)),
+    ("_BLOCK_I", "_BLOCK_J"): ((8, 512), (32, 128)),
 }
 """Values of the constants of the embedding gradient that are tried together."""
 

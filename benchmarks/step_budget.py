@@ -15,7 +15,7 @@ import sys
 from typing import NamedTuple
 
 from stepscope.analysis.ideal import operations
-from stepscope.analysis.matmuls import HEAD, step_products
+from stepscope.analysis.matmuls import HEAD, step_matmuls
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
@@ -74,7 +74,7 @@ def block_ms(config: ModelConfig, tokens: int, *, joined: bool) -> float:
     """Forward, input gradient and weight gradient of every GEMM of a block."""
     return sum(
         gemm_ms(one.rows, one.columns, one.depth)
-        for one in step_products(config, tokens, joined=joined)
+        for one in step_matmuls(config, tokens, joined=joined)
         if one.name != HEAD
     )
 

@@ -10,12 +10,12 @@ from typing import Any
 from page_parts import commits_of
 
 from stepscope.analysis.energy_parts import (
+    BASELINE_MATMULS,
+    FULL_STEP,
     PARTS,
-    PEERS_PRODUCTS,
     PRODUCTS,
-    WHOLE,
     Account,
-    Taken,
+    PartEnergy,
     accounts,
 )
 from stepscope.report.blocks import Cell, Column, Spread, Table
@@ -44,7 +44,7 @@ def energy_section(results: Path) -> Iterator[str]:
 
 
 def _findings(ledger: Account) -> Iterator[str]:
-    step, total, needed = ledger.taken.get(WHOLE), ledger.all_parts, ledger.needed
+    step, total, needed = ledger.taken.get(FULL_STEP), ledger.all_parts, ledger.needed
     if step is None or total is None or needed is None:
         return
     shares = ", ".join(
@@ -59,7 +59,7 @@ def _findings(ledger: Account) -> Iterator[str]:
             f" {duration(at_limit)} at {number(ledger.limit_w or 0.0, 3)} W; the step took"
             f" {duration(step.ms)}."
         )
-    peers = ledger.taken.get(PEERS_PRODUCTS)
+    peers = ledger.taken.get(BASELINE_MATMULS)
     if peers is not None:
         ratio = peers.joules / ledger.taken[PRODUCTS].joules
         text += f" The peer's variant of the GEMMs takes {number(ratio, 3)} times the energy."
@@ -122,7 +122,7 @@ def _rows(ledger: Account) -> Iterator[tuple[Cell, ...]]:
         yield (ledger.race, part, reason, *[None] * 5)
 
 
-def _energy(row: Taken) -> Cell:
+def _energy(row: PartEnergy) -> Cell:
     if row.resolution is None:
         return row.joules
     return Spread(value=row.joules, plus_minus=row.resolution)

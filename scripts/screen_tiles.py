@@ -77,7 +77,7 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
                 signature[name] = f"*{dtype_name}"
         elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
-        elif name in ("lse", "delta", "factor", "lean"):
+        elif name in ("lse", "delta", "factor", "ds_sum"):
             signature[name] = "*fp32"
         else:
             signature[name] = "fp32" if name == "scale" else "i32"

@@ -10,11 +10,11 @@ import msgspec
 from sample_records import record, times
 from stepscope.analysis.energy_parts import (
     ATTENTION,
+    BASELINE_MATMULS,
+    FULL_STEP,
     PASSES,
-    PEERS_PRODUCTS,
     PRODUCTS,
     UPDATES,
-    WHOLE,
 )
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.measure.energy import Energy, energy_quantities
@@ -203,7 +203,8 @@ def energy_lines() -> list[dict[str, Any]]:
     """Energy of the parts of one step, as written by `benchmarks/energy_by_part.py`."""
     parts = {
         PRODUCTS: (40.0, 20.0, 2.8e13), ATTENTION: (4.0, 2.5, None), UPDATES: (15.0, 15.0, None),
-        PASSES: (5.0, 2.5, None), PEERS_PRODUCTS: (50.0, 25.0, 2.8e13), WHOLE: (60.0, 40.0, None),
+        PASSES: (5.0, 2.5, None), BASELINE_MATMULS: (50.0, 25.0, 2.8e13),
+        FULL_STEP: (60.0, 40.0, None),
     }  # fmt: skip
     return [
         {"race": "xl-512", "form": "eager auto", "layers": 48, "of_layers": 48, "part": part,

@@ -62,4 +62,4 @@ def test_an_energy_ledger_of_a_small_step(device: CudaDevice) -> None:
 def _allocated_bytes(device: CudaDevice) -> int:
     """Return the allocated bytes without the cuBLAS workspaces of every stream."""
     torch._C._cuda_clearCublasWorkspaces()
-    return device.held_bytes() or 0
+    return device.allocated_bytes() or 0

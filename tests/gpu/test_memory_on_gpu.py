@@ -70,10 +70,10 @@ def test_the_ledger_adds_up_and_the_prediction_is_close(
     done = measured(mode, dtype, attention)
     values = of_step(done)
     for peak in done.attachments["ledger"]:
-        assert abs(peak.residual) <= 0.01 * peak.allocated, (peak.phase, peak.residual)
+        assert abs(peak.unattributed) <= 0.01 * peak.allocated, (peak.phase, peak.unattributed)
     assert values["predicted_bytes"] == pytest.approx(values["peak_bytes"], rel=0.05)
     for end in done.attachments["ends"]:
-        assert abs(end.residual) <= 0.01 * end.allocated, (end.phase, end.residual)
+        assert abs(end.unattributed) <= 0.01 * end.allocated, (end.phase, end.unattributed)
 
 
 @pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_checkpointed_steps_are_predicted_and_in_the_ledger(checkpoint: str, dty
     values = of_step(done)
     assert values["predicted_bytes"] == pytest.approx(values["peak_bytes"], rel=0.05)
     backward = next(p for p in done.attachments["ledger"] if p.phase == "backward")
-    assert abs(backward.residual) <= 0.01 * backward.allocated
+    assert abs(backward.unattributed) <= 0.01 * backward.allocated
     assert backward.lines[RECOMPUTED] > 0
 
 

@@ -200,7 +200,7 @@ def test_optimizer_in_backward_keeps_few_gradients(
     """Gradients of at most two layers of sixteen are in memory at once."""
     import stepscope.torch_tools.side_stream
 
-    monkeypatch.setattr(stepscope.torch_tools.side_stream, "MOST_WAITING", 1 << 22)
+    monkeypatch.setattr(stepscope.torch_tools.side_stream, "MAX_PENDING_BYTES", 1 << 22)
     layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     layers.to("cuda")
     optimizer = InBackwardAdamW(layers.parameters())
@@ -243,7 +243,7 @@ def test_an_autotuned_matmul_matches_torch(
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if wide else 3e-3)
         assert buffer[:, :256].eq(1).all()
-        assert autotuned_matmul_into(out, a, b, adds=True)
+        assert autotuned_matmul_into(out, a, b, accumulate=True)
         assert ((out.double() - 2 * exact).norm() / exact.norm()) < (3e-5 if wide else 8e-3)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -72,8 +72,8 @@ def zipf_tokens() -> torch.Tensor:
     frequencies[7], frequencies[30] = 0.9, 0.5
     tokens = torch.multinomial(frequencies, 600, True, generator=torch.Generator().manual_seed(1))
     counts = tokens.bincount(minlength=40)
-    assert (counts > triton_embedding._OFTEN).sum() >= 4
-    assert (counts <= triton_embedding._OFTEN).sum() >= 20
+    assert (counts > triton_embedding._FREQUENT).sum() >= 4
+    assert (counts <= triton_embedding._FREQUENT).sum() >= 20
     return tokens.to(DEVICE)
 
 
@@ -88,7 +88,7 @@ def test_bitwise_reproducible() -> None:
     [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])],
     ids=str,
 )
-@pytest.mark.parametrize("d", [24, 150, triton_embedding._WIDEST + 76])
+@pytest.mark.parametrize("d", [24, 150, triton_embedding._MAX_BLOCK_D + 76])
 def test_zipf_distributed_tokens(d: int, dtype: torch.dtype, launched: list[int]) -> None:
     actual, exact = gradients(zipf_tokens(), 40, d, dtype)
     assert launched == [1]
@@ -111,9 +111,9 @@ def test_non_contiguous_tokens_and_gradients(launched: list[int]) -> None:
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_token_counts_around_the_frequent_threshold(more: int, launched: list[int]) -> None:
-    often = triton_embedding._OFTEN + more
+    frequent = triton_embedding._FREQUENT + more
     for before in (0, 1, 5):
-        tokens = torch.tensor([0] * before + [1] * often + [2] * often, device=DEVICE)
+        tokens = torch.tensor([0] * before + [1] * frequent + [2] * frequent, device=DEVICE)
         actual, exact = gradients(tokens, 3, 20, torch.float32)
         torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
     assert launched == [1, 1, 1]
@@ -122,7 +122,7 @@ def test_token_counts_around_the_frequent_threshold(more: int, launched: list[in
 def test_many_tokens_are_left_to_torch(
     launched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "MOST_TOKENS", 5)
+    monkeypatch.setattr(subject, "MAX_TOKENS", 5)
     tokens = torch.tensor([0, 1, 1, 0, 1, 0], device=DEVICE)
     actual, exact = gradients(tokens, 2, 3, torch.float32)
     assert launched == []

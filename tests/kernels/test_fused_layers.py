@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from accuracy import hold_to_policy
 from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
-from stepscope.kernels.norm import WIDEST, plain_rms_norm
+from stepscope.kernels.norm import MAX_COLUMNS, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import rope as triton_rope
@@ -163,7 +163,7 @@ def test_a_weight_of_another_width_raises() -> None:
 
 
 def test_rows_that_are_too_wide_use_the_naive_version(launches: list[str]) -> None:
-    x, weight = draw(1, WIDEST + 1), draw(WIDEST + 1)
+    x, weight = draw(1, MAX_COLUMNS + 1), draw(MAX_COLUMNS + 1)
     assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
     assert launches == []
 

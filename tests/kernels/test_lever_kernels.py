@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short loops and small tiles: the interpreter takes a millisecond per line of a kernel."""
     if not ON_GPU:
-        monkeypatch.setattr(on_gpu, "LONGEST_POWER", 6)
+        monkeypatch.setattr(on_gpu, "MAX_POWER", 6)
         monkeypatch.setattr(on_gpu, "LANES", 32)
         monkeypatch.setattr(on_gpu, "TILES", dict.fromkeys((2, 4), on_gpu.Tile(32, 32, 16, 4, 2)))
 

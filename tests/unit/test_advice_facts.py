@@ -12,7 +12,7 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.dtypes import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernels.names import describe
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
@@ -107,7 +107,7 @@ def test_the_gain_of_another_dtype_depends_on_the_matmul_kernel(
         count=1.0,
         phase="forward",
     )
-    line = Line(phase="forward", kind=described.kind, ms=10.0)
+    line = LedgerLine(phase="forward", kind=described.kind, ms=10.0)
     summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,), lines=(line,))
     step = Series(name="step", unit="ms", values=(10.0,) * 5)
     record = msgspec.structs.replace(attached(watched, profile=summary), series=(step,))

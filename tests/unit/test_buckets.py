@@ -81,12 +81,16 @@ def test_every_size_is_divided_evenly_by_bytes(size: str) -> None:
         loads = [0] * ranks
         pieces = share_out(tensors, loads)
         owned = [
-            sum((p.end - p.begin) * tensors[p.place].bytes for p in pieces if p.owner == rank)
+            sum(
+                (piece.end - piece.begin) * tensors[piece.tensor_index].bytes
+                for piece in pieces
+                if piece.owner == rank
+            )
             for rank in range(ranks)
         ]
         assert owned == loads
         assert worst_imbalance(loads) <= 0.01
-        split = {piece.place for piece in pieces if not piece.complete}
+        split = {piece.tensor_index for piece in pieces if not piece.complete}
         assert len(split) <= 2 * ranks, "a split costs a message"
 
 
@@ -108,11 +112,13 @@ def test_complete_parameters_are_uneven_if_one_exceeds_a_share() -> None:
 def test_every_row_has_one_owner(tensors: list[Rows], before: list[int]) -> None:
     loads = list(before)
     pieces = share_out(tensors, loads)
-    rows = sorted((piece.place, row) for piece in pieces for row in range(piece.begin, piece.end))
-    assert rows == [(n, row) for n, tensor in enumerate(tensors) for row in range(tensor.number)]
+    rows = sorted(
+        (piece.tensor_index, row) for piece in pieces for row in range(piece.begin, piece.end)
+    )
+    assert rows == [(n, row) for n, tensor in enumerate(tensors) for row in range(tensor.rows)]
     for piece in pieces:
-        assert piece.complete == (piece.end - piece.begin == tensors[piece.place].number)
-    assert sum(loads) - sum(before) == sum(tensor.number * tensor.bytes for tensor in tensors)
+        assert piece.complete == (piece.end - piece.begin == tensors[piece.tensor_index].rows)
+    assert sum(loads) - sum(before) == sum(tensor.rows * tensor.bytes for tensor in tensors)
     largest = max((tensor.bytes for tensor in tensors), default=0)
     equal = sum(loads) / len(loads)
     for load, old in zip(loads, before, strict=True):

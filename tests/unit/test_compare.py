@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from sample_records import ceilings, environment, record, samples, times
-from stepscope.analysis.compare import compare_records, compare_runs, differences, exceeds, untold
+from stepscope.analysis.compare import (
+    compare_records,
+    compare_runs,
+    differences,
+    exceeds,
+    inconclusive,
+)
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Lint, Reading, Record, Series
 
@@ -284,7 +290,7 @@ def test_a_busy_machine_gives_no_verdict(
     assert comparison.ratio.low > 1.0
     assert "the machine was busy" in comparison.note
     assert exceeds([comparison], 0.03) == ()
-    assert untold([comparison]) == (comparison,)
+    assert inconclusive([comparison]) == (comparison,)
 
 
 def test_a_stored_lint_or_noisy_samples_give_no_verdict() -> None:
@@ -300,4 +306,4 @@ def test_a_missing_case_is_lost_on_a_busy_machine_too() -> None:
     gone = busy(100.0, status="error", reason="crashed")
     comparisons = compare_records(busy(100.0), msgspec.structs.replace(gone, series=()))
     assert exceeds(comparisons, 0.03) == comparisons
-    assert untold(comparisons) == ()
+    assert inconclusive(comparisons) == ()

@@ -20,15 +20,15 @@ from step_records import energy_lines
 from stepscope.analysis import matmuls as listing
 from stepscope.analysis.energy_parts import (
     ATTENTION,
+    BASELINE_MATMULS,
+    FULL_STEP,
     PASSES,
-    PEERS_PRODUCTS,
     PRODUCTS,
     UPDATES,
-    WHOLE,
     accounts,
     to_whole,
 )
-from stepscope.analysis.matmuls import Matmul, head_chunks, step_products
+from stepscope.analysis.matmuls import Matmul, head_chunks, step_matmuls
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import GATES
 from stepscope.kernels.loss_chunks import rows_per_chunk
@@ -55,12 +55,12 @@ class TestShapes:
         for table in SIZES.values():
             for config in table.values():
                 for batch, context in ((4, 512), (3, 2048), (1, 32_768)):
-                    listed = step_products(config, batch * context, joined=joined)
+                    listed = step_matmuls(config, batch * context, joined=joined)
                     counted = flops(config, batch, context).step_linear
                     assert sum(one.flops for one in listed) == counted
 
     def test_every_gemm_of_xl_at_512(self) -> None:
-        listed = step_products(find_size("xl"), 2048, joined=True)
+        listed = step_matmuls(find_size("xl"), 2048, joined=True)
         assert listed[:4] == (
             Matmul("q, k, v", "forward", 2048, 4800, 1600, 48),
             Matmul("q, k, v", "towards the input", 2048, 1600, 4800, 48),
@@ -75,7 +75,7 @@ class TestShapes:
             "head",
         ]
         assert listed[-1] == Matmul("head", "towards the weight", 10_000, 1600, 2048, 1)
-        separate = step_products(find_size("xl"), 2048, joined=False)
+        separate = step_matmuls(find_size("xl"), 2048, joined=False)
         assert [(one.name, one.columns) for one in separate[::3]] == [
             ("q", 1600),
             ("k", 1600),
@@ -143,7 +143,7 @@ class TestParts:
         with RanMatmuls() as ran:
             run()
         listed: Counter[tuple[int, int, int]] = Counter()
-        for one in step_products(TINY, 48, joined=joined):
+        for one in step_matmuls(TINY, 48, joined=joined):
             listed[one.rows, one.columns, one.depth] += one.instances
         assert ran.seen == listed
 
@@ -234,8 +234,8 @@ class TestParts:
             ATTENTION,
             UPDATES,
             PASSES,
-            PEERS_PRODUCTS,
-            WHOLE,
+            BASELINE_MATMULS,
+            FULL_STEP,
         ]
         assert all("counter" in line["lost"] for line in lines)
         (ledger,) = accounts(lines)
@@ -298,17 +298,17 @@ class TestForm:
     def test_fewer_blocks_are_scaled_up_by_the_work_of_each_part(self) -> None:
         full = with_overrides(find_size("xl"), context=512)
         half = with_overrides(full, n_layers=24)
-        parts = (PRODUCTS, ATTENTION, UPDATES, PASSES, PEERS_PRODUCTS, WHOLE)
+        parts = (PRODUCTS, ATTENTION, UPDATES, PASSES, BASELINE_MATMULS, FULL_STEP)
         times = {part: to_whole(part, full, half, 4, 512) for part in parts}
         assert times[ATTENTION] == times[PASSES] == 2
         block, head = 4 * 1600**2 + 3 * 1600 * 6400, 10_000 * 1600
         exact = (48 * block + head) / (24 * block + head)
-        assert times[PRODUCTS] == times[PEERS_PRODUCTS] == pytest.approx(exact, rel=1e-12)
+        assert times[PRODUCTS] == times[BASELINE_MATMULS] == pytest.approx(exact, rel=1e-12)
         others = 2 * head + 1600
         exact = (48 * (block + 3200) + others) / (24 * (block + 3200) + others)
         assert times[UPDATES] == pytest.approx(exact, rel=1e-12)
-        assert times[PRODUCTS] < times[WHOLE] < 2
-        assert to_whole(WHOLE, full, full, 4, 512) == 1
+        assert times[PRODUCTS] < times[FULL_STEP] < 2
+        assert to_whole(FULL_STEP, full, full, 4, 512) == 1
 
 
 def test_a_ledger_adds_up() -> None:
@@ -325,8 +325,8 @@ def test_a_ledger_adds_up() -> None:
         UPDATES,
         PASSES,
         "sum of the parts",
-        WHOLE,
-        PEERS_PRODUCTS,
+        FULL_STEP,
+        BASELINE_MATMULS,
     ]
     assert [ledger.of_the_step(row.joules) for row in ledger.rows()] == [
         0.5,

@@ -320,7 +320,7 @@ class TestGrid:
             for seq, both in ((4096, 0.125), (8192, 0.5))
         ]
         match = finding(records, "flash.highest-rate").values
-        assert match["limit"] == "six products of bfloat16"
+        assert match["limit"] == "six bfloat16 matmuls"
         assert match["limit_rate"] == pytest.approx(100e12)
         assert not findings(records, "flash.lint")
         drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))

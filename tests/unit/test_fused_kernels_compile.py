@@ -65,7 +65,7 @@ for logits, run in ((x, 8), (f, 4)):
             triton_cross_entropy.cross_entropy_short_rows_kernel, arguments, BLOCK=16384, **both))
         print("rows", logits, padded, wide_loads(
             triton_cross_entropy.cross_entropy_rows_kernel, arguments,
-            RUNS=4096, RUN=run, **both))
+            BLOCK_RUNS=4096, BLOCK_RUN=run, **both))
 print("count of rows", wide_loads(
     triton_cross_entropy.cross_entropy_count_kernel, ["*i64", f, f, i, i], BLOCK=4096, warps=16))
 print("mean of rows", wide_loads(
@@ -75,23 +75,24 @@ for units in (False, True):
     kept = x if units else f
     print("norm forward", units, wide_loads(
         triton_norm.rms_norm_forward_kernel, [f, x, f, f, x, kept, f, "fp32", i],
-        ADD=True, UNITS=units, BLOCK=4096))
+        ADD=True, UNITS=units, BLOCK_D=4096))
     print("norm backward", units, wide_loads(
         triton_norm.rms_norm_backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
-        THROUGH=True, SPLIT=True, UNITS=units, BLOCK=4096))
+        THROUGH=True, SPLIT=True, UNITS=units, BLOCK_D=4096))
 print("norm weight", wide_loads(
-    triton_norm.rms_norm_weight_kernel, [f, f, i, i], PARTS=128, COLUMNS=16, warps=4))
+    triton_norm.rms_norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
-    triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], PLACED=8, COMPARED=512,
+    triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], BLOCK_I=8, BLOCK_J=512,
     warps=4))
 print("embedding", wide_loads(
-    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], AT_ONCE=1,
-    BLOCK=1024, OFTEN=32, OFTEN_AT_ONCE=64, OFTEN_BLOCK=64, warps=4))
-print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
+    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], BLOCK_K=1,
+    BLOCK_D=1024, FREQUENT=32, FREQUENT_BLOCK_K=64, FREQUENT_BLOCK_D=64, warps=4))
+print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK_D=4096))
 print("swiglu forward", wide_loads(
     triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
 print("swiglu backward", wide_loads(
-    triton_swiglu.swiglu_backward_kernel, [x] * 6 + [i, i], AGAIN=True, BLOCK=2048, EXACT=False))
+    triton_swiglu.swiglu_backward_kernel, [x] * 6 + [i, i], RECOMPUTE=True, BLOCK=2048,
+    EXACT=False))
 print("rotary", wide_loads(
     triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(

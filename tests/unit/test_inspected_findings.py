@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from own_records import attached, coded, inspected_record
 from sample_records import environment, times
 from stepscope.advisor.inspect.gather import with_profile
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
@@ -136,7 +136,7 @@ def test_shares_of_kernels_have_one_total(
 ) -> None:
     """Holds even if a ledger does not add up."""
     ledger_lines = tuple(
-        Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
+        LedgerLine(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
     )
     lead = watched_with(lines=ledger_lines)
     texts = [one.text for one in inspected_findings([lead])]

@@ -56,7 +56,7 @@ for name, width in (("*fp32", 4), ("*bf16", 2)):
     tile = TILES[width]
     compiled[f"tile {name}"] = ptx(
         kernels.tile_product_kernel, [name, name, x, i], tile.warps, tile.stages,
-        M=tile.m, N=tile.n, K=tile.k)
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k)
 print(json.dumps({name: counts(text) for name, text in compiled.items()}))
 """
 

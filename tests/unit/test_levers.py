@@ -15,7 +15,7 @@ from quiet_bench import QuietBench
 from sample_records import quantity_of, value_of
 from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
-from stepscope.measure.device_properties import cpu_facts, cuda_facts
+from stepscope.measure.device_properties import cpu_properties, cuda_properties
 from stepscope.measure.levers import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table
@@ -99,13 +99,13 @@ def test_keys_contain_the_sizes() -> None:
 def test_the_card_of_a_gpu_from_driver_attributes() -> None:
     answers = {16: 132, 10: 32, 39: 2048, 82: 65536, 81: 233472, 38: 50 << 20, 37: 6144,
                13: 1_980_000, 36: 3_201_000}  # fmt: skip
-    facts = {name: value for name, (value, _) in cuda_facts(answers.get).items()}
+    facts = {name: value for name, (value, _) in cuda_properties(answers.get).items()}
     assert facts["sms"] == 132
     assert facts["warps_per_sm"] == 64
     assert facts["clock_hz"] == 1.98e9
     assert facts["memory_rate"] == pytest.approx(2 * 3.201e9 * 6144 / 8)
     assert "blocks_per_sm" not in facts
-    assert cuda_facts(lambda _: None) == {}
+    assert cuda_properties(lambda _: None) == {}
 
 
 def fake_system(root: Path, cpuinfo: str) -> Path:
@@ -133,7 +133,7 @@ def fake_system(root: Path, cpuinfo: str) -> Path:
 
 def test_the_card_of_a_cpu_from_system_files(tmp_path: Path) -> None:
     text = "processor\t: 0\nflags\t\t: sse2 avx2 avx512f amx_tile\ncpu MHz\t\t: 2000.5\n\n"
-    facts, words = cpu_facts(fake_system(tmp_path, text + text.replace("avx512f", "")))
+    facts, words = cpu_properties(fake_system(tmp_path, text + text.replace("avx512f", "")))
     assert {name: value for name, (value, _) in facts.items()} == {
         "l1_bytes": 48 << 10,
         "l2_bytes": 2 << 20,
@@ -146,7 +146,7 @@ def test_the_card_of_a_cpu_from_system_files(tmp_path: Path) -> None:
 
 
 def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
-    assert cpu_facts(tmp_path) == ({}, {})
+    assert cpu_properties(tmp_path) == ({}, {})
 
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:

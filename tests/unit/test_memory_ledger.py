@@ -67,7 +67,7 @@ def test_every_phase_adds_up(of_float32: tuple[Workload, StorageLedger]) -> None
     _, ledger = of_float32
     assert [peak.phase for peak in ledger.peaks] == ["forward", "loss", "backward", "optimizer"]
     for peak in ledger.peaks:
-        assert peak.residual == 0
+        assert peak.unattributed == 0
         assert min(peak.lines.values()) > 0
 
 
@@ -77,7 +77,7 @@ def test_the_ends_of_phases_add_up_and_free_memory(
     work, ledger = of_float32
     ends = {end.phase: end for end in ledger.ends}
     assert list(ends) == [peak.phase for peak in ledger.peaks]
-    assert all(end.residual == 0 for end in ends.values())
+    assert all(end.unattributed == 0 for end in ends.values())
     weights = cost.weight_bytes(work.model(), precision("float32"))
     assert ends["backward"].lines[GRADIENTS] == weights
     assert not saved_bytes(ends["backward"].lines)
@@ -199,11 +199,11 @@ def test_the_shares_of_an_allocator_are_lines() -> None:
         ledger.phase("forward", lambda: model(torch.randn(2, 8)))
     (peak,), (end,) = ledger.peaks, ledger.ends
     assert peak.lines[WITHIN_OPERATORS] == 500
-    assert peak.residual == end.residual == 1000, "the workspace is not yet known"
+    assert peak.unattributed == end.unattributed == 1000, "the workspace is not yet known"
     ledger.library_bytes = 1000
     (peak,), (end,) = ledger.peaks, ledger.ends
     assert peak.lines[LIBRARIES] == end.lines[LIBRARIES] == 1000
-    assert peak.residual == end.residual == 0
+    assert peak.unattributed == end.unattributed == 0
     assert end.allocated == peak.allocated - 500 - 2 * (2 * 8 * 4)
 
 

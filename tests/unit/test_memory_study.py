@@ -53,7 +53,7 @@ def test_a_case_on_this_machine_is_predicted_and_attributed() -> None:
     assert {s.name for s in measured.series} == timed
     ends = measured.attachments["ends"]
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
-    assert all(end.residual == 0 for end in ends)
+    assert all(end.unattributed == 0 for end in ends)
     # Weights, tables and tokens before the first step; the moments remain after a step.
     assert ends[-1].allocated - ends[0].allocated == ends[-1].lines[OPTIMIZER]
     course = measured.attachments["course"]
@@ -83,7 +83,7 @@ def test_a_checkpointed_case_names_what_is_saved_and_recomputed() -> None:
     assert loss.lines[f"saved: {KEPT_INPUT}"] == 2 * stream
     assert not any("attention" in line or "feed_forward" in line for line in loss.lines)
     assert backward.lines[RECOMPUTED] > 4 * stream
-    assert backward.residual == 0
+    assert backward.unattributed == 0
 
 
 def test_too_few_steps_are_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from own_records import attached, coded, codes, inspected_record
 from sample_records import environment
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Timeline
 from stepscope.studies.program.rows import Watched
@@ -30,7 +30,7 @@ def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
-    new_lines = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    new_lines = tuple(LedgerLine(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
     return msgspec.structs.replace(summary, lines=new_lines)
 
 

@@ -10,7 +10,7 @@ from stepscope.advisor.advise.view import not_evaluated_findings
 from stepscope.advisor.inspect import STUDY as INSPECT
 from stepscope.analysis.advice.missing_inputs import MEMORY, NotEvaluated
 from stepscope.analysis.lints import lint_record
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
 from stepscope.studies.program.setting import OptimizerSetting, Setting
@@ -32,7 +32,7 @@ SETTING = Setting(
 def busy_device() -> Record:
     """A step whose kernels are launched in time."""
     record = inspected_record()
-    lines = (Line(phase="forward", kind="matmul", ms=1.0),)
+    lines = (LedgerLine(phase="forward", kind="matmul", ms=1.0),)
     summary = record.required("profile", Summary)
     return attached(record, profile=msgspec.structs.replace(summary, lines=lines))
 

@@ -41,7 +41,7 @@ def test_ratios_use_the_slowest_rank_of_each_round(spread: float) -> None:
     assert ratios.wall.median == pytest.approx(1.1)
     assert (ratios.wall.low, ratios.wall.high) == pytest.approx((1.1 - spread, 1.1 + spread))
     assert ratios.cpu.median == pytest.approx(0.8)
-    assert ratios.theirs_ms == 100.0
+    assert ratios.baseline_ms == 100.0
 
 
 def test_the_page_has_a_row_for_each_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

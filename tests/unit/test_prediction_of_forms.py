@@ -169,7 +169,7 @@ def test_predictions_match_the_h200_races() -> None:
 
 
 def test_constants_without_torch_match_the_kernels() -> None:
-    assert deferred_frees.MOST_WAITING == side_stream.MOST_WAITING
+    assert deferred_frees.MAX_PENDING_BYTES == side_stream.MAX_PENDING_BYTES
     assert fused_layers.WARPS_TO_A_PROCESSOR == triton_norm._WARPS_TO_A_PROCESSOR
     assert fused_layers.PROGRAMS_INTERPRETED == triton_norm._PROGRAMS_INTERPRETED
 
@@ -210,7 +210,7 @@ def test_the_bytes_of_waiting_gradients_are_bounded() -> None:
         for prediction in (after, within)
     ]
     assert gradients[0] == pytest.approx(weights, rel=0.02)
-    assert gradients[1] < 1.3 * side_stream.MOST_WAITING < weights
+    assert gradients[1] < 1.3 * side_stream.MAX_PENDING_BYTES < weights
 
 
 def test_a_fused_projection_step_that_does_not_fit_gets_another_activation_policy() -> None:

@@ -70,7 +70,7 @@ class FakePlan:
 
         def timed(kernel: Kernel, _: object, launches: int) -> float:
             burst, long = times[int(kernel.waves)]
-            if launches <= autotune.MOST_LAUNCHES:
+            if launches <= autotune.MAX_LAUNCHES:
                 return burst
             self.sustained.add(int(kernel.waves))
             return long

@@ -96,7 +96,7 @@ def test_an_optimizer_that_calls_backward_itself_steps_every_time() -> None:
 
 def test_work_outside_of_the_model_has_its_own_phase() -> None:
     summary = summarize(watched().read())
-    assert summary.residual_ms == 0
+    assert summary.unattributed_ms == 0
     assert summary.doubt == ""
     phases = {use.kernel: use.phase for use in summary.uses}
     assert phases[next(name for name in phases if "sgemm" in name)] == "forward"
@@ -110,7 +110,7 @@ def test_without_edges_unmarked_work_is_still_the_residual() -> None:
     trace.range("forward", 0, 50)
     trace.operator("aten::mm", 10, 40)
     trace.operator("aten::add", 60, 80)
-    assert summarize(trace.read()).residual_ms == 0.02
+    assert summarize(trace.read()).unattributed_ms == 0.02
 
 
 def test_an_outside_range_names_otherwise_unmarked_work() -> None:
@@ -121,7 +121,7 @@ def test_an_outside_range_names_otherwise_unmarked_work() -> None:
     trace.operator("aten::mm", 10, 40)
     trace.operator("aten::add", 60, 80)
     summary = summarize(trace.read())
-    assert summary.residual_ms == 0
+    assert summary.unattributed_ms == 0
     assert summary.phase_ms("outside") == 0.02
     assert summary.phase_ms("forward") == 0.03
 

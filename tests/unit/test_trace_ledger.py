@@ -170,7 +170,7 @@ def test_a_training_step_closes_with_every_line() -> None:
         ("idle", "synchronisation: the host waits", 480_000),
         ("", "residual", 0),
     ]
-    assert ledger.closes
+    assert ledger.adds_up
     assert ledger.doubt() == ""
     assert (ledger.busy, ledger.idle) == (240_000, 760_000)
     assert (ledger.waited, ledger.waited_busy) == (480_000, 0)
@@ -222,7 +222,7 @@ def test_unexplained_time_keeps_the_ledger_open_with_a_reason() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
     (ledger,) = ledgers(device_work(trace.read()))
-    assert not ledger.closes
+    assert not ledger.adds_up
     assert ledger.no_phase == 50_000
     # During most of the gap before it the host was seen waiting, but not before that wait.
     assert ledger.no_launch == 18_000
@@ -300,7 +300,7 @@ def test_every_class_has_a_position_in_the_order() -> None:
 def test_replayed_work_has_its_own_line_unless_a_range_names_the_phase() -> None:
     (bare,) = ledgers(device_work(replayed_step().read()))
     assert bare.work == {("graph", "matmul"): 180_000, ("graph", "elementwise"): 10_000}
-    assert bare.closes
+    assert bare.adds_up
     # Gaps between kernels of one launch belong to the device, even while the host waits.
     assert (bare.host, bare.queue, bare.synchronisation) == (60_000, 15_000, 235_000)
     with_range = replayed_step()

@@ -153,7 +153,7 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "the limit is" in refused(path, file_bytes=1000)
     packed = training_step(blocks=20).write(tmp_path / "trace.json.gz")
     assert "unpacks to more than" in refused(packed, unpacked_bytes=5000)
-    monkeypatch.setattr(chrome, "MOST_OBJECTS", 50)
+    monkeypatch.setattr(chrome, "MAX_OBJECTS", 50)
     assert "more than 25 events" in refused(path)
 
 

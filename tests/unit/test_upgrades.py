@@ -222,7 +222,7 @@ def test_json_notes_become_typed_attachments() -> None:
     }
     decoded = upgraded(old("memory", notes=notes))
     (peak,) = decoded.required("ledger", Peaks)
-    assert (peak.phase, peak.allocated, peak.residual) == ("loss", 7, 3)
+    assert (peak.phase, peak.allocated, peak.unattributed) == ("loss", 7, 3)
     (saved,) = decoded.required("saved", Saved)
     assert (saved.shape, saved.bytes) == ((2, 3), 24)
     (ready,) = decoded.required("recording", tuple[ReadyTimes, ...])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from own_records import inspected_record
 from stepscope.advisor.verdict import breakdown, program_verdict
 from stepscope.analysis.limits import fastest_dtype, hardware_limit
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.analysis.verdict import (
     IDEAL,
-    MOST_PARTS,
+    MAX_PARTS,
     Estimate,
     Limit,
     RankedChange,
@@ -57,7 +57,7 @@ def change(code: str, low: float, *, setting: str = "", verified: bool = True) -
 )
 def test_parts_keep_the_total_and_are_at_most_seven(spent: dict[str, float]) -> None:
     parts = parts_of(spent)
-    assert len(parts) <= MOST_PARTS
+    assert len(parts) <= MAX_PARTS
     assert sum(part.ms for part in parts) == pytest.approx(sum(spent.values()), abs=1e-6)
     assert all(part.ms > 0 for part in parts)
     assert IDEAL not in [part.label for part in parts[1:]]
@@ -78,7 +78,7 @@ def test_the_breakdown_of_a_traced_step_is_the_timed_step(
     lines: list[tuple[str, str, float]], step_ms: float
 ) -> None:
     summary = inspected_record().required("profile", Summary)
-    traced = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    traced = tuple(LedgerLine(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
     summary = msgspec.structs.replace(summary, lines=traced)
     limit = Limit(matmul_ms=3.0, update_ms=1.0, dtype="bfloat16")
     parts = breakdown(summary, step_ms, limit)

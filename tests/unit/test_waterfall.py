@@ -15,7 +15,7 @@ from sample_records import environment
 from step_records import CEILINGS
 from stepscope.analysis.ideal import ideal_ms, operations
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Line, Summary, Use
+from stepscope.analysis.trace.summary import LedgerLine, Summary, Use
 from stepscope.analysis.waterfall import CAUSES, Step, waterfall
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
@@ -81,7 +81,7 @@ def planted(**lines: float) -> Summary:
     """Return a step whose ledger has these lines: `phase__class=ms`."""
     summary = summarize(training_step().read())
     planted_lines = tuple(
-        Line(phase=phase, kind=kind.replace("_", "/"), ms=ms)
+        LedgerLine(phase=phase, kind=kind.replace("_", "/"), ms=ms)
         for name, ms in lines.items()
         for phase, _, kind in [name.partition("__")]
     )
@@ -108,7 +108,7 @@ class TestWaterfall:
         assert water.ideal == ideal
         assert water.parts == pytest.approx(
             {
-                "matmuls below peak": 15.0 - ideal["matmul"] - ideal["attention"],
+                "matmuls below the ceiling": 15.0 - ideal["matmul"] - ideal["attention"],
                 "memory-bound operations": 5.0 - ideal["memory"],
                 "casts and copies": 2.0,
                 "launch gaps": 6.0,
@@ -118,7 +118,8 @@ class TestWaterfall:
                 "unattributed": 0.25,
             }
         )
-        assert water.largest() == ("matmuls below peak", water.parts["matmuls below peak"])
+        slow_matmuls = water.parts["matmuls below the ceiling"]
+        assert water.largest() == ("matmuls below the ceiling", slow_matmuls)
 
     def test_gaps_are_the_unprofiled_time_beyond_the_kernels(self) -> None:
         summary = planted(forward__matmul=10.0, idle__host=6.0)
@@ -140,7 +141,7 @@ class TestWaterfall:
         )
         # Each of the two blocks: a matmul of 40 µs and an addition of 10 µs.
         assert once.parts["recomputation"] == pytest.approx(0.1)
-        for cause, ms in (("matmuls below peak", 0.08), ("memory-bound operations", 0.02)):
+        for cause, ms in (("matmuls below the ceiling", 0.08), ("memory-bound operations", 0.02)):
             assert none.parts[cause] - once.parts[cause] == pytest.approx(ms)  # type: ignore[index]
 
     @given(
@@ -221,7 +222,7 @@ def replaced(fall: Any, **changes: Any) -> Any:
 
 def _with_attention(fall: Any, share: float) -> Any:
     """Return a waterfall in which attention loses that share of what all matmuls lose."""
-    parts = fall.water.parts | {"matmuls below peak": 10.0}
+    parts = fall.water.parts | {"matmuls below the ceiling": 10.0}
     return fall._replace(water=fall.water._replace(parts=parts, attention_lost_ms=share * 10.0))
 
 
@@ -281,9 +282,9 @@ class TestView:
     def test_a_remedy_is_something_that_the_step_does_not_do_yet(self) -> None:
         (slow,) = self.falls()
         (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
-        assert "lower-precision dtype" in remedy("matmuls below peak", slow)
-        assert "flash attention" in remedy("matmuls below peak", _with_attention(half, 0.5))
-        assert "larger GEMMs" in remedy("matmuls below peak", _with_attention(half, 0.4))
+        assert "lower-precision dtype" in remedy("matmuls below the ceiling", slow)
+        assert "flash attention" in remedy("matmuls below the ceiling", _with_attention(half, 0.5))
+        assert "larger GEMMs" in remedy("matmuls below the ceiling", _with_attention(half, 0.4))
         assert "master weights" in remedy("casts and copies", half)
         assert "CUDA graph" in remedy("launch gaps", slow)
         short = replaced(slow, context=8)
@@ -292,7 +293,7 @@ class TestView:
         best = replaced(
             half, attention="auto", loss="fused", fused=True, joined=True, searched=True
         )
-        assert remedy("matmuls below peak", best) == "larger GEMMs: more tokens in a step"
+        assert remedy("matmuls below the ceiling", best) == "larger GEMMs: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)
         assert remedy("launch gaps", replaced(best, graph=True)) == "a larger batch"
         by_optimizer = {

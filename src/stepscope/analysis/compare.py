@@ -10,8 +10,8 @@ from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
 from stepscope.records.stats import (
+    Outcome,
     Ratio,
-    Verdict,
     decide,
     mann_whitney,
     ratio_interval,
@@ -45,7 +45,7 @@ class Comparison(Part, frozen=True):
 
     study: str
     case: str
-    verdict: Verdict | Literal["cannot tell", "not compared"]
+    verdict: Outcome | Literal["cannot tell", "not compared"]
     unit: str = ""
     base: float | None = None
     new: float | None = None
@@ -156,9 +156,9 @@ def compare_runs(
     """Compare every case of either run: first those of the new run, then those only in the base."""
     base, new = _by_case(base_records), _by_case(new_records)
     compared = [
-        one
+        comparison
         for key, record in new.items()
-        for one in (
+        for comparison in (
             compare_records(base[key], record, across=across)
             if key in base
             else (_not_compared(record, "only in the new run"),)
@@ -173,8 +173,8 @@ def compare_runs(
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
-    """Comparisons shown to be slower by more than `limit` (0.05 is five per cent), and cases that
-    were measured in the base run but not in the new one."""
+    """Return comparisons that are slower by more than `limit` (0.05 is 5 %), and cases
+    that were measured in the base run but not in the new one."""
     return tuple(
         c
         for c in comparisons
@@ -182,8 +182,8 @@ def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison
     )
 
 
-def untold(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Comparisons whose samples do not show if anything changed."""
+def inconclusive(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Return the comparisons whose samples do not show whether anything changed."""
     return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 
 
@@ -203,14 +203,15 @@ def _subjects(record: Record) -> dict[str, Series]:
         return {}
     first = record.series[0]
     wanted = {} if first.variant or first.size else {first.name: first}
-    for one in record.series:
-        if one.variant and one.name in _STEPS:
-            # In a race a side keeps its name, whichever of its variants was the fastest.
-            wanted[one.variant.partition(": ")[0]] = one
-        elif one.size and first.size:
-            wanted[str(one.size)] = one
+    for series in record.series:
+        if series.variant and series.name in _STEPS:
+            # A side of a comparison keeps its name, whichever of its variants was the fastest.
+            wanted[series.variant.partition(": ")[0]] = series
+        elif series.size and first.size:
+            wanted[str(series.size)] = series
     matches = {
-        of: record.find(one.name, variant=one.variant, size=one.size) for of, one in wanted.items()
+        of: record.find(series.name, variant=series.variant, size=series.size)
+        for of, series in wanted.items()
     }
     return {of: series for of, series in matches.items() if series is not None and series.values}
 

@@ -9,13 +9,13 @@ from stepscope.model.config import ModelConfig
 from stepscope.model.cost import flops, parameters
 
 PRODUCTS, ATTENTION, UPDATES, PASSES = "products", "attention", "AdamW", "other passes"
-WHOLE, PEERS_PRODUCTS = "whole step", "products, peer's form"
+FULL_STEP, BASELINE_MATMULS = "whole step", "products, peer's form"
 PARTS = (PRODUCTS, ATTENTION, UPDATES, PASSES)
 NEEDED = (PRODUCTS, ATTENTION, UPDATES)
 """Parts that remain if everything else costs nothing."""
 
 
-class Taken(NamedTuple):
+class PartEnergy(NamedTuple):
     """Time and energy of one part, repeated without a pause."""
 
     part: str
@@ -37,25 +37,27 @@ class Taken(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Energy ledger of one race's step."""
+    """Energy ledger of one step; `race` names the comparison it belongs to."""
 
     race: str
-    taken: Mapping[str, Taken]
+    taken: Mapping[str, PartEnergy]
     lost: Mapping[str, str]
     """Parts that were not measured, with the reason."""
     limit_w: float | None
 
-    def together(self, name: str, parts: Iterable[str]) -> Taken | None:
+    def together(self, name: str, parts: Iterable[str]) -> PartEnergy | None:
         """Sum of these parts; None if one of them was not measured."""
         entries = [self.taken.get(part) for part in parts]
-        measured = [one for one in entries if one is not None]
+        measured = [entry for entry in entries if entry is not None]
         if not measured or len(measured) < len(entries):
             return None
-        return Taken(name, sum(one.ms for one in measured), sum(one.joules for one in measured))
+        return PartEnergy(
+            name, sum(entry.ms for entry in measured), sum(entry.joules for entry in measured)
+        )
 
     def of_the_step(self, joules: float) -> float | None:
         """Return these joules as a share of the full step's."""
-        step = self.taken.get(WHOLE)
+        step = self.taken.get(FULL_STEP)
         return None if step is None else joules / step.joules
 
     def lasts_ms(self, joules: float) -> float | None:
@@ -63,22 +65,22 @@ class Account(NamedTuple):
         return 1e3 * joules / self.limit_w if self.limit_w else None
 
     @property
-    def all_parts(self) -> Taken | None:
+    def all_parts(self) -> PartEnergy | None:
         return self.together("sum of the parts", PARTS)
 
     @property
-    def needed(self) -> Taken | None:
+    def needed(self) -> PartEnergy | None:
         return self.together(f"only {', '.join(NEEDED[:-1])} and {NEEDED[-1]}", NEEDED)
 
-    def rows(self) -> list[Taken]:
-        """Rows of a table: the parts, their sum, the full step, and the peer's matmuls."""
+    def rows(self) -> list[PartEnergy]:
+        """Rows of a table: the parts, their sum, the full step, and the baseline's matmuls."""
         parts = [self.taken.get(part) for part in PARTS]
-        more = [self.all_parts, self.taken.get(WHOLE), self.taken.get(PEERS_PRODUCTS)]
+        more = [self.all_parts, self.taken.get(FULL_STEP), self.taken.get(BASELINE_MATMULS)]
         return [row for row in (*parts, *more) if row is not None]
 
 
 def accounts(lines: Iterable[Mapping[str, Any]]) -> list[Account]:
-    """Parse the lines of a file into one ledger per race."""
+    """Parse the lines of a file into one ledger per comparison."""
     races: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         races.setdefault(line["race"], []).append(line)
@@ -93,8 +95,8 @@ def accounts(lines: Iterable[Mapping[str, Any]]) -> list[Account]:
     ]
 
 
-def _taken(line: Mapping[str, Any]) -> Taken:
-    return Taken(
+def _taken(line: Mapping[str, Any]) -> PartEnergy:
+    return PartEnergy(
         line["part"],
         line["ms"],
         line["joules"],
@@ -113,6 +115,6 @@ def to_whole(
     if part == UPDATES:
         return parameters(whole).total / parameters(measured).total
     full, some = flops(whole, batch, context), flops(measured, batch, context)
-    if part == WHOLE:
+    if part == FULL_STEP:
         return full.step / some.step
     return full.step_linear / some.step_linear

@@ -57,7 +57,7 @@ def _modules(path: str) -> tuple[str, ...]:
 
 def tree(stacks: Iterable[Weighted], name: str = _STEP) -> Frame:
     """The stacks merged by their common beginnings; the largest child first."""
-    return _frame(name, [(one.path, one.value) for one in stacks])
+    return _frame(name, [(stack.path, stack.value) for stack in stacks])
 
 
 def _frame(name: str, stacks: Sequence[tuple[tuple[str, ...], float]]) -> Frame:
@@ -66,7 +66,7 @@ def _frame(name: str, stacks: Sequence[tuple[tuple[str, ...], float]]) -> Frame:
         if path:
             below.setdefault(path[0], []).append((path[1:], value))
     children = sorted(
-        (_frame(child, several) for child, several in below.items()), key=lambda one: -one.value
+        (_frame(child, several) for child, several in below.items()), key=lambda frame: -frame.value
     )
     return Frame(
         name=name, value=sum(value for _, value in stacks), children=tuple(children)
@@ -83,9 +83,9 @@ class Profile(msgspec.Struct, frozen=True):
 
 def speedscope(profiles: Sequence[Profile], name: str) -> dict[str, Any]:
     """Sampled profiles in speedscope's file format."""
-    paths = (one.path for profile in profiles for one in profile.stacks)
+    paths = (stack.path for profile in profiles for stack in profile.stacks)
     frames = list(dict.fromkeys(frame for path in paths for frame in path))
-    index = {frame: number for number, frame in enumerate(frames)}
+    index = {frame: position for position, frame in enumerate(frames)}
     return {
         "$schema": _SPEEDSCOPE_SCHEMA,
         "exporter": "stepscope",
@@ -98,9 +98,9 @@ def speedscope(profiles: Sequence[Profile], name: str) -> dict[str, Any]:
                 "name": profile.name,
                 "unit": profile.unit,
                 "startValue": 0,
-                "endValue": sum(one.value for one in profile.stacks),
-                "samples": [[index[frame] for frame in one.path] for one in profile.stacks],
-                "weights": [one.value for one in profile.stacks],
+                "endValue": sum(stack.value for stack in profile.stacks),
+                "samples": [[index[frame] for frame in stack.path] for stack in profile.stacks],
+                "weights": [stack.value for stack in profile.stacks],
             }
             for profile in profiles
         ],

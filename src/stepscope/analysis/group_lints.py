@@ -20,7 +20,7 @@ GROUP_CHECKS: dict[str, GroupCheck] = {}
 
 
 def lint_group(records: Sequence[Record]) -> dict[str, tuple[Lint, ...]]:
-    """Return lints that need several records, by the id of the record they are about."""
+    """Return failed checks that need several records, by the id of the record they are about."""
     sound = [record for record in records if record.status == "ok"]
     lints_by_record: dict[str, dict[str, Lint]] = defaultdict(dict)
     for code, check in GROUP_CHECKS.items():
@@ -61,7 +61,7 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
             f"{share.fraction:.0%} of the step ends with an empty launch queue, so launches are"
             " the likely limit; use a larger batch, compile, or capture a graph"
             if share and share.bound
-            else "check that all work is executed and synchronised before the clock stops"
+            else "check that all work is executed and synchronized before the clock stops"
         )
         yield (
             record,

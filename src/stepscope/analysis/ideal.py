@@ -2,8 +2,8 @@
 
 Each matmul reads its two inputs and writes its output once, in the compute dtype. The work between
 matmuls counts as one pass each: residual add with norm, SwiGLU, rotary embedding, loss, optimizer.
-The attention backward counts five matmuls where the forward has two, because the scores are not
-stored and are recomputed.
+The backward pass of attention counts five matmuls where the forward pass has two, because the
+scores are not stored and are recomputed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def operations(
         *_passes(config, tokens, precision),
         _optimizer(config, precision),
     )
-    return tuple(one for one in every if one.phase in _PHASES[mode])
+    return tuple(operation for operation in every if operation.phase in _PHASES[mode])
 
 
 def ideal_ms(listed: tuple[Operation, ...], rate: float, bandwidth: float) -> dict[Kind, float]:
     """Sum the ideal times by kind; the step's ideal time is the sum of all kinds."""
     totals: dict[Kind, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "optimizer": 0.0}
-    for one in listed:
-        totals[one.kind] += one.ms(rate, bandwidth)
+    for operation in listed:
+        totals[operation.kind] += operation.ms(rate, bandwidth)
     return totals
 
 

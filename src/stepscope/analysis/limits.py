@@ -1,4 +1,4 @@
-"""Achieved rates of a record and their distance from the limits of its machine.
+"""Achieved rates of a record, compared with the ceilings of its machine.
 
 Nothing is guessed: if a record lacks an input, the result is None.
 """
@@ -24,7 +24,8 @@ EMPTY_QUEUE = 0.02
 """Queued work at the end of a phase, as a share of the time so far, below which the queue counts as
 empty."""
 LAST_KERNEL, LAST_KERNEL_MS = 0.05, 2.0
-"""Alternative limits, both required: a phase may end with one long kernel."""
+"""Alternative thresholds, as a share and in ms; both must hold: a phase may end with one long
+kernel."""
 HOST_BOUND_FROM = 0.5
 
 _FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
@@ -54,7 +55,7 @@ def median_ms(
 def step_ms(record: Record) -> Summary | None:
     """Time of the step, or of an attention's forward and backward, on the device's clock if any.
 
-    The device's clock runs from the first kernel to the last. The host's clock adds the time to
+    The device's clock runs from the first kernel to the last. The CPU clock adds the time to
     notice the end, which is not part of the step when steps follow each other.
     """
     series = record.find("step") or record.find("both")
@@ -82,7 +83,7 @@ def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
 
 
 def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
-    """Upper limit of the record's matmul rate: that of its dtype, unless its kernels use another.
+    """Ceiling of the record's matmul rate: that of its dtype, unless its kernels use another.
 
     Kernels that split float32 into bfloat16 parts compute each matmul as six bfloat16 matmuls, on
     tensor cores that float32 itself does not use.
@@ -93,12 +94,12 @@ def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     if narrow is None:
         return matrix_ceiling(record, measured)
     return msgspec.structs.replace(
-        narrow, name="six products of bfloat16", value=narrow.value / _SPLIT_MATMULS
+        narrow, name="six bfloat16 matmuls", value=narrow.value / _SPLIT_MATMULS
     )
 
 
 def mfu(record: Record, measured: bool = True) -> float | None:
-    """Model FLOPs utilisation: the achieved rate as a share of the matrix ceiling."""
+    """Model FLOPs utilization: the achieved rate as a share of the matmul ceiling."""
     rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None
@@ -107,8 +108,11 @@ def mfu(record: Record, measured: bool = True) -> float | None:
 
 def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
     """The dtype with the highest measured matmul rate among those that a change could apply."""
-    candidates = (dtype, *(one for one in _FASTER_DTYPES.get(dtype, ()) if one not in lacks))
-    return max(candidates, key=lambda one: rates.get(one, 0.0))
+    candidates = (
+        dtype,
+        *(candidate for candidate in _FASTER_DTYPES.get(dtype, ()) if candidate not in lacks),
+    )
+    return max(candidates, key=lambda candidate: rates.get(candidate, 0.0))
 
 
 def hardware_limit(
@@ -139,12 +143,12 @@ def phase_sums(record: Record) -> tuple[float, ...]:
 
 
 def host_bound(record: Record, variant: str = "") -> HostShare | None:
-    """Determine how much of a step the device waited for the host, for one variant of it.
+    """Determine how much of a step the GPU waited for the CPU, for one variant of it.
 
-    On a CPU there is no launch queue and the result is None. A sample starts with host and device
-    idle, so the device's delay behind the host at the end of a phase is queued work. A phase that
-    ends with an empty queue was only as fast as the host launched it. The host's own time says
-    little, because a full queue also blocks the host.
+    On a CPU there is no launch queue and the result is None. A sample starts with CPU and GPU
+    idle, so the GPU's delay behind the CPU at the end of a phase is queued work. A phase that
+    ends with an empty queue was only as fast as the CPU launched it. The CPU's own time says
+    little, because a full queue also blocks the CPU.
     """
 
     def find(name: str, clock: Clock) -> Series | None:

@@ -48,7 +48,7 @@ _CHECKS: dict[str, Check] = {}
 
 
 def lint_record(record: Record) -> tuple[Lint, ...]:
-    """Return every lint of one record. A record that is not `ok` has no results to check."""
+    """Return the failed checks of one record. A record that is not `ok` has no results to check."""
     if record.status != "ok":
         return ()
     complaints = ((code, _complaint(check, record)) for code, check in _CHECKS.items())
@@ -56,8 +56,8 @@ def lint_record(record: Record) -> tuple[Lint, ...]:
 
 
 def _complaint(check: Check, record: Record) -> str | None:
-    """Return a check's message. Samples that break its arithmetic are reported as a lint, so that
-    a record that was just measured is never lost."""
+    """Return a check's message. Samples that break its arithmetic are reported as a failed check,
+    so that a record that was just measured is never lost."""
     try:
         return check(record)
     except (ArithmeticError, ValueError) as error:
@@ -65,7 +65,7 @@ def _complaint(check: Check, record: Record) -> str | None:
 
 
 def codes() -> tuple[str, ...]:
-    """Return the codes of all lints, those about several records last."""
+    """Return the codes of all checks, those of several records last."""
     return (*_CHECKS, *GROUP_CHECKS)
 
 
@@ -88,7 +88,7 @@ def _above_ceiling(record: Record) -> str | None:
                 f"{rate / 1e12:.4g} TFLOP/s is {share:.0%} of the {whose} ceiling {ceiling.name}"
                 f" ({ceiling.value / 1e12:.4g} TFLOP/s): work was skipped, the FLOPs are counted"
                 " wrong, or the samples end before the device does; check that the step"
-                " synchronises"
+                " synchronizes"
             )
     return None
 
@@ -116,7 +116,7 @@ def _wide_spread(record: Record) -> str | None:
     series = _timed(record)
     if series is None or len(series.values) < MIN_SAMPLES:
         return None
-    # A first call has its own lint and says nothing about the other samples.
+    # A first call has its own check and says nothing about the other samples.
     values = series.values[1:] if _first_call_inside(record) else series.values
     summary = summarize(values)
     spread = summary.std / summary.mean if summary.mean else 0.0
@@ -185,7 +185,7 @@ def _busy_machine(record: Record) -> str | None:
 def _backward_too_fast(record: Record) -> str | None:
     forward, backward = record.find("forward"), record.find("backward")
     if record.config.get("loss") == "fused":
-        # A fused loss computes its gradients in the forward.
+        # A fused loss computes its gradients in the forward pass.
         return None
     if forward is None or backward is None or forward.clock != backward.clock:
         return None

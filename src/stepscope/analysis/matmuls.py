@@ -39,7 +39,7 @@ class Matmul(NamedTuple):
 
 
 def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
-    """Weight groups of a block in the order of the forward; `joined` for fused projections."""
+    """Weight groups of a block in the order of the forward pass; `joined` for fused projections."""
     d, hidden = config.d_model, config.d_ff
     first, second = "attention norm", "feed-forward norm"
     projections = (
@@ -66,7 +66,7 @@ def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int,
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 
-def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
+def step_matmuls(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
     """All matmuls of a step; those of a block once per shape, with the number of blocks."""
     blocks = [
         matmul

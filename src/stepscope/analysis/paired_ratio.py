@@ -10,35 +10,37 @@ from stepscope.records.stats import Summary, summarize
 
 STUDY = "parallel-against-torch"
 """Study name of the records of `benchmarks/parallel_against_torch.py`."""
-OURS, THEIRS = "ours", "theirs"
+STEPSCOPE, BASELINE = "ours", "theirs"
+"""The two implementations, by the names that records store."""
 
 
 class Paired(NamedTuple):
     """Interleaved comparison of two implementations."""
 
     wall: Summary
-    """Ours over theirs, slowest rank of each round."""
+    """Stepscope over baseline, slowest rank of each round."""
     cpu: Summary
-    """Ours over theirs, CPU time of all threads of all ranks."""
-    theirs_ms: float
-    """Median of their step."""
+    """Stepscope over baseline, CPU time of all threads of all ranks."""
+    baseline_ms: float
+    """Median step of the baseline."""
 
 
 def paired(record: Record) -> Paired:
     """Compute the ratios of a record with the series `step` and `cpu` of both variants, by rank."""
     steps, spent = (
-        [_by_round(record, kind, side) for side in (OURS, THEIRS)] for kind in ("step", "cpu")
+        [_by_round(record, kind, side) for side in (STEPSCOPE, BASELINE)]
+        for kind in ("step", "cpu")
     )
     slowest = [[max(ranks) for ranks in rounds] for rounds in steps]
     return Paired(
         wall=_ratio(*slowest),
         cpu=_ratio(*([sum(ranks) for ranks in rounds] for rounds in spent)),
-        theirs_ms=summarize(slowest[1]).median,
+        baseline_ms=summarize(slowest[1]).median,
     )
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
-    return summarize([mine / other for mine, other in zip(ours, theirs, strict=True)])
+def _ratio(stepscope: Sequence[float], baseline: Sequence[float]) -> Summary:
+    return summarize([own / other for own, other in zip(stepscope, baseline, strict=True)])
 
 
 def _by_round(record: Record, name: str, variant: str) -> list[tuple[float, ...]]:

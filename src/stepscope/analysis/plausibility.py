@@ -13,7 +13,7 @@ import msgspec
 
 from stepscope.records.schema import Record, Series
 
-LARGEST, SMALLEST = 1e45, 1e-45
+MAX_VALUE, MIN_VALUE = 1e45, 1e-45
 """Bounds for which products of a few values and squares of differences are still finite floats."""
 _ABOVE_ZERO = ("ms", "s", "terms")
 _NEVER_NEGATIVE = (*_ABOVE_ZERO, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
@@ -71,4 +71,4 @@ def _may_be_zero(series: Series) -> bool:
 
 
 def _extreme(value: float) -> bool:
-    return value != 0 and not SMALLEST <= math.fabs(value) <= LARGEST
+    return value != 0 and not MIN_VALUE <= math.fabs(value) <= MAX_VALUE

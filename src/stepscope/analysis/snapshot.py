@@ -62,7 +62,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read and summarise a snapshot file."""
+    """Read and summarize a snapshot file."""
     if not path.is_file():
         raise no_such_file(path)
     try:
@@ -73,7 +73,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def summarize(raw: Any, name: str = "the file") -> Snapshot:
-    """Summarise a loaded snapshot; `name` is used in errors."""
+    """Summarize a loaded snapshot; `name` is used in errors."""
     segments = raw.get("segments") if isinstance(raw, dict) else None
     if not isinstance(segments, list):
         raise StepscopeError(
@@ -120,7 +120,7 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
     for segment in segments:
         device = _number(segment, "device", 0)
         reserved[device] = reserved.get(device, 0) + _number(segment, "total_size")
-    device = max(reserved, key=lambda number: reserved[number], default=0)
+    device = max(reserved, key=lambda index: reserved[index], default=0)
     lines = _Lines()
     live = _live_at_the_end([s for s in segments if s.get("device", 0) == device], lines)
     active = sum(size for size, _ in live.values())
@@ -224,10 +224,10 @@ def _line(frames: Sequence[dict[str, Any]]) -> str:
     for frame in frames:
         file = _text(frame["filename"])
         if file.endswith(".py") and not any(folder in file for folder in _NOT_OF_THE_PROGRAM):
-            number = frame["line"]
-            if type(number) is not int or not abs(number) < _MAX_SIZE:
+            line_number = frame["line"]
+            if type(line_number) is not int or not abs(line_number) < _MAX_SIZE:
                 raise ValueError("the line of a frame is not a line number")
-            return f"{file.rpartition('/')[2]}:{number} {_text(frame['name'])}"
+            return f"{file.rpartition('/')[2]}:{line_number} {_text(frame['name'])}"
     return _text(frames[0]["name"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepscope.records.schema import Part
 from stepscope.records.stats import summarize
 
-_LEAST_EXCESS = 0.05
+_MIN_EXCESS = 0.05
 """Smallest excess over the steady steps that counts as warm-up."""
 _SPREADS = 3.0
 
@@ -30,7 +30,7 @@ def settling(values: Sequence[float]) -> Settling:
     if len(values) < 4:
         raise ValueError(f"{len(values)} steps are too few to distinguish warm-up from the rest")
     later = summarize(values[len(values) // 2 :])
-    threshold = later.median + max(_LEAST_EXCESS * later.median, _SPREADS * later.iqr)
+    threshold = later.median + max(_MIN_EXCESS * later.median, _SPREADS * later.iqr)
     slow = 0
     while slow < len(values) // 2 and values[slow] > threshold:
         slow += 1

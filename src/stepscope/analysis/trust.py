@@ -1,4 +1,4 @@
-"""Trust in a record, from its stored lints and from the current checks of its samples."""
+"""Trust in a record, from its stored checks and from rerunning the current ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of a page: a step's time, its breakdown, its limit, and the changes worth making."""
+"""Verdict of a page: a step's time, its breakdown, its ideal time, and the changes worth making."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 import msgspec
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed", "memory"]
-MOST_PARTS = 7
-MOST_CHANGES = 3
+MAX_PARTS = 7
+MAX_CHANGES = 3
 
-IDEAL = "at the hardware limit"
+IDEAL = "ideal time"
 MATMULS = "matmuls and attention"
 SLOW_MATMULS = "slow matmuls"
 MEMORY = "memory-bound operations"
@@ -73,7 +73,7 @@ class MemoryPart(Data, frozen=True):
 
 
 class Limit(Data, frozen=True):
-    """The least time of a step on this hardware."""
+    """Ideal time of a step: its matmuls and its update at the measured ceilings of this machine."""
 
     matmul_ms: float
     update_ms: float
@@ -100,7 +100,7 @@ class RankedChange(Data, frozen=True):
     gain_bytes: int = 0
     """Predicted reduction of the peak memory; negative if it rises."""
     setting: str = ""
-    """What it changes; two changes of one setting exclude each other."""
+    """The setting that it changes; two changes of one setting exclude each other."""
 
 
 class MemoryChange(Data, frozen=True):
@@ -117,7 +117,7 @@ class MemoryChange(Data, frozen=True):
 
 
 class Verdict(Data, frozen=True):
-    """What every page, command and JSON output starts with."""
+    """Summary of a step, with which every page, command and JSON output starts."""
 
     subject: str
     device: str
@@ -144,7 +144,7 @@ class Verdict(Data, frozen=True):
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
     judged: bool = True
-    """Whether changes were looked for; not for the model of the studies."""
+    """True if the advice rules were applied; they are not for the model of the studies."""
     trust: Literal["good", "noisy", "invalid"] = "good"
     trust_reason: str = ""
     next_command: str = ""
@@ -156,7 +156,7 @@ class Verdict(Data, frozen=True):
 
     @property
     def limit_share(self) -> float | None:
-        """The hardware limit as a share of the measured step."""
+        """The ideal time as a share of the measured step."""
         if self.limit is None or self.step is None or self.step.value <= 0:
             return None
         return min(1.0, self.limit.ms / self.step.value)
@@ -168,14 +168,14 @@ class Verdict(Data, frozen=True):
 
 
 def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
-    """At most seven parts with the same total: the ideal first, then the largest."""
+    """Return at most seven parts with the same total: the ideal time first, then the largest."""
     least = _SHOWN_FROM * sum(spent.values())
     known = {label: ms for label, ms in spent.items() if ms > least}
     if known:
         largest = max(known, key=lambda label: (label != IDEAL, known[label]))
         known[largest] += sum(ms for ms in spent.values() if 0 < ms <= least)
     rest = sorted((label for label in known if label != IDEAL), key=lambda label: -known[label])
-    room = MOST_PARTS - (IDEAL in known)
+    room = MAX_PARTS - (IDEAL in known)
     if len(rest) > room:
         kept = [label for label in rest if label != OTHER][: room - 1]
         known[OTHER] = sum(known[label] for label in rest if label not in kept)
@@ -189,8 +189,8 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
 
 def memory_parts(owners: Sequence[tuple[str, int]]) -> tuple[MemoryPart, ...]:
     """At most seven owners with the same total, the largest first."""
-    largest = sorted((one for one in owners if one[1] > 0), key=lambda one: -one[1])
-    shown = largest if len(largest) <= MOST_PARTS else largest[: MOST_PARTS - 1]
+    largest = sorted((owner for owner in owners if owner[1] > 0), key=lambda owner: -owner[1])
+    shown = largest if len(largest) <= MAX_PARTS else largest[: MAX_PARTS - 1]
     rest = largest[len(shown) :]
     if rest:
         shown = [*shown, (f"{len(rest)} more", sum(size for _, size in rest))]
@@ -198,9 +198,10 @@ def memory_parts(owners: Sequence[tuple[str, int]]) -> tuple[MemoryPart, ...]:
 
 
 def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
-    """The largest sure gain first; of several changes of one setting, only the best."""
-    order = sorted(changes, key=lambda one: -one.gain.low)
+    """Sort by the lower end of the gain, largest first; keep only the best change of each
+    setting."""
+    order = sorted(changes, key=lambda change: -change.gain.low)
     best: dict[str, RankedChange] = {}
-    for one in order:
-        best.setdefault(one.setting or one.code, one)
-    return tuple(best.values())[:MOST_CHANGES]
+    for change in order:
+        best.setdefault(change.setting or change.code, change)
+    return tuple(best.values())[:MAX_CHANGES]

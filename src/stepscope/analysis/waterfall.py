@@ -1,6 +1,6 @@
 """Waterfall from the ideal time of a step to the measured one, by cause. Parts add up exactly.
 
-Kernel times come from a trace. The profiler slows down the host but not the kernels, so if the step
+Kernel times come from a trace. The profiler slows down the CPU but not the kernels, so if the step
 was also timed without it, that time is the total, and idle time is what remains after the kernels.
 If the kernels take longer than that, as on a machine that was busy in between, all are scaled down:
 no part is longer than the step.
@@ -12,12 +12,12 @@ from collections import defaultdict
 from typing import Literal, NamedTuple
 
 from stepscope.analysis.ideal import Kind, ideal_ms, operations
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.model.config import ModelConfig, Precision
 from stepscope.model.cost import flops
 
 Cause = Literal[
-    "matmuls below peak",
+    "matmuls below the ceiling",
     "memory-bound operations",
     "casts and copies",
     "launch gaps",
@@ -27,7 +27,7 @@ Cause = Literal[
     "unattributed",
 ]
 CAUSES: tuple[Cause, ...] = (
-    "matmuls below peak",
+    "matmuls below the ceiling",
     "memory-bound operations",
     "casts and copies",
     "launch gaps",
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     form: Precision
     mode: str = "train-step"
     again: float = 0.0
-    """Average number of times each block's forward is recomputed in the backward."""
+    """Average number of times each block's forward pass is recomputed in the backward pass."""
 
 
 class Waterfall(NamedTuple):
@@ -63,7 +63,7 @@ class Waterfall(NamedTuple):
     """Milliseconds by cause; negative if a part is faster than its ideal."""
     measured_ms: float
     attention_lost_ms: float = 0.0
-    """Time of attention's matmuls beyond their ideal; included in "matmuls below peak"."""
+    """Time of attention's matmuls beyond their ideal; included in "matmuls below the ceiling"."""
     traced_over_timed: float = 1.0
     """Time of the traced operations over the step time, if longer; the parts were scaled by it."""
 
@@ -79,7 +79,7 @@ class Waterfall(NamedTuple):
 
     def largest(self) -> tuple[Cause, float] | None:
         """Return the recoverable part with the most time, if any is positive."""
-        cause = max(RECOVERABLE, key=lambda one: self.parts[one])
+        cause = max(RECOVERABLE, key=lambda name: self.parts[name])
         return (cause, self.parts[cause]) if self.parts[cause] > 0 else None
 
 
@@ -107,7 +107,7 @@ def waterfall(
         recomputed = _scaled(recomputed, 1.0 / overrun)
     gaps = min(max(0.0, measured - busy), spent["idle"])
     parts: dict[Cause, float] = {
-        "matmuls below peak": spent["matrix"] - ideal["matmul"] - ideal["attention"],
+        "matmuls below the ceiling": spent["matrix"] - ideal["matmul"] - ideal["attention"],
         "memory-bound operations": spent["memory"] - ideal["memory"],
         "casts and copies": spent["copy/cast"],
         "launch gaps": gaps,
@@ -124,7 +124,7 @@ def _scaled(times: dict[str, float], factor: float) -> defaultdict[str, float]:
     return defaultdict(float, {name: ms * factor for name, ms in times.items()})
 
 
-def _group(line: Line) -> str:
+def _group(line: LedgerLine) -> str:
     if line.phase == "idle":
         return "idle"
     if line.kind in ("residual", "communication"):
@@ -156,10 +156,10 @@ def _attention_share(summary: Summary, step: Step) -> float:
 
 
 def _recomputed(summary: Summary, step: Step) -> dict[str, float]:
-    """Time of recomputed blocks by group: their forward as it was traced.
+    """Time of recomputed blocks by group: their forward pass as it was traced.
 
-    If no range names the blocks (compiled models have none), their share of the forward's FLOPs is
-    used.
+    If no range names the blocks (compiled models have none), their share of the forward pass's
+    FLOPs is used.
     """
     times: dict[str, float] = defaultdict(float)
     if not step.again or step.mode == "forward":

@@ -130,8 +130,8 @@ def attention_with(impl: str) -> AttentionFunction:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether one implementation supports an input, and the reason if it does not."""
+class Support:
+    """Support of one implementation for an input, with the reason if it has none."""
 
     name: str
     refusal: str | None
@@ -146,11 +146,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The implementation that `impl="auto"` chooses for an input, and every one's verdict."""
+    """The implementation that `impl="auto"` chooses for an input, and which implementations support
+    it."""
 
     chosen: str | None
     preference: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Support, ...]
 
     def __str__(self) -> str:
         width = max(len(verdict.name) for verdict in self.verdicts)
@@ -180,7 +181,7 @@ def explain(
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
     inputs = (q, k, v, is_causal, scale, causal_align)
     verdicts = tuple(
-        Verdict(name, entry.refuses(*inputs), entry.leaves(*inputs))
+        Support(name, entry.refuses(*inputs), entry.leaves(*inputs))
         for name, entry in IMPLEMENTATIONS.items()
     )
     suitable = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}

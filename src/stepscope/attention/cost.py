@@ -1,11 +1,12 @@
 """FLOPs and bytes of attention, from shapes alone. Imports without torch.
 
-FLOPs are two per multiply-add and count the two matmuls of the forward, not the softmax. A causal
-mask leaves half of the score matrix, counted as exactly one half. There are two conventions for the
-backward, and both are here:
+FLOPs are two per multiply-add and count the two matmuls of the forward pass, not the softmax. A
+causal mask leaves half of the score matrix, counted as exactly one half. There are two conventions
+for the backward pass, and both are here:
 
-- the FLOPs of a *model* count twice the forward: four gradient matmuls, no recomputation;
-- the TFLOP/s of a *kernel* counts 2.5 times the forward: a flash backward recomputes the scores.
+- the FLOPs of a *model* count twice the forward pass: four gradient matmuls, no recomputation;
+- the TFLOP/s of a *kernel* counts 2.5 times the forward pass: a flash backward pass recomputes the
+  scores.
 """
 
 from __future__ import annotations
@@ -44,29 +45,32 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """FLOPs of the forward, scores and weighted sum: 4·B·H·Sq·Sk·D, half under a causal mask."""
+    """FLOPs of the forward pass, scores and weighted sum: 4·B·H·Sq·Sk·D, half under a causal
+    mask."""
     full = 4 * shape.scores * shape.d_head
     return full // 2 if causal else full
 
 
 def backward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """FLOPs of the backward by the model convention: twice the forward."""
+    """FLOPs of the backward pass by the model convention: twice the forward pass."""
     return 2 * forward_flops(shape, causal=causal)
 
 
 def kernel_backward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """FLOPs of the backward by the kernel convention: five matmuls where the forward has two."""
+    """FLOPs of the backward pass by the kernel convention: five matmuls where the forward pass has
+    two."""
     return 5 * forward_flops(shape, causal=causal) // 2
 
 
 def forward_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Minimum traffic of a forward: q, k, v read once; output and float32 log-sum-exp written."""
+    """Minimum traffic of a forward pass: q, k, v read once; output and float32 log-sum-exp
+    written."""
     tensors = 2 * shape.query_elements + 2 * shape.key_elements
     return tensors * element_bytes + shape.rows * FLOAT32_BYTES
 
 
 def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Minimum traffic of a backward: q, k, v, output, its gradient and log-sum-exp read once;
+    """Minimum traffic of a backward pass: q, k, v, output, its gradient and log-sum-exp read once;
     the gradients of q, k, v written."""
     read = 3 * shape.query_elements + 2 * shape.key_elements
     written = shape.query_elements + 2 * shape.key_elements
@@ -76,7 +80,7 @@ def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
 def reference_forward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """Bytes that the operators of reference attention read and write in a causal forward.
+    """Bytes that the operators of reference attention read and write in a causal forward pass.
 
     The scores are written, scaled, masked, normalized and read again: eight times their size. CUDA
     autocast adds two casts around a float32 softmax.
@@ -89,7 +93,7 @@ def reference_forward_bytes(
 def reference_backward_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
-    """Bytes that the operators of reference attention read and write in a causal backward.
+    """Bytes that the operators of reference attention read and write in a causal backward pass.
 
     The gradient of the probabilities is written, passes through softmax, mask and scale, and is
     read by two matmuls; the probabilities are read twice.

@@ -28,7 +28,7 @@ def flex_attention_by_mask(
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale) v by `flex_attention`, recompiled for each new shape."""
     causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    q_visible = as_four_dims(q[..., causal_mask.blind_rows :, :])
+    q_visible = as_four_dims(q[..., causal_mask.fully_masked_rows :, :])
     out = _compiled_flex()(
         q_visible,
         as_four_dims(k),
@@ -37,7 +37,11 @@ def flex_attention_by_mask(
         scale=scale,
         enable_gqa=heads_per_key_head(q, k) > 1,
     )
-    out = functional.pad(out, (0, 0, causal_mask.blind_rows, 0)) if causal_mask.blind_rows else out
+    out = (
+        functional.pad(out, (0, 0, causal_mask.fully_masked_rows, 0))
+        if causal_mask.fully_masked_rows
+        else out
+    )
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
 

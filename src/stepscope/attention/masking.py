@@ -44,7 +44,7 @@ class CausalMask:
         return cls(seq_q, seq_k, causal_offset(seq_q, seq_k, causal_align) if is_causal else None)
 
     @property
-    def blind_rows(self) -> int:
+    def fully_masked_rows(self) -> int:
         """Number of leading queries without a visible key; every later one sees the first key."""
         if self.seq_k == 0:
             return self.seq_q
@@ -52,7 +52,7 @@ class CausalMask:
 
     def row_tiles(self, size: int) -> Iterator[slice]:
         """Iterate over tiles of the queries that see at least one key."""
-        return _tiles(self.blind_rows, self.seq_q, size)
+        return _tiles(self.fully_masked_rows, self.seq_q, size)
 
     def key_tiles(self, rows: slice, size: int) -> Iterator[tuple[slice, bool]]:
         """Iterate over tiles of the keys that these rows see, each with whether it needs a mask."""

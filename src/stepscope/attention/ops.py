@@ -4,7 +4,7 @@ Function.
 `stepscope::flash_forward` and `stepscope::flash_backward` are opaque to the compiler; their fake
 implementations give it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D). Where no compiler,
 dispatch mode or transform intercepts operators, the kernels are launched directly: a custom
-operator in Python costs more host time than a short attention takes on the GPU.
+operator in Python costs more CPU time than a short attention takes on the GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from stepscope.torch_tools.derivatives import (
 )
 from stepscope.torch_tools.triton_available import is_interpreted
 
-FEWEST_PRODUCTS = 1 << 34
+MIN_MULTIPLY_ADDS = 1 << 34
 """Multiply-adds of one matmul below which a launch through torch's C++ dispatch is faster."""
 _NAME = "Triton attention"
-TUNED_FOR = 9
+TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
-WIDEST = 96
+MAX_PREFERRED_HEAD_DIM = 96
 """Largest head dimension at which the 16-bit kernels are preferred to cuDNN."""
 
 
@@ -271,13 +271,16 @@ def leaves(
     """Return why another implementation is preferred although the kernels support the input."""
     if q.device.type != "cuda":
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
-    if torch.cuda.get_device_capability(q.device)[0] != TUNED_FOR:
-        return f"its tiles are tuned for GPUs of compute capability {TUNED_FOR}"
-    if q.numel() * k.shape[-2] < FEWEST_PRODUCTS:
+    if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
+        return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
+    if q.numel() * k.shape[-2] < MIN_MULTIPLY_ADDS:
         # The message has no size of the input: the compiler cannot format a symbolic one.
-        return f"below {FEWEST_PRODUCTS:.1e} multiply-adds the launch takes longer than the kernel"
-    if q.dtype != torch.float32 and q.shape[-1] > WIDEST:
-        return f"cuDNN, which torch uses here, is faster at head dimensions above {WIDEST}"
+        return (
+            f"below {MIN_MULTIPLY_ADDS:.1e} multiply-adds the launch takes longer than the kernel"
+        )
+    if q.dtype != torch.float32 and q.shape[-1] > MAX_PREFERRED_HEAD_DIM:
+        limit = MAX_PREFERRED_HEAD_DIM
+        return f"cuDNN, which torch uses here, is faster at head dimensions above {limit}"
     return None
 
 

@@ -23,7 +23,7 @@ def reference_attention(
     """Compute softmax(q kᵀ · scale) v with every intermediate in memory. Default scale: 1/√d."""
     causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
     # A softmax over no keys would be NaN, and so would its gradient.
-    q_visible = q[..., causal_mask.blind_rows :, :]
+    q_visible = q[..., causal_mask.fully_masked_rows :, :]
     group = heads_per_key_head(q, k)
     if group > 1:
         q_visible = torch.unflatten(q_visible, -3, (-1, group)).flatten(-3, -2)
@@ -42,7 +42,11 @@ def reference_attention(
             out = torch.unflatten(weights.flatten(-3, -2) @ v, -2, (group, -1)).flatten(-4, -3)
         else:
             out = weights @ v
-    return functional.pad(out, (0, 0, causal_mask.blind_rows, 0)) if causal_mask.blind_rows else out
+    return (
+        functional.pad(out, (0, 0, causal_mask.fully_masked_rows, 0))
+        if causal_mask.fully_masked_rows
+        else out
+    )
 
 
 def _later_keys(scores: Tensor, offset: int) -> Tensor:

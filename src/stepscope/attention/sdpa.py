@@ -108,7 +108,8 @@ def refusal(
     scale: float | None,
     causal_align: str | None,
 ) -> str | None:
-    """Return why that backend does not support this input, in torch's words where there are any."""
+    """Return why that backend does not support this input, with torch's own message if there is
+    one."""
     del scale
     backend = getattr(SDPBackend, name)
     # Under the compiler support cannot be queried; torch raises when the graph runs.
@@ -125,7 +126,7 @@ def refusal(
             choice = call.choice()
         except RuntimeError as error:
             reasons = _reasons([str(w.message) for w in caught], backend)
-            return reasons or f"torch has no kernel of it for {q.dtype} on {q.device} ({error})"
+            return reasons or f"torch has no such kernel for {q.dtype} on {q.device} ({error})"
     return None if choice == int(backend) else f"torch would use {SDPBackend(choice).name} instead"
 
 
@@ -155,8 +156,8 @@ def _attend(
         scale=scale,
         enable_gqa=call.is_grouped,
     )
-    if call.blind_rows:
-        out = functional.pad(out, (0, 0, call.blind_rows, 0))
+    if call.fully_masked_rows:
+        out = functional.pad(out, (0, 0, call.fully_masked_rows, 0))
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -168,7 +169,7 @@ class _Call(NamedTuple):
     v: Tensor
     mask: Tensor | None
     is_causal: bool
-    blind_rows: int
+    fully_masked_rows: int
 
     @classmethod
     def of(
@@ -181,11 +182,11 @@ class _Call(NamedTuple):
         backend: SDPBackend | None,
     ) -> _Call:
         mask: Tensor | None = None
-        blind_rows = 0
+        fully_masked_rows = 0
         if is_causal and q.shape[-2] != k.shape[-2]:
             causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-            blind_rows = causal_mask.blind_rows
-            q = q[..., blind_rows:, :]
+            fully_masked_rows = causal_mask.fully_masked_rows
+            q = q[..., fully_masked_rows:, :]
             if causal_mask.offset == 0:
                 # No query sees the keys past the last one, and fused kernels need a square mask.
                 k, v = (x[..., : q.shape[-2], :] for x in (k, v))
@@ -193,7 +194,7 @@ class _Call(NamedTuple):
                 mask = _bottom_right_mask(q, k, causal_mask.offset, backend)
         if q.dim() != 4:
             q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
-        return cls(q, k, v, mask, is_causal and mask is None, blind_rows)
+        return cls(q, k, v, mask, is_causal and mask is None, fully_masked_rows)
 
     @property
     def is_grouped(self) -> bool:

@@ -13,9 +13,9 @@ Pass = Literal["forward", "query", "key_value"]
 MAX_HEAD = 256
 IN_PLANES = "planes"
 """float32 tensors split into three bfloat16 tensors that sum to them; six of the nine matmuls."""
-_FIRST_WITH_BFLOAT16 = 8
+_MIN_MAJOR_WITH_BFLOAT16 = 8
 """First major compute capability whose tensor cores support bfloat16."""
-_SMALLEST_DOT = 16
+_MIN_DOT = 16
 
 
 class Tile(NamedTuple):
@@ -42,11 +42,11 @@ def columns(head: int, *, in_one_part: bool = False) -> tuple[int, int]:
     80 is 64 + 16: a single part of 128 would spend a third of the work on zeros. The second part
     is 0 if it would save nothing.
     """
-    padded = max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
+    padded = max(_MIN_DOT, 1 << (head - 1).bit_length())
     first = padded // 2
-    if in_one_part or first < _SMALLEST_DOT or head <= first:
+    if in_one_part or first < _MIN_DOT or head <= first:
         return padded, 0
-    second = max(_SMALLEST_DOT, 1 << (head - first - 1).bit_length())
+    second = max(_MIN_DOT, 1 << (head - first - 1).bit_length())
     return (first, second) if first + second < padded else (padded, 0)
 
 
@@ -72,7 +72,7 @@ _HOPPER: dict[Pass, dict[int, Tile]] = {
     },
 }
 # 16-bit dtypes on any other GPU: small enough for the shared memory of older ones.
-_ELSEWHERE: dict[int, Tile] = {
+_OTHER_GPUS: dict[int, Tile] = {
     64: Tile(64, 32, 4, 2),
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
@@ -94,21 +94,21 @@ _FLOAT32: dict[Pass, dict[int, Tile]] = {
         256: Tile(16, 64, 4, 1, precision="bf16x6"),
     },
 }
-_LAST = Tile(16, 16, 4, 1)
+_FALLBACK = Tile(16, 16, 4, 1)
 
 
 def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
     """Return the tiles to try, best first."""
     if element_bytes > 2:
-        if capability[0] < _FIRST_WITH_BFLOAT16:
-            return [_LAST]
+        if capability[0] < _MIN_MAJOR_WITH_BFLOAT16:
+            return [_FALLBACK]
         best = _entry(_FLOAT32[kind], sum(columns(head)))
-        return [best, _LAST._replace(precision=best.precision)]
-    wide = sum(columns(head))
-    smaller = _entry(_ELSEWHERE, wide)
-    best = _entry(_HOPPER[kind], wide) if capability[0] == 9 else smaller
-    return list(dict.fromkeys((best, smaller, _LAST)))
+        return [best, _FALLBACK._replace(precision=best.precision)]
+    width = sum(columns(head))
+    smaller = _entry(_OTHER_GPUS, width)
+    best = _entry(_HOPPER[kind], width) if capability[0] == 9 else smaller
+    return list(dict.fromkeys((best, smaller, _FALLBACK)))
 
 
-def _entry(table: dict[int, Tile], wide: int) -> Tile:
-    return next(tile for max_columns, tile in table.items() if wide <= max_columns)
+def _entry(table: dict[int, Tile], width: int) -> Tile:
+    return next(tile for max_columns, tile in table.items() if width <= max_columns)

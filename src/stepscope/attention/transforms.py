@@ -1,7 +1,7 @@
 """FlashAttention under `torch.func`: `grad`, `vjp`, `vmap` and their compositions.
 
 The transforms need an autograd Function with a separate `setup_context` and a `vmap` rule. Such a
-Function costs more host time per call than a short attention takes on the GPU, so these run only
+Function costs more CPU time per call than a short attention takes on the GPU, so these run only
 under a transform. A dimension that `vmap` maps over becomes one more leading dimension, of which
 attention takes any number.
 """
@@ -20,7 +20,7 @@ from stepscope.torch_tools.derivatives import no_second_derivative
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Forward and backward of an implementation, for any number of leading dimensions."""
+    """Forward and backward pass of an implementation, for any number of leading dimensions."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]

@@ -13,9 +13,9 @@ of the feed-forward, one matmul."""
 
 def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
     """Return the policy of each block. `inputs-12` is `inputs` in the first twelve blocks and
-    `gates` in the others, whose backward runs first and frees them."""
-    name, dash, number = strategy.partition("-")
-    counted = number.isascii() and number.isdigit() and name == INPUTS
+    `gates` in the others, whose backward pass runs first and frees them."""
+    name, dash, blocks = strategy.partition("-")
+    counted = blocks.isascii() and blocks.isdigit() and name == INPUTS
     if name not in KEEPS or (dash and not counted):
         raise UsageError(
             f"activation policy {strategy!r} does not exist",
@@ -23,12 +23,12 @@ def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
         )
     if not dash:
         return (name,) * layers
-    if int(number) > layers:
+    if int(blocks) > layers:
         raise UsageError(
             f"activation policy {strategy!r} for a model of {layers} blocks",
             f"give at most {INPUTS}-{layers}",
         )
-    return (INPUTS,) * int(number) + (GATES,) * (layers - int(number))
+    return (INPUTS,) * int(blocks) + (GATES,) * (layers - int(blocks))
 
 
 def check_layer_options(fused: bool, joined: bool, keep: str) -> None:

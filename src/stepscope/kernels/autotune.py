@@ -18,42 +18,42 @@ from torch import Tensor
 
 from stepscope.kernels.cublaslt import ALIGNMENT, Kernel, Matmul, Plan
 
-ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 32
+ROUNDS, SAMPLE_MS, MAX_LAUNCHES = 5, 4.0, 32
 """Samples per kernel, the duration of a sample, and the maximum number of launches in one."""
-HEAVY_FLOPS, NEAR = 1e10, 1.1
+POWER_CAP_FLOPS, RETIME_WITHIN = 1e10, 1.1
 """GEMMs of at least this many FLOPs reach the power cap. Of these, kernels within this factor of
 the fastest are timed again under sustained load."""
 SUSTAINED_ROUNDS, SUSTAINED_MS = 2, 240.0
-GAIN = 0.985
+MAX_TIME_RATIO = 0.985
 """A kernel replaces torch's choice if it takes less than this fraction of its time."""
 _AHEAD_CYCLES = 500_000
-"""Cycles that the device sleeps before timed launches, so that the host is ahead of it."""
+"""Cycles that the device sleeps before timed launches, so that the CPU is ahead of it."""
 _HALF = (torch.float16, torch.bfloat16)
 
 Choice = tuple[Plan, Kernel] | None
 """None if torch's choice is as fast."""
 _chosen: dict[tuple[torch.device, Matmul], Choice] = {}
-_open = 0
+_open_contexts = 0
 
 
 @contextmanager
 def autotuned_matmuls() -> Iterator[None]:
-    """Use autotuned GEMMs within the context, in backwards too."""
-    global _open
-    _open += 1
+    """Use autotuned GEMMs within the context, in backward passes too."""
+    global _open_contexts
+    _open_contexts += 1
     try:
         yield
     finally:
-        _open -= 1
+        _open_contexts -= 1
 
 
 def autotuning() -> bool:
-    return _open > 0
+    return _open_contexts > 0
 
 
-def autotuned_matmul_into(out: Tensor, a: Tensor, b: Tensor, adds: bool = False) -> bool:
+def autotuned_matmul_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool = False) -> bool:
     """Compute out = a b, or out += a b. Return False, without computing, if torch should do it."""
-    choice = _choice(out, a, b, adds)
+    choice = _choice(out, a, b, accumulate)
     if choice is None:
         return False
     plan, kernel = choice
@@ -62,10 +62,10 @@ def autotuned_matmul_into(out: Tensor, a: Tensor, b: Tensor, adds: bool = False)
     return True
 
 
-def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
+def _choice(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Choice:
     if not autotuning() or not out.is_cuda or not _may_reduce_in(a.dtype):
         return None
-    key = _key(out, a, b, adds)
+    key = _key(out, a, b, accumulate)
     if key is None:
         return None
     if key not in _chosen:
@@ -76,14 +76,14 @@ def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
     return _chosen[key]
 
 
-def _key(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> tuple[torch.device, Matmul] | None:
+def _key(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> tuple[torch.device, Matmul] | None:
     """Return the cache key: device, shapes, strides, dtypes, and whether `out` is accumulated into.
     Addresses are not in the key: tensors not aligned to `ALIGNMENT` bytes are left to torch."""
     if a.dtype not in _HALF or a.dtype != b.dtype or not out.device == a.device == b.device:
         return None
     if any(type(x) is not Tensor or x.data_ptr() % ALIGNMENT for x in (out, a, b)):
         return None
-    matmul = Matmul.of(a, b, out, adds)
+    matmul = Matmul.of(a, b, out, accumulate)
     return None if matmul is None else (out.device, matmul)
 
 
@@ -99,7 +99,7 @@ def _may_reduce_in(dtype: torch.dtype) -> bool:
 def _autotune(matmul: Matmul, a: Tensor, b: Tensor, out: Tensor) -> Choice:
     plan = Plan(matmul, out.device)
     target = out
-    if matmul.adds:
+    if matmul.accumulate:
         # The timed launches must not change the accumulated tensor.
         target = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
 
@@ -108,20 +108,20 @@ def _autotune(matmul: Matmul, a: Tensor, b: Tensor, out: Tensor) -> Choice:
 
     try:
         kernels = plan.kernels()
-        once = [_timed(kernel, launch, 1) for kernel in kernels]
+        first_ms = [_timed(kernel, launch, 1) for kernel in kernels]
     except RuntimeError:
         return None
     if len(kernels) < 2:
         return None
-    each = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
-    times = _medians(kernels, launch, each, ROUNDS)
-    if matmul.flops >= HEAVY_FLOPS:
-        usual, *others = zip(kernels, times, strict=True)
-        near = [usual[0], *(kernel for kernel, ms in others if ms < NEAR * min(times))]
+    launches = max(1, min(MAX_LAUNCHES, int(SAMPLE_MS / min(first_ms))))
+    times = _medians(kernels, launch, launches, ROUNDS)
+    if matmul.flops >= POWER_CAP_FLOPS:
+        default, *others = zip(kernels, times, strict=True)
+        close = [default[0], *(kernel for kernel, ms in others if ms < RETIME_WITHIN * min(times))]
         launches = int(SUSTAINED_MS / min(times)) + 1
-        kernels, times = near, _medians(near, launch, launches, SUSTAINED_ROUNDS)
+        kernels, times = close, _medians(close, launch, launches, SUSTAINED_ROUNDS)
     best = min(times)
-    return (plan, kernels[times.index(best)]) if best < GAIN * times[0] else None
+    return (plan, kernels[times.index(best)]) if best < MAX_TIME_RATIO * times[0] else None
 
 
 def _medians(

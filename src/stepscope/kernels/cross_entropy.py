@@ -4,8 +4,8 @@ For each chunk the logits are computed, reduced to losses, overwritten by their 
 multiplied into the gradients of x and weight; the next chunk reuses the buffer. The gradient of a
 logit is divided by the number of rows immediately, except in float16, which can represent p -
 onehot but would underflow after the division: there the division is part of the factor applied in
-the backward. The rest of that factor is the upstream gradient, which is nearly always 1; the device
-reads it, without a host synchronization, and skips the multiplication if it is 1.
+the backward pass. The rest of that factor is the upstream gradient, which is nearly always 1; the
+device reads it, without synchronizing with the CPU, and skips the multiplication if it is 1.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute the cross-entropy of the logits x weightᵀ, in at least float32.
 
-    Gradients are computed in the forward and scaled in place, so the backward can run only once,
-    even with `retain_graph`. `copies` may have the weight in the matmul dtype.
+    Gradients are computed in the forward pass and scaled in place, so the backward pass can run
+    only once, even with `retain_graph`. `copies` may have the weight in the matmul dtype.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
@@ -185,7 +185,7 @@ def _scale(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
 
 
 def _scale_(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Scale in place: memory is at its peak at the start of the backward."""
+    """Scale in place: memory is at its peak at the start of the backward pass."""
     if kernels_take(*grads):
         from stepscope.kernels.triton.scale import scale_unless_one
 
@@ -242,7 +242,8 @@ def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None,
     return (*returned, *[None] * 7)
 
 
-# The compiler sees one operator: if it traced the chunks, it might save them for its own backward.
+# The compiler sees one operator: if it traced the chunks, it might save them for its own backward
+# pass.
 @torch.library.custom_op("stepscope::linear_cross_entropy", mutates_args=())
 def _operator(
     x: Tensor,
@@ -289,7 +290,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: LossAndGrads) -> None:
 
 def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients out of place and without Triton kernels: this is only traced, and
-    `torch.compiler.is_compiling()` is False while a backward is traced."""
+    `torch.compiler.is_compiling()` is False while a backward pass is traced."""
     return _differentiate(ctx, grad, _scale)
 
 

@@ -45,7 +45,7 @@ class Matmul(NamedTuple):
     left: Matrix
     right: Matrix
     out: Matrix
-    adds: bool
+    accumulate: bool
 
     @property
     def flops(self) -> int:
@@ -53,12 +53,12 @@ class Matmul(NamedTuple):
         return 2 * self.out.rows * self.out.columns * inner
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> Matmul | None:
+    def of(cls, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Matmul | None:
         """Express the row-major out = a b for cuBLAS; None if it does not support the layout."""
         left, right, target = _by_columns(b), _by_columns(a), _by_columns(out)
         if left is None or right is None or target is None or target.transposed:
             return None
-        return cls(left, right, target, adds)
+        return cls(left, right, target, accumulate)
 
 
 def _by_columns(x: Tensor) -> Matrix | None:
@@ -92,7 +92,7 @@ class Plan:
         self._library = _library()
         self._handle = _handle(device)
         self._device = device
-        self._factors = ctypes.c_float(1.0), ctypes.c_float(float(matmul.adds))
+        self._factors = ctypes.c_float(1.0), ctypes.c_float(float(matmul.accumulate))
         self._descriptor = self._create("cublasLtMatmulDescCreate", _SUMS_IN_FLOAT32, 0)
         for attribute, matrix in ((_TRANSPOSE_LEFT, matmul.left), (_TRANSPOSE_RIGHT, matmul.right)):
             transposed = ctypes.c_int32(matrix.transposed)

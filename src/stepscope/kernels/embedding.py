@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.norm import WIDEST
+from stepscope.kernels.norm import MAX_COLUMNS
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import is_interpreted
 
-MOST_TOKENS, MOST_INTERPRETED = 32_768, 1024
+MAX_TOKENS, MAX_TOKENS_INTERPRETED = 32_768, 1024
 """Maximum number of tokens: every token is compared with every other, so beyond this a sort is
 faster, and the interpreter too slow."""
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return weight[tokens]."""
-    few = 0 < tokens.numel() <= MOST_TOKENS
+    few = 0 < tokens.numel() <= MAX_TOKENS
     if is_interpreted():
-        few = few and max(tokens.numel(), weight.shape[0]) <= MOST_INTERPRETED
-    if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
+        few = few and max(tokens.numel(), weight.shape[0]) <= MAX_TOKENS_INTERPRETED
+    if not few or weight.shape[1] > MAX_COLUMNS or not kernels_take(weight):
         return functional.embedding(tokens, weight)
     out: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]
     return out

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 CHUNK_ROWS = 8192
-"""Rows per chunk that hide the traffic of the gradient. A chunk reads and writes the float32
-gradient of the weight, 8 bytes per 6 FLOPs per row: at 700 TFLOP/s and 4.2 TB/s (an H200) this
-takes 222 / rows of the time of its matmuls."""
+"""Rows per chunk at which the traffic of the weight gradient costs little. A chunk reads and writes
+the float32 gradient of the weight, 8 bytes per 6 FLOPs per row: at 700 TFLOP/s and 4.2 TB/s (an
+H200) this takes 222 / rows of the time of its matmuls."""
 CHUNK_ELEMENTS = 1 << 27
 """Logits that a chunk may always have: 256 MiB in 16 bits."""
 _ROW_MULTIPLE = 128

@@ -166,7 +166,8 @@ class WeightGradients:
     def __init__(self, weights: Weights) -> None:
         self._dtype = weights[0].dtype
         self._rows = [weight.shape[0] for weight in weights]
-        # Weak references: weights gathered from several ranks must be freed before the backward.
+        # Weak references: weights gathered from several ranks must be freed before the backward
+        # pass.
         self._owners = [weakref.ref(weight) for weight in weights]
 
     def gradients(
@@ -234,7 +235,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a b, where total may have a wider dtype."""
-    if autotuned_matmul_into(total, a, b, adds=True):
+    if autotuned_matmul_into(total, a, b, accumulate=True):
         return
     if total.dtype == a.dtype:
         total.addmm_(a, b)

@@ -11,7 +11,7 @@ from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
-WIDEST = 16_384
+MAX_COLUMNS = 16_384
 """Maximum number of columns: a program keeps an entire row in registers."""
 
 
@@ -73,7 +73,7 @@ def normed_sum(
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
     inputs = [x, weight] if branch is None else [x, branch, weight]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
-    if x.shape[-1] > WIDEST or not kernels_take(*inputs) or not supports_dtype(dtype):
+    if x.shape[-1] > MAX_COLUMNS or not kernels_take(*inputs) or not supports_dtype(dtype):
         stream = x if branch is None else x + branch
         return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
     added = None if branch is None else branch.contiguous()

@@ -46,13 +46,13 @@ class WeightCopies:
         """Return the copy of this weight, for an optimizer to update; None if there is not exactly
         one."""
         position = self._position_of(weight)
-        return None if position is None else position.group.rows[position.number]
+        return None if position is None else position.group.rows[position.member]
 
     def written(self, weight: Tensor) -> None:
         """Record that the copy returned by `find` has been written together with the weight."""
         position = self._position_of(weight)
         if position is not None:
-            position.group.mark_current(position.number, weight)
+            position.group.mark_current(position.member, weight)
 
     def invalidate(self, weight: Tensor) -> None:
         """Copy this weight again before its next use, whether a change of it is detected or not."""
@@ -64,7 +64,7 @@ class WeightCopies:
         positions = self._positions.get(id(weight), ())
         # The id may have been reused by another tensor.
         valid = [
-            position for position in positions if position.group.holds(position.number, weight)
+            position for position in positions if position.group.holds(position.member, weight)
         ]
         return valid[0] if len(valid) == 1 else None
 
@@ -92,16 +92,16 @@ class WeightCopies:
         group = self._groups[key] = _Group(weights, dtype)
         self._positions = {}
         for k, other in self._groups.items():
-            for number, owner in enumerate(k):
-                self._positions.setdefault(owner, []).append(_Position(other, number))
+            for index, owner in enumerate(k):
+                self._positions.setdefault(owner, []).append(_Position(other, index))
         return group
 
 
 class _Position(NamedTuple):
-    """Index of a weight in a group."""
+    """A group, and the index of a weight in it."""
 
     group: _Group
-    number: int
+    member: int
 
 
 class _Group:
@@ -128,11 +128,11 @@ class _Group:
         placement = (self.concatenated.dtype, self.concatenated.device)
         return same and shapes and placement == (dtype, weights[0].device)
 
-    def holds(self, number: int, weight: Tensor) -> bool:
-        return self._owners[number]() is weight and self.rows[number].shape == weight.shape
+    def holds(self, index: int, weight: Tensor) -> bool:
+        return self._owners[index]() is weight and self.rows[index].shape == weight.shape
 
-    def mark_current(self, number: int, weight: Tensor) -> None:
-        self._versions[number] = _Version.of(weight)
+    def mark_current(self, index: int, weight: Tensor) -> None:
+        self._versions[index] = _Version.of(weight)
 
     def mark_changed(self, number: int) -> None:
         self._versions[number] = None

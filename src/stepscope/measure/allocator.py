@@ -75,9 +75,9 @@ class History:
 def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
     """Record every allocation, with its Python stack, and every free; discard them at the end.
 
-    The stack of a free would double the cost and no reader of a snapshot uses it. The backward runs
-    on the calling thread: the autograd engine's threads have no Python frames, and discovering that
-    takes longer than recording a stack.
+    The stack of a free would double the cost and no reader of a snapshot uses it. The backward pass
+    runs on the calling thread: the autograd engine's threads have no Python frames, and discovering
+    that takes longer than recording a stack.
     """
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=entries)
     try:

@@ -87,10 +87,10 @@ def capture(
         run()
         settle()
         tracer.start()
-        for number in range(steps):
-            if number:
+        for index in range(steps):
+            if index:
                 settle()
-            with record_function(f"{STEP_MARK}{number}"):
+            with record_function(f"{STEP_MARK}{index}"):
                 run()
     finally:
         tracer.stop()

@@ -1,4 +1,4 @@
-"""Measured limits of this machine: matmul rate per dtype, memory bandwidth, launch rate.
+"""Ceilings: measured limits of this machine, matmul rate per dtype, memory bandwidth, launch rate.
 
 A ceiling is the best batch of runs over several shapes, on random data: the rate that a large,
 well-shaped matmul or copy reaches on an undisturbed machine, not the rate of the datasheet.

@@ -1,6 +1,6 @@
 """Time consecutive steps, as in training; compare several variants in alternating blocks.
 
-A single sample starts on an idle device: it contains the host time that consecutive steps hide
+A single sample starts on an idle device: it contains the CPU time that consecutive steps hide
 behind the device, and the clock of a power-limited GPU recovers between samples. A block runs one
 variant for seconds without a pause. Blocks alternate in the order A B, B A, A B, …, so that drift
 of the clock or the temperature cancels.
@@ -20,9 +20,9 @@ from stepscope.records.schema import Clock
 
 CONSECUTIVE = "consecutive"
 """Name of the series with the median step of each block."""
-_LEAST_STEPS = 3
-_MOST_QUEUED, _QUEUED_S = 8, 0.1
-"""Maximum steps in the queue, and maximum seconds of queued work (but at least two steps): the host
+_MIN_STEPS = 3
+_MAX_QUEUED, _QUEUED_S = 8, 0.1
+"""Maximum steps in the queue, and maximum seconds of queued work (but at least two steps): the CPU
 stays ahead of the device without filling the launch queue."""
 _POLL_S = 1e-4
 
@@ -56,26 +56,26 @@ def time_consecutive(
             if progress:
                 progress(block + 1, blocks)
     order = {name: index for index, name in enumerate(variants)}
-    series = sorted(samples.series(), key=lambda one: order[one.variant])
+    series = sorted(samples.series(), key=lambda entry: order[entry.variant])
     return Timing(tuple(series), tuple(readings))
 
 
 def consecutive_steps(
-    run: Callable[[], object], device: Device, seconds: float, least: int = _LEAST_STEPS
+    run: Callable[[], object], device: Device, seconds: float, min_steps: int = _MIN_STEPS
 ) -> tuple[Clock, list[float]]:
     """Run steps without a pause; return the clock and the milliseconds of each step."""
     device.synchronize()
     began_s = time.monotonic()
     marks = [device.mark()]
     queued = 2
-    while len(marks) <= least or time.monotonic() - began_s < seconds:
+    while len(marks) <= min_steps or time.monotonic() - began_s < seconds:
         run()
         marks.append(device.mark())
         if len(marks) > queued:
             _wait_for(device, marks[-queued])
         if len(marks) == 3:
             first_s = time.monotonic() - began_s
-            queued = max(2, min(_MOST_QUEUED, math.ceil(_QUEUED_S / max(first_s, 1e-6))))
+            queued = max(2, min(_MAX_QUEUED, math.ceil(_QUEUED_S / max(first_s, 1e-6))))
     device.synchronize()
     on_device = [device.device_ms(start, end) for start, end in pairwise(marks)]
     if any(step is None for step in on_device):

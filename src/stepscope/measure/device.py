@@ -25,7 +25,7 @@ _COMMON_POOL = (0, 0)
 
 
 class Timestamp:
-    """A point in time: on the host's clock and, if the device has a queue, in that queue."""
+    """A point in time: on the CPU clock and, if the device has a queue, in that queue."""
 
     __slots__ = ("event", "host_s")
 
@@ -66,7 +66,7 @@ class Device(ABC):
     def peak_bytes(self) -> int | None:
         """Peak memory since `reset_peak`; None if the system does not report it."""
 
-    def held_bytes(self) -> int | None:
+    def allocated_bytes(self) -> int | None:
         """Memory in use now; None if the system does not count tensors."""
         return None
 
@@ -84,7 +84,7 @@ class Device(ABC):
 
     @abstractmethod
     def occupy(self, ms: float) -> None:
-        """Keep the device busy for about `ms` milliseconds, so that the host gets ahead of it."""
+        """Keep the device busy for about `ms` milliseconds, so that the CPU gets ahead of it."""
 
     def release(self) -> None:
         """Free the cached memory that a finished case left behind."""
@@ -150,7 +150,7 @@ class CpuDevice(Device):
         """Eager work on a CPU is done when the call returns."""
 
     def occupy(self, ms: float) -> None:
-        """Do nothing: there is no queue that the host could fill."""
+        """Do nothing: there is no queue that the CPU could fill."""
 
     def release(self) -> None:
         super().release()
@@ -222,7 +222,7 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
-    def held_bytes(self) -> int | None:
+    def allocated_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def replayed_bytes(self) -> int:

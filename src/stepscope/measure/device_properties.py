@@ -31,43 +31,43 @@ _ATTRIBUTES: dict[str, tuple[int, str, float]] = {
 _VECTORS = (("avx512f", 512), ("avx2", 256), ("avx", 256), ("asimd", 128), ("sse2", 128))
 _MATRIX_FLAGS = ("amx_tile", "avx512_bf16", "avx_vnni", "sme", "sve", "i8mm", "bf16")
 
-Facts = dict[str, tuple[float, str]]
+Properties = dict[str, tuple[float, str]]
 """Values with their units."""
 Ask = Callable[[int], int | None]
 """Function that queries a driver attribute by its number."""
 
 
-def device_card(device: Device) -> tuple[Facts, dict[str, str]]:
+def device_properties(device: Device) -> tuple[Properties, dict[str, str]]:
     """Return the properties with a unit, and the properties in words."""
     if isinstance(device, CudaDevice):
         major, minor = device.capability
         words = {"name": device.name, "compute capability": f"{major}.{minor}"}
-        facts = cuda_facts(_driver(device.torch_device.index or 0))
-        facts["memory_bytes"] = (float(device.memory_bytes), "B")
+        properties = cuda_properties(_driver(device.torch_device.index or 0))
+        properties["memory_bytes"] = (float(device.memory_bytes), "B")
         watts = device.telemetry.power_limit_w()
         if watts is not None:
-            facts["power_limit_w"] = (watts, "W")
-        return facts, words
-    facts, words = cpu_facts(Path("/"))
-    facts["cores"] = (float(_cores()), "1")
-    facts["memory_bytes"] = (float(device.memory_bytes), "B")
-    return facts, {"name": device.name} | words
+            properties["power_limit_w"] = (watts, "W")
+        return properties, words
+    properties, words = cpu_properties(Path("/"))
+    properties["cores"] = (float(_cores()), "1")
+    properties["memory_bytes"] = (float(device.memory_bytes), "B")
+    return properties, {"name": device.name} | words
 
 
-def cuda_facts(ask: Ask) -> Facts:
-    facts: Facts = {}
-    for name, (number, unit, factor) in _ATTRIBUTES.items():
-        answer = ask(number)
+def cuda_properties(ask: Ask) -> Properties:
+    properties: Properties = {}
+    for name, (attribute, unit, factor) in _ATTRIBUTES.items():
+        answer = ask(attribute)
         if answer:
-            facts[name] = (answer * factor, unit)
-    if "threads_per_sm" in facts and "lanes_per_warp" in facts:
-        warps = facts["threads_per_sm"][0] / facts["lanes_per_warp"][0]
-        facts["warps_per_sm"] = (warps, "1")
-    if "memory_clock_hz" in facts and "bus_bits" in facts:
+            properties[name] = (answer * factor, unit)
+    if "threads_per_sm" in properties and "lanes_per_warp" in properties:
+        warps = properties["threads_per_sm"][0] / properties["lanes_per_warp"][0]
+        properties["warps_per_sm"] = (warps, "1")
+    if "memory_clock_hz" in properties and "bus_bits" in properties:
         # Two transfers per clock (DDR), as in all GPU memories.
-        rate = 2 * facts["memory_clock_hz"][0] * facts["bus_bits"][0] / 8
-        facts["memory_rate"] = (rate, "B/s")
-    return facts
+        rate = 2 * properties["memory_clock_hz"][0] * properties["bus_bits"][0] / 8
+        properties["memory_rate"] = (rate, "B/s")
+    return properties
 
 
 def _driver(ordinal: int) -> Ask:
@@ -80,38 +80,40 @@ def _driver(ordinal: int) -> Ask:
         return lambda _: None
     handle = device.value
 
-    def ask(number: int) -> int | None:
+    def ask(attribute: int) -> int | None:
         answer = ctypes.c_int()
-        failed = library.cuDeviceGetAttribute(ctypes.byref(answer), number, handle)
+        failed = library.cuDeviceGetAttribute(ctypes.byref(answer), attribute, handle)
         return None if failed else answer.value
 
     return ask
 
 
-def cpu_facts(root: Path) -> tuple[Facts, dict[str, str]]:
+def cpu_properties(root: Path) -> tuple[Properties, dict[str, str]]:
     """Read the properties from the system files below `root`; empty without them (not Linux)."""
-    facts: Facts = {}
+    properties: Properties = {}
     cpu = root / "sys/devices/system/cpu/cpu0"
     for index in sorted(cpu.glob("cache/index*")):
         level, kind = _text(index / "level"), _text(index / "type")
         size, line = _size(_text(index / "size")), _text(index / "coherency_line_size")
         if kind in ("Data", "Unified") and size is not None:
-            facts[f"l{level}_bytes"] = (size, "B")
+            properties[f"l{level}_bytes"] = (size, "B")
         if kind in ("Data", "Unified") and line.isdigit():
-            facts["line_bytes"] = (float(line), "B")
+            properties["line_bytes"] = (float(line), "B")
     kilohertz = _text(cpu / "cpufreq/cpuinfo_max_freq")
     listed = _cpuinfo(root)
     megahertz = listed.get("cpu MHz", "")
     if kilohertz.isdigit():
-        facts["clock_hz"] = (float(kilohertz) * 1e3, "Hz")
+        properties["clock_hz"] = (float(kilohertz) * 1e3, "Hz")
     elif megahertz.replace(".", "", 1).isdigit():
-        facts["clock_hz"] = (float(megahertz) * 1e6, "Hz")
+        properties["clock_hz"] = (float(megahertz) * 1e6, "Hz")
     flags = (listed.get("flags") or listed.get("Features") or "").split()
     bits = next((width for flag, width in _VECTORS if flag in flags), None)
     if bits is not None:
-        facts["vector_bits"] = (float(bits), "bit")
+        properties["vector_bits"] = (float(bits), "bit")
     matrix = [flag for flag in _MATRIX_FLAGS if flag in flags]
-    return facts, {"matrix instructions": ", ".join(matrix) or "none reported"} if flags else {}
+    return properties, {
+        "matrix instructions": ", ".join(matrix) or "none reported"
+    } if flags else {}
 
 
 def _cores() -> int:

@@ -2,7 +2,7 @@
 
 The driver updates its counter some tens of times per second. A device at its power cap settles at a
 lower clock, and every pause lets the clock recover. So steps run without a pause: the next steps
-are already queued while the host polls the counter. A separate thread polls too, since the host may
+are already queued while the CPU polls the counter. A separate thread polls too, since the CPU may
 block inside a step. The measured window ends at the last counter update and starts an integer
 number of steps earlier, so that no phase of a step is counted once too often.
 """
@@ -24,11 +24,11 @@ from stepscope.measure.timer import no_collection
 from stepscope.records.schema import Quantity, quantities
 
 LEAD_S, WINDOW_S = 0.5, 2.0
-MOST_S = 18.0
+MAX_SECONDS = 18.0
 """Time limit in seconds: if two steps after the lead would end later, one step is measured."""
-_LEAST_STEPS = 2
-_AHEAD_S, _MOST_AHEAD = 0.02, 64
-"""Seconds and maximum number of steps queued while the host sleeps; at least one step."""
+_MIN_STEPS = 2
+_AHEAD_S, _MAX_AHEAD = 0.02, 64
+"""Seconds and maximum number of steps queued while the CPU sleeps; at least one step."""
 _POLL_S, _READING_EVERY_S = 0.001, 0.1
 _WATCHER_POLL_S = 0.005
 
@@ -131,7 +131,7 @@ def _watched(meter: _Meter) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        # The host thread meets the same error and reports it.
+        # The CPU thread meets the same error and reports it.
         with suppress(Exception):
             while not over.wait(_WATCHER_POLL_S):
                 meter.poll()
@@ -168,7 +168,7 @@ def _run_steps(
         if not lead:
             took = time.monotonic() - began_s
             each = _between_s(device, start, end) / done
-            ahead = min(_MOST_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MOST_AHEAD)))
+            ahead = min(_MAX_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MAX_AHEAD)))
             if took >= LEAD_S:
                 start, lead = end, done
                 total = max(issued, done + _measured_steps(each, took, seconds))
@@ -183,9 +183,9 @@ def _between_s(device: Device, start: Timestamp, end: Timestamp) -> float:
 
 
 def _measured_steps(each_s: float, spent_s: float, seconds: float) -> int:
-    if spent_s + _LEAST_STEPS * each_s > MOST_S:
+    if spent_s + _MIN_STEPS * each_s > MAX_SECONDS:
         return 1
-    return max(_LEAST_STEPS, math.ceil(seconds / each_s))
+    return max(_MIN_STEPS, math.ceil(seconds / each_s))
 
 
 def energy_quantities(

@@ -54,7 +54,8 @@ def operator_flops(
 
 
 def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
-    """Subtract the scores that the backward of fused attention recomputes, which torch counts."""
+    """Subtract the scores that the backward pass of fused attention recomputes, which torch
+    counts."""
     _, q, _, v, *_ = arguments
     head, value = q.shape[-1], v.shape[-1]
     # dQ, dK and the recomputed scores have `head`; dV and the gradient of the scores `value`.
@@ -64,8 +65,12 @@ def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
 def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an operator call by name, including defaults."""
     declared = function._schema.arguments
-    named = {one.name: one.default_value for one in declared if one.has_default_value()}
-    names = (one.name for one in declared)
+    named = {
+        argument.name: argument.default_value
+        for argument in declared
+        if argument.has_default_value()
+    }
+    names = (argument.name for argument in declared)
     return named | dict(zip(names, arguments, strict=False)) | keywords
 
 
@@ -121,7 +126,7 @@ class FlopCount:
         """The dtype with the most FLOPs, by its name in records (`tf32` for float32 with TF32)."""
         if not self.by_dtype:
             return ""
-        name = max(self.by_dtype, key=lambda one: self.by_dtype[one])
+        name = max(self.by_dtype, key=lambda dtype: self.by_dtype[dtype])
         fast = tf32_is_enabled() and torch.cuda.is_available()
         return "tf32" if name == "float32" and fast else name
 

@@ -1,4 +1,5 @@
-"""Time at which each gradient of a backward is ready, on the device's queue or the host's clock."""
+"""Time at which each gradient of a backward pass is ready, on the device's queue or the CPU's
+clock."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class GradientTimes(NamedTuple):
     backward: list[float]
     optimizer: list[float]
     ready: list[list[float]]
-    """By parameter: ms from the start of the backward; empty for a parameter without a gradient."""
+    """By parameter: ms from the start of the backward pass; empty for a parameter without a
+    gradient."""
 
 
 def record_gradients(

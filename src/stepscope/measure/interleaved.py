@@ -16,9 +16,9 @@ from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collect
 
 STEP, WALL = "step", "wall"
 """Names of the series of each variant: single calls, and back-to-back calls."""
-MOST_ROUNDS = 200
+MAX_ROUNDS = 200
 _LEAD = 2.0
-"""Factor on the median issue time of the host: the issue time varies on a busy machine."""
+"""Factor on the median issue time of the CPU: the issue time varies on a busy machine."""
 _MOST_LEAD_MS = 20.0
 
 
@@ -34,16 +34,16 @@ def time_interleaved(
     before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
-    """Time each variant: a series on the device's queue, and one of the host's issue time.
+    """Time each variant: a series on the device's queue, and one of the CPU's issue time.
 
     `before[name]` runs ahead of each sample of that variant, outside of it.
 
-    With `host_ahead` the device is kept busy until the host has issued a sample, so that the device
-    series is free of the gaps that a slow host leaves.
+    With `host_ahead` the device is kept busy until the CPU has issued a sample, so that the device
+    series is free of the gaps that a slow CPU leaves.
 
-    With `back_to_back`, each round also times that many consecutive calls by the host's clock, from
+    With `back_to_back`, each round also times that many consecutive calls by the CPU clock, from
     an idle device to an idle device, and records the time per call (`wall`): the time that a caller
-    sees if the host is slower than the device.
+    sees if the CPU is slower than the device.
     """
     samples = Samples()
     readings = [device.read()]
@@ -51,7 +51,7 @@ def time_interleaved(
     shuffle = random.Random(0).shuffle
     started, taken = 0.0, -warmup
     with no_collection():
-        while taken < rounds or (time.monotonic() - started < min_seconds and taken < MOST_ROUNDS):
+        while taken < rounds or (time.monotonic() - started < min_seconds and taken < MAX_ROUNDS):
             if taken == 0:
                 started = time.monotonic()
             shuffle(order)
@@ -71,8 +71,8 @@ def time_interleaved(
                 readings.append(device.read())
     readings.append(device.read())
     # Rounds are shuffled: return the series in the order of the arguments.
-    index = {name: number for number, name in enumerate(variants)}
-    series = sorted(samples.series(), key=lambda one: (one.name == WALL, index[one.variant]))
+    index = {name: position for position, name in enumerate(variants)}
+    series = sorted(samples.series(), key=lambda entry: (entry.name == WALL, index[entry.variant]))
     return Timing(tuple(series), tuple(readings))
 
 

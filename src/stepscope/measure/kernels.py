@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stepscope.measure.device import Device
 
-_LONGEST_NAME = 160
+_MAX_NAME_LENGTH = 160
 SEPARATOR = "; "
 
 
@@ -42,4 +42,4 @@ def profile_kernels(run: Callable[[], object], device: Device) -> tuple[KernelRu
 
 def kernel_names(runs: Iterable[KernelRun]) -> str:
     """Join the distinct names in one line; long template names are cut to 160 characters."""
-    return SEPARATOR.join(dict.fromkeys(run.name[:_LONGEST_NAME] for run in runs))
+    return SEPARATOR.join(dict.fromkeys(run.name[:_MAX_NAME_LENGTH] for run in runs))

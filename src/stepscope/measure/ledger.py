@@ -3,7 +3,7 @@
 Storages are counted at the dispatcher. Autograd's saved-tensor hooks report what is saved for
 backward, with the module, the operator and the line of code that saved it. On CUDA the allocator is
 read around every operator, so that temporary memory inside operators and the rounding of blocks are
-measured too; the rest is the residual.
+measured too; the rest is unattributed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._ends[name] = self._lines_at(name, self._allocated(), "")
 
     def made(self, size: int, operator: str) -> LiveStorage:
-        # A module that runs inside the backward is being recomputed.
+        # A module that runs inside the backward pass is being recomputed.
         again = self._current == "backward" and self._modules
         line = RECOMPUTED if again else TEMPORARIES
         self._add(line, size)
@@ -212,8 +212,8 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return msgspec.structs.replace(peak, lines=lines)
 
     def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        if any(original.line == PARAMETERS for original in self.held(source)):
-            for storage in self.held(copy):
+        if any(original.line == PARAMETERS for original in self.storages_of(source)):
+            for storage in self.storages_of(copy):
                 self.move(storage, WEIGHT_COPIES)
 
     def _attribute_gradient(self, parameter: torch.Tensor) -> None:
@@ -227,7 +227,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
             return tensor.detach()
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
-        storages = [storage for storage in self.held(tensor) if storage.line == TEMPORARIES]
+        storages = [storage for storage in self.storages_of(tensor) if storage.line == TEMPORARIES]
         if not storages:
             return
         module = self._modules[-1] if self._modules else "loss"
@@ -305,8 +305,9 @@ def _called_by(file: str, depth: int = 6) -> bool:
 
 
 def _line_of_code() -> str:
-    """The innermost line outside of torch and of the instruments. Autograd runs the backward on a
-    GPU in a separate thread without Python frames; then it is the line where the main thread waits.
+    """The innermost line outside of torch and of the instruments. Autograd runs the backward pass
+    on a GPU in a separate thread without Python frames; then it is the line where the main thread
+    waits.
     """
     own = _outside_of_torch(sys._getframe(1))
     return own or _outside_of_torch(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from stepscope.records.memory import Point
 
-MOST_POINTS = 160
+MAX_POINTS = 160
 
 
 class MemoryTimeline:
-    """One point per operator; when there are too many, the higher of two neighbours is kept."""
+    """One point per operator; when there are too many, the higher of two neighbors is kept."""
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
+    def __init__(self, most: int = MAX_POINTS) -> None:
         self._most = most
         self._every = 1
         self._seen = 0
@@ -46,10 +46,10 @@ class MemoryTimeline:
         return tuple(
             Point(
                 phase=phase,
-                operator=number,
+                operator=operator,
                 kinds={kind: size for kind, size in kinds.items() if size},
             )
-            for phase, number, _, kinds in self._entries
+            for phase, operator, _, kinds in self._entries
         )
 
     def _halve(self) -> None:

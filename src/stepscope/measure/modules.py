@@ -139,7 +139,7 @@ class ModuleRanges:
 
             def enter(*_: Any, part: torch.nn.Module = part, own: str = own) -> None:
                 outermost = id(part) in self._outermost and not self._open()
-                # A module that runs inside the backward is being recomputed.
+                # A module that runs inside the backward pass is being recomputed.
                 if (outermost or part is model) and not _in_backward():
                     self._count(index, part)
                 around = ("forward" if outermost else "", name if outermost or not own else "")
@@ -155,8 +155,8 @@ class ModuleRanges:
 
     def _enter(self, names: Sequence[str]) -> None:
         opened = [record_function(name) for name in names]
-        for one in opened:
-            one.__enter__()  # type: ignore[no-untyped-call]
+        for range_ in opened:
+            range_.__enter__()  # type: ignore[no-untyped-call]
         self._open().append(opened)
 
     def _leave(self, *_: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Due(NamedTuple):
-    """A gradient: its size, its dtype, and its time from the start of the backward."""
+    """A gradient: its size, its dtype, and its time from the start of the backward pass."""
 
     elements: int
     dtype: str
@@ -69,7 +69,7 @@ class WaitingStep(nn.Module):
             nn.Parameter(torch.zeros(due.elements, dtype=getattr(torch, due.dtype)))
             for due in gradients
         )
-        # Copied for each backward: a real backward creates new tensors too.
+        # Copied for each backward pass: a real backward pass creates new tensors too.
         self._gradients: list[Tensor] = (
             [torch.full_like(parameter, 1e-3) for parameter in self.weights]
             if like is None
@@ -97,10 +97,14 @@ class WaitingStep(nn.Module):
             start, None, None, self._gaps[-1], self._pace
         )
         # Autograd runs these from last to first.
-        for number in reversed(range(len(self._order))):
-            index = self._order[number]
+        for position in reversed(range(len(self._order))):
+            index = self._order[position]
             stream = _Wait.apply(  # type: ignore[no-untyped-call]
-                stream, self.weights[index], self._gradients[index], self._gaps[number], self._pace
+                stream,
+                self.weights[index],
+                self._gradients[index],
+                self._gaps[position],
+                self._pace,
             )
         self._pace.wait(self._forward_ms)
         return stream
@@ -116,7 +120,8 @@ class WaitingStep(nn.Module):
 
 
 class _Wait(torch.autograd.Function):
-    """Does nothing in the forward; in the backward waits and then returns the gradient."""
+    """Does nothing in the forward pass; in the backward pass waits and then returns the
+    gradient."""
 
     @staticmethod
     def forward(

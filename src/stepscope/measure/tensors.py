@@ -72,7 +72,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset_peak(self) -> None:
         self.peak = self.now
 
-    def held(self, tensor: torch.Tensor) -> list[LiveStorage]:
+    def storages_of(self, tensor: torch.Tensor) -> list[LiveStorage]:
         """The counted storages of a tensor."""
         keys = (part.untyped_storage()._cdata for part in stored(tensor))
         return [self._live[key] for key in keys if key in self._live]

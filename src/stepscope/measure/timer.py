@@ -1,7 +1,7 @@
 """The timer: takes the phases of a step as closures and returns raw samples.
 
-A sample starts and ends on an idle device. Within it the host never waits, so events in the
-device's queue give the device time, and the host's clock gives two times: how long the host took to
+A sample starts and ends on an idle device. Within it the CPU never waits, so events in the
+device's queue give the device time, and the CPU clock gives two times: how long the CPU took to
 issue the work, and the wall time until the device was done.
 """
 

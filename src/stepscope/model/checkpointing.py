@@ -1,7 +1,7 @@
-"""Activation checkpointing strategies: which blocks are recomputed in the backward. No torch.
+"""Activation checkpointing strategies: which blocks are recomputed in the backward pass. No torch.
 
 A strategy is a sequence of segment sizes in blocks, outermost first: `4` saves the input of every
-fourth block and recomputes a segment of four blocks in the backward; `8-1` saves every eighth
+fourth block and recomputes a segment of four blocks in the backward pass; `8-1` saves every eighth
 input, and while it recomputes eight blocks it saves only the input of each, so that one block at a
 time has its activations in memory. `nested` halves recursively: the fewest saved inputs, at the
 price of more recomputation.
@@ -44,7 +44,7 @@ def _halves(layers: int) -> tuple[int, ...]:
 
 
 def run_again(sizes: tuple[int, ...], layers: int) -> int:
-    """Return the number of block forwards that are recomputed in the backward.
+    """Return the number of block forward passes that are recomputed in the backward pass.
 
     A segment with inner segments is recomputed only up to the input of the last one.
     """

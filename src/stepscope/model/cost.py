@@ -1,8 +1,8 @@
 """FLOPs and bytes of a model, from its configuration alone. Imports without torch.
 
 FLOPs are those that MFU counts: two per multiply-add of the matmuls; the embedding lookup, norms,
-rotations, softmax and the optimizer are not counted, nor is recomputation. The backward is twice
-the forward. A causal mask halves attention.
+rotations, softmax and the optimizer are not counted, nor is recomputation. The backward pass is
+twice the forward pass. A causal mask halves attention.
 
 Bytes of saved activations are those of `TransformerLM` and `cross_entropy` in eager PyTorch.
 """
@@ -205,7 +205,8 @@ def minimum_bytes(
     saved = activations.total - activations.n_layers * activations.block.get(_ATTENTION_OUTPUT, 0)
     if checkpointed:
         saved = activations.embedding + activations.head + activations.loss
-    # The backward frees activations as it allocates gradients, so only the larger one is certain.
+    # The backward pass frees activations as it allocates gradients, so only the larger one is
+    # certain.
     larger = max(saved, gradient_bytes(config, precision))
     if mode == "forward-backward":
         return weights + larger

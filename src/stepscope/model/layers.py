@@ -99,11 +99,13 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps, matmul_dtype(x))
         return plain_rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm, in one pass."""
         return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
-    def for_projection(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
+    def norm_for_projection(
+        self, x: Tensor, branch: Tensor | None, keep: str
+    ) -> tuple[Tensor, Normed]:
         """Return x + branch (or x, if branch is None) and its norm for a fused projection."""
         stream, normed = normed_sum(
             x, branch, self.weight, self.eps, matmul_dtype(x), units=keep != ALL
@@ -139,7 +141,7 @@ class RotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         context, pairs = self.cos.shape
-        # float64 on the host: in float32 the angle of position 30,000 has an error of 0.001.
+        # float64 on the CPU: in float32 the angle of position 30,000 has an error of 0.001.
         position = torch.arange(context, device="cpu", dtype=torch.float64)
         pair = torch.arange(pairs, device="cpu", dtype=torch.float64)
         angle = torch.outer(position, self.theta ** (-pair / pairs))
@@ -176,6 +178,7 @@ class SwiGLU(nn.Module):
         return out
 
     def joined(self, x: Normed, copies: WeightCopies, keep: str) -> Tensor:
+        """Feed-forward with a fused gate/up projection."""
         return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, copies, keep)
 
 

@@ -67,7 +67,7 @@ class Block(nn.Module):
             with named("attention"):
                 branch = self.attention(read)
             with named("norm"):
-                x, read = self.feed_forward_norm.of_sum(x, branch)
+                x, read = self.feed_forward_norm.add_and_norm(x, branch)
         else:
             with named("attention"):
                 x = x + self.attention(read)
@@ -83,18 +83,18 @@ class Block(nn.Module):
         """Forward with fused projections. The last branch is not added to the residual stream yet:
         the next norm adds it in the same pass. Takes and returns such a stream."""
         with named("norm"):
-            x, read = self.attention_norm.for_projection(x, branch, keep)
+            x, read = self.attention_norm.norm_for_projection(x, branch, keep)
         with named("attention"):
             branch = self.attention.joined(read, copies)
         with named("norm"):
-            x, read = self.feed_forward_norm.for_projection(x, branch, keep)
+            x, read = self.feed_forward_norm.norm_for_projection(x, branch, keep)
         with named("feed-forward"):
             return x, self.feed_forward.joined(read, copies, keep)
 
 
 class Head(Linear):
     """Returns logits, or with targets the mean loss. Both are computed in this module, so that
-    FSDP, which gathers a module's weights for its forward, gathers these too."""
+    FSDP, which gathers a module's weights for its forward pass, gathers these too."""
 
     def forward(
         self,
@@ -172,7 +172,7 @@ class TransformerLM(nn.Module):
         joined = self.joined and not torch.compiler.is_compiling()
         x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)
         with named("norm"):
-            x = self.norm(x) if branch is None else self.norm.of_sum(x, branch)[1]
+            x = self.norm(x) if branch is None else self.norm.add_and_norm(x, branch)[1]
         out: Tensor = self.head(x, targets, self.copies if joined else None)
         return out
 
@@ -186,9 +186,9 @@ class TransformerLM(nn.Module):
         joined: bool,
     ) -> Stream:
         if not levels:
-            for number in range(first, end):
-                with named(f"block {number}"):
-                    x, branch = self._through(number, x, branch, joined)
+            for index in range(first, end):
+                with named(f"block {index}"):
+                    x, branch = self._through(index, x, branch, joined)
             return x, branch
         for start in range(first, end, levels[0]):
             # Tensors are passed as separate arguments: an outer segment would not free tensors
@@ -206,9 +206,9 @@ class TransformerLM(nn.Module):
             )
         return x, branch
 
-    def _through(self, number: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
-        block = self.blocks[number]
+    def _through(self, index: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
+        block = self.blocks[index]
         if not joined:
             return block(x), None
         assert isinstance(block, Block)
-        return block.joined(x, branch, self.copies, self.keep[number])
+        return block.joined(x, branch, self.copies, self.keep[index])

@@ -2,7 +2,7 @@
 
 Each rank sends one small message: how many steps it has synchronized, the identity of its buckets,
 and digests of which parameters have a gradient and which collectives it has issued. The messages
-use a separate gloo group between hosts, so they neither queue behind the gradients nor make a GPU
+use a separate gloo group between CPUs, so they neither queue behind the gradients nor make a GPU
 wait. All messages have the same length regardless of the parameters, so ranks that disagree can
 still exchange them and report the difference.
 """

@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
     """Gradients that are reduced together."""
 
     items: tuple[int, ...]
-    """Indices into the list of items, in the order in which a backward finishes them."""
+    """Indices into the list of items, in the order in which a backward pass finishes them."""
     offsets: tuple[int, ...]
     """Start of each item in the bucket, in elements."""
     elements: int
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(items: Sequence[Item], limit_bytes: float) -> tuple[Bucket, ...]:
-    """Fill buckets in reverse item order, which approximates the order of a backward.
+    """Fill buckets in reverse item order, which approximates the order of a backward pass.
 
     A bucket is closed before the gradient that would exceed the limit; a gradient larger than the
     limit gets its own bucket. Buckets are sorted by their last gradient, the order of sending.
@@ -66,15 +66,15 @@ def identity(buckets: Sequence[Bucket], items: Sequence[Item]) -> int:
 class Rows(NamedTuple):
     """A tensor that can be assigned by rows: number of rows and bytes per row."""
 
-    number: int
+    rows: int
     bytes: int
 
 
 class OwnedRows(NamedTuple):
     """A range of rows of one tensor, with its owner."""
 
-    place: int
-    """Index of the tensor."""
+    tensor_index: int
+    """Index of the tensor in the list that was divided."""
     begin: int
     end: int
     owner: int
@@ -92,11 +92,11 @@ def share_out(tensors: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
     go to the next rank.
     """
     ranks = len(loads)
-    equal = (sum(loads) + sum(tensor.number * tensor.bytes for tensor in tensors)) / ranks
+    equal = (sum(loads) + sum(tensor.rows * tensor.bytes for tensor in tensors)) / ranks
     # Each of the other ranks may exceed its share by this; the last one is below by their sum.
     slack = UNEVEN * equal / ranks
     pieces = []
-    order = sorted(range(len(tensors)), key=lambda n: (-tensors[n].number * tensors[n].bytes, n))
+    order = sorted(range(len(tensors)), key=lambda n: (-tensors[n].rows * tensors[n].bytes, n))
     for index in order:
         count, size = tensors[index]
         begin = 0

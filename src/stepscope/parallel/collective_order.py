@@ -1,11 +1,11 @@
 """Check that all ranks issue the same sequence of collectives, and report the first difference.
 
-If the forward issues collectives, those of the ranks pair up in the order in which they are issued.
-A rank that takes another path through the model would mix its messages with those of others; gloo
-aborts a process whose message sizes differ. A rank therefore issues a collective without
-confirmation only if the same one was at this position in the last step, which all ranks agreed on.
-Anything else is first confirmed between the ranks with one small message: every use in the first
-step, and later the steps that differ.
+If the forward pass issues collectives, those of the ranks pair up in the order in which they are
+issued. A rank that takes another path through the model would mix its messages with those of
+others; gloo aborts a process whose message sizes differ. A rank therefore issues a collective
+without confirmation only if the same one was at this position in the last step, which all ranks
+agreed on. Anything else is first confirmed between the ranks with one small message: every use in
+the first step, and later the steps that differ.
 
 A rank that waits while another one requests confirmation, or has ended its step, would wait
 forever. It writes its past to the rendezvous store and reads those of the others. If two differ,
@@ -30,10 +30,11 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 
 PATIENCE = timedelta(seconds=1)
 """A wait longer than this checks for its cause, and again after each such interval."""
-LONGEST = 4096
+MAX_USES = 4096
 """Maximum number of uses remembered; in a longer step each further use is confirmed."""
 Verb = Literal["gather", "regather", "reduce", "change"]
-"""Gather for the forward; gather again for the backward; reduce a gradient; change parameters."""
+"""Gather for the forward pass; gather again for the backward pass; reduce a gradient; change
+parameters."""
 HINT = "the forward of every rank must take the same path through the model"
 
 
@@ -45,14 +46,14 @@ class Past(NamedTuple):
     uses: Sequence[str]
     """One verb and parameter name per use."""
     ended: bool
-    """True once the backward is over: no more uses follow in this step."""
+    """True once the backward pass is over: no more uses follow in this step."""
 
     @property
     def end(self) -> int:
         return self.first + len(self.uses)
 
-    def at(self, number: int) -> str | None:
-        return self.uses[number - self.first] if number < self.end else None
+    def at(self, index: int) -> str | None:
+        return self.uses[index - self.first] if index < self.end else None
 
     def names(self) -> set[str]:
         return {use.partition(" ")[2] for use in self.uses}
@@ -64,7 +65,7 @@ class Order:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        # NCCL waits on the device: the host continues to the end of the step, where ranks compare.
+        # NCCL waits on the device: the CPU continues to the end of the step, where ranks compare.
         self._on_host = dist.get_backend(group) != "nccl"
         self._store: Store | None = None
         self._prefix = ""
@@ -91,7 +92,7 @@ class Order:
         index, what = self._forgotten + len(self._uses), f"{verb} {name}"
         self.digest = zlib.crc32(what.encode(), self.digest)
         self._uses.append(what)
-        if len(self._uses) > LONGEST:
+        if len(self._uses) > MAX_USES:
             del self._uses[0]
             self._forgotten += 1
         expected = index < len(self._last) and self._last[index] == what
@@ -119,7 +120,7 @@ class Order:
     def wait(self, work: dist.Work, *, on_host: bool = False) -> None:
         """Wait for the work. Raise if it cannot complete because ranks took different paths.
 
-        `on_host`: the work is a message between hosts and does not belong to the group.
+        `on_host`: the work is a message between CPUs and does not belong to the group.
         """
         with HEARTBEAT.waiting():
             if self._store is None or not (on_host or self._on_host):
@@ -159,19 +160,20 @@ def require_same_pasts(pasts: Mapping[int, Past]) -> None:
     for rank in others:
         mine, theirs = pasts[first], pasts[rank]
         begin, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
-        number = next((n for n in range(begin, end) if mine.at(n) != theirs.at(n)), end)
-        one, other = mine.at(number), theirs.at(number)
-        over = (mine.ended and other is not None) or (theirs.ended and one is not None)
-        if number < end or over:
-            raise ParallelError(_difference(first, one, mine, rank, other, theirs), HINT)
+        index = next((n for n in range(begin, end) if mine.at(n) != theirs.at(n)), end)
+        my_use, their_use = mine.at(index), theirs.at(index)
+        over = (mine.ended and their_use is not None) or (theirs.ended and my_use is not None)
+        if index < end or over:
+            raise ParallelError(_difference(first, my_use, mine, rank, their_use, theirs), HINT)
 
 
 def _difference(
-    first: int, one: str | None, mine: Past, rank: int, other: str | None, theirs: Past
+    first: int, my_use: str | None, mine: Past, rank: int, their_use: str | None, theirs: Past
 ) -> str:
-    verb, name = _parts(one)
-    their_verb, their_name = _parts(other)
-    # A rank in its backward, or at the end of its step, will not use a weight of the forward.
+    verb, name = _parts(my_use)
+    their_verb, their_name = _parts(their_use)
+    # A rank in its backward pass, or at the end of its step, will not use a weight of the forward
+    # pass.
     mine_over = mine.ended or verb != "gather"
     theirs_over = theirs.ended or their_verb != "gather"
     if "change" in (verb, their_verb):

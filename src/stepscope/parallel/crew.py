@@ -22,9 +22,9 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.supervisor import Limits
 from stepscope.parallel.world import World
 
-_FIRST_CONTACT = timedelta(seconds=60)
-_UNTIL_NEXT_TASK = timedelta(days=30)
-_OTHERS_WORD = timedelta(seconds=2)
+_STORE_TIMEOUT = timedelta(seconds=60)
+_TASK_TIMEOUT = timedelta(days=30)
+_FIRST_REPORT_TIMEOUT = timedelta(seconds=2)
 """Time a failed rank waits for the report of a rank that failed earlier."""
 
 
@@ -41,7 +41,7 @@ class Crew:
                 variables["MASTER_ADDR"],
                 int(variables["MASTER_PORT"]),
                 is_master=self.rank == 0 and not agent_hosts_store,
-                timeout=_FIRST_CONTACT,
+                timeout=_STORE_TIMEOUT,
                 wait_for_workers=False,
             )
         except dist.DistError as error:
@@ -61,7 +61,7 @@ class Crew:
         """Wait for and return the next task announced by rank 0."""
         self._task += 1
         key = f"task/{self._task}"
-        self._store.wait([key], _UNTIL_NEXT_TASK)
+        self._store.wait([key], _TASK_TIMEOUT)
         task: dict[str, Any] | None = json.loads(self._store.get(key))
         return task
 
@@ -109,6 +109,6 @@ class Crew:
         index = self._store.add(f"failures/{self._task}", 1)
         self._store.set(f"failure/{self._task}/{index}", json.dumps(failure))
         first = f"failure/{self._task}/1"
-        self._store.wait([first], _OTHERS_WORD)
+        self._store.wait([first], _FIRST_REPORT_TIMEOUT)
         reported = json.loads(self._store.get(first))
         return RankFailed(reported["rank"], reported["step"], reported["what"], {})

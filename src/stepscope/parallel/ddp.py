@@ -5,14 +5,14 @@
     model.finish_gradient_synchronization()
     optimizer.step(); optimizer.zero_grad()
 
-`naive` reduces each gradient after the backward, `flat` reduces all of them as one, `overlap`
-reduces each as soon as the backward produces it, and `bucketed` reduces buckets of `bucket_mb` MiB
-as they fill. The result is the same for all: training as one process on the concatenated batch.
+`naive` reduces each gradient after the backward pass, `flat` reduces all of them as one, `overlap`
+reduces each as soon as the backward pass produces it, and `bucketed` reduces buckets of `bucket_mb`
+MiB as they fill. The result is the same for all: training as one process on the concatenated batch.
 
 Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps if all ranks
-do the same. The next forward detects the change, the ranks agree on it, new parameters take their
-values from rank 0, and the reductions are planned again. If a rank differs, the error names the
-rank and the parameter. The caller must update the optimizer (`add_param_group`).
+do the same. The next forward pass detects the change, the ranks agree on it, new parameters take
+their values from rank 0, and the reductions are planned again. If a rank differs, the error names
+the rank and the parameter. The caller must update the optimizer (`add_param_group`).
 
 Persistent buffers (running statistics) are synchronized from rank 0 in every step.
 Embeddings with sparse gradients are rejected.
@@ -51,12 +51,12 @@ from stepscope.torch_tools.gradient_hooks import hook_of
 
 
 class SyncTiming(NamedTuple):
-    """Timing of the last synchronization by the host clock, in seconds."""
+    """Timing of the last synchronization by the CPU clock, in seconds."""
 
     slowest: float
     """Time until the last rank arrived."""
     transfer: float
-    """Time from then until all gradients arrived (with a GPU the host does not wait for that)."""
+    """Time from then until all gradients arrived (with a GPU the CPU does not wait for that)."""
 
 
 class DDP(NotCopied, nn.Module):
@@ -144,7 +144,7 @@ class DDP(NotCopied, nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.pending and torch.is_grad_enabled() and self.training:
             raise forgotten(self)
-        # A forward without gradients may run on one rank only.
+        # A forward pass without gradients may run on one rank only.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._follow_changes()
         return self.module(*inputs, **named)
@@ -174,7 +174,8 @@ class DDP(NotCopied, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients inside; the first backward outside synchronizes the sum."""
+        """Only accumulate gradients inside; the first backward pass outside synchronizes the
+        sum."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -182,10 +183,10 @@ class DDP(NotCopied, nn.Module):
             self._synchronize = before
 
     def batch_of(self, samples: int) -> None:
-        """Weight this step's gradients by samples; call on every rank before its backward."""
+        """Weight this step's gradients by samples; call on every rank before its backward pass."""
         if samples < 0:
             raise ParallelError(f"samples is {samples}", "it must be at least 0")
-        # A rank without samples runs no forward that would detect the change.
+        # A rank without samples runs no forward pass that would detect the change.
         self._follow_changes()
         total = self._agreement.total(samples)
         if total == 0:
@@ -221,7 +222,7 @@ class DDP(NotCopied, nn.Module):
         broadcast(list(running_buffers(self.module)), self._group)
 
     def _require_planned_gradients(self) -> None:
-        """Raise if the backward reached a parameter that is not in this step's plan."""
+        """Raise if the backward pass reached a parameter that is not in this step's plan."""
         if not self._watch.changed():
             return
         name = unplanned_gradient(ParameterWatch(self), set(map(id, self._reducer.parameters)))

@@ -7,10 +7,10 @@
     optimizer.step(); optimizer.zero_grad()
 
 Parameters of two or more dimensions are sharded by rows; the others are replicated and their
-gradients averaged. During its forward, a module that owns a sharded parameter sees the full
-parameter under its name. For the backward, autograd saves a reference instead of the full weight:
-when it needs the weight, the rows are gathered again. The next weight is prefetched while one is in
-use, and gradients are reduced while the backward continues.
+gradients averaged. During its forward pass, a module that owns a sharded parameter sees the full
+parameter under its name. For the backward pass, autograd saves a reference instead of the full
+weight: when it needs the weight, the rows are gathered again. The next weight is prefetched while
+one is in use, and gradients are reduced while the backward pass continues.
 
 With `compute_dtype`, matrices are gathered and used in that dtype, together with the biases and
 inputs of their modules. A module without a matrix and without submodules (a norm) computes in the
@@ -18,12 +18,13 @@ dtype of its parameters and returns the dtype of its input: the weights of a nor
 float16 has steps of 0.0005 to 0.001, and rounding them changes every activation. The weights and
 gradients that the optimizer sees keep their dtype, and gradients are averaged in it. `reduce_dtype`
 selects another one, for example the compute dtype for half the traffic and one more rounding per
-rank. Each backward adds its average to the gradients, so gradient accumulation needs no extra call.
+rank. Each backward pass adds its average to the gradients, so gradient accumulation needs no extra
+call.
 
 Training is equivalent to one process with the same casts on the concatenated batch, up to the order
 of additions and, in a low-precision compute dtype, up to one rounding: each rank rounds the
 gradient of its part of the batch where one process rounds the gradient of the full batch. A weight
-may then round to the other neighbour, and an activation near 0 may change its sign and with it the
+may then round to the other neighbor, and an activation near 0 may change its sign and with it the
 gradient of a ReLU. No implementation that splits the batch avoids that.
 
 Persistent buffers (running statistics) are synchronized from rank 0 in every step. `state_dict`
@@ -31,15 +32,16 @@ returns sharded parameters as DTensors of the full shape, with the same keys and
 rank. `load_state_dict` accepts such entries or full tensors.
 
 Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps if all ranks
-do the same. The next forward detects the change, the ranks agree on it, and new parameters take
-their values from rank 0. A replacement must have the full shape. The caller must update the
+do the same. The next forward pass detects the change, the ranks agree on it, and new parameters
+take their values from rank 0. A replacement must have the full shape. The caller must update the
 optimizer.
 
 Every rank must take the same path through the model (`collective_order.py`). If one differs, the
 error names the rank and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
-torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward.
+torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward
+pass.
 
 Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
 function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
@@ -172,7 +174,7 @@ class FSDP(NotCopied, nn.Module):
             self._agreement.agree_on(changes)
         self._watch = now
         if changes:
-            # Parameters outlive a forward in inference mode.
+            # Parameters outlive a forward pass in inference mode.
             with torch.inference_mode(False):
                 self._arrange(new)
 
@@ -203,7 +205,7 @@ class FSDP(NotCopied, nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         for shard in self.sharded.values():
-            # The rows may have changed since the last forward.
+            # The rows may have changed since the last forward pass.
             shard.forget()
         self._last_used = None
         if not torch.compiler.is_compiling():
@@ -211,7 +213,7 @@ class FSDP(NotCopied, nn.Module):
         return self.module(*inputs, **named)
 
     def used(self, shard: ShardedParameter) -> None:
-        """Record the order of this forward; prefetch what came next in the last one."""
+        """Record the order of this forward pass; prefetch what came next in the last one."""
         if shard.after is not None:
             shard.after.prefetch("gather")
         if self._last_used is not None and self._last_used is not shard:
@@ -252,7 +254,7 @@ class FSDP(NotCopied, nn.Module):
         }
 
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Mark the gradients as pending when the backward produces this one, which is averaged
+        """Mark the gradients as pending when the backward pass produces this one, which is averaged
         later."""
 
         def produced(root: FSDP, _: Tensor) -> None:

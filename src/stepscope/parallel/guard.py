@@ -16,7 +16,7 @@ class Wrapper(Protocol):
 
     @property
     def pending(self) -> bool:
-        """True if a backward has run and the gradients are not averaged yet."""
+        """True if a backward pass has run and the gradients are not averaged yet."""
 
     @property
     def steps(self) -> int: ...
@@ -35,7 +35,7 @@ class NotCopied:
 
     label: str
     instead: str
-    """What to do instead of copying it; the hint of the error."""
+    """Alternative to copying it; the hint of the error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ParallelError(f"{self.label} cannot be copied", self.instead)

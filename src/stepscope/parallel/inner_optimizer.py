@@ -14,7 +14,7 @@ Make = Callable[[list[Tensor], dict[str, Any]], Optimizer]
 
 def on_its_device(value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """Copy a saved state tensor to the device where an optimizer with this group expects it. Step
-    counts are on the host, except in fused and capturable variants, which read them on the
+    counts are on the CPU, except in fused and capturable variants, which read them on the
     device."""
     if value.dim() or group.get("fused") or group.get("capturable"):
         # A copy: two pieces of one parameter must not share a step count.

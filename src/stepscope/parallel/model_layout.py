@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from stepscope.parallel.errors import ParallelError
 
-Line = tuple[str, tuple[int, ...], str, bool]
+TensorSpec = tuple[str, tuple[int, ...], str, bool]
 
 
-def layout_of(module: nn.Module) -> list[Line]:
+def layout_of(module: nn.Module) -> list[TensorSpec]:
     tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     return [tensor_line(name, tensor) for name, tensor in tensors]
 
 
-def tensor_line(name: str, tensor: Tensor) -> Line:
+def tensor_line(name: str, tensor: Tensor) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return name, tuple(tensor.shape), dtype, tensor.requires_grad
 
@@ -29,14 +29,16 @@ def require_same_layout(module: nn.Module, group: dist.ProcessGroup | None = Non
     require_same_lines(layout_of(module), "model", group)
 
 
-def require_same_lines(lines: list[Line], of: str, group: dist.ProcessGroup | None = None) -> None:
+def require_same_lines(
+    lines: list[TensorSpec], of: str, group: dist.ProcessGroup | None = None
+) -> None:
     digest = hashlib.sha256(repr(lines).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=_message_device(group))
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, own, group=group)
     if all(torch.equal(digests[0], other) for other in digests):
         return
-    layouts: list[list[Line]] = [[] for _ in digests]
+    layouts: list[list[TensorSpec]] = [[] for _ in digests]
     dist.all_gather_object(layouts, lines, group=group)
     rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
     raise ParallelError(
@@ -44,7 +46,7 @@ def require_same_lines(lines: list[Line], of: str, group: dist.ProcessGroup | No
     )
 
 
-def _difference(first: list[Line], second: list[Line]) -> str:
+def _difference(first: list[TensorSpec], second: list[TensorSpec]) -> str:
     for index, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         if mine != theirs:
             return f"entry {index} is {_description(theirs)}, on rank 0 {_description(mine)}"
@@ -52,7 +54,7 @@ def _difference(first: list[Line], second: list[Line]) -> str:
     return f"{len(second)} entries against {len(first)}; {_description(extra)} has no counterpart"
 
 
-def _description(line: Line) -> str:
+def _description(line: TensorSpec) -> str:
     name, shape, dtype, trained = line
     return f"{name} ({_size(shape)}, {dtype}{'' if trained else ', frozen'})"
 

@@ -66,8 +66,10 @@ class OwnedParameters:
             list(self._queue(owner, [p for p in pieces if p.owner == owner], params, options))
             for owner in range(len(self._loads))
         ]
-        for number in range(max(map(len, queues), default=0)):
-            self._rounds.append([queue[number] for queue in queues if number < len(queue)])
+        for round_index in range(max(map(len, queues), default=0)):
+            self._rounds.append(
+                [queue[round_index] for queue in queues if round_index < len(queue)]
+            )
         self._groups += 1
         self._parameters += len(params)
 
@@ -82,20 +84,20 @@ class OwnedParameters:
     ) -> Iterator[Parcel]:
         """Yield complete parameters in buckets, then rows, which are sent without a copy."""
         complete = [piece for piece in pieces if piece.complete]
-        items = [_item(params[piece.place]) for piece in complete]
+        items = [_item(params[piece.tensor_index]) for piece in complete]
         for bucket in plan_buckets(items, self._limit):
-            own = [params[complete[index].place] for index in bucket.items]
+            own = [params[complete[index].tensor_index] for index in bucket.items]
             buffer = as_views(own)
             shares = [
-                Share(self._parameters + complete[index].place, tensor, None, tensor)
+                Share(self._parameters + complete[index].tensor_index, tensor, None, tensor)
                 for index, tensor in zip(bucket.items, own, strict=True)
             ]
             yield self._parcel(owner, shares, buffer, options)
         for piece in pieces:
             if not piece.complete:
-                tensor, rows = params[piece.place], Span(piece.begin, piece.end)
+                tensor, rows = params[piece.tensor_index], Span(piece.begin, piece.end)
                 own_rows = torch.nn.Parameter(rows.of(tensor.detach()))
-                share = Share(self._parameters + piece.place, tensor, rows, own_rows)
+                share = Share(self._parameters + piece.tensor_index, tensor, rows, own_rows)
                 yield self._parcel(owner, [share], own_rows.detach(), options)
 
     def _parcel(
@@ -133,19 +135,19 @@ class OwnedParameters:
         saved = [Saved.parse(name) for name in sorted(names)]
         for share, optimizer in self._owned():
             state: dict[str, Any] = {}
-            own = [one for one in saved if one.parameter_index == share.parameter_index]
-            for kind in dict.fromkeys(one.kind for one in own):
-                parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
-                value = concatenated(share.rows, [(one, find(one.name)) for one in parts])
+            own = [part for part in saved if part.parameter_index == share.parameter_index]
+            for kind in dict.fromkeys(part.kind for part in own):
+                parts = [part for part in own if part.kind == kind and part.meets(share.rows)]
+                value = concatenated(share.rows, [(part, find(part.name)) for part in parts])
                 if isinstance(value, Tensor):
                     value = on_its_device(value, share.own, optimizer.param_groups[0])
                 state[kind] = value
             optimizer.state[share.own] = state
 
     def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        one = Saved.parse(name)
-        same = [h for h, _ in self._owned() if h.parameter_index == one.parameter_index]
-        meets = any(one.meets(h.rows) for h in same)
+        part = Saved.parse(name)
+        same = [h for h, _ in self._owned() if h.parameter_index == part.parameter_index]
+        meets = any(part.meets(h.rows) for h in same)
         return torch.empty(size, dtype=dtype) if meets else None
 
     def _owned(self) -> Iterator[tuple[Share, Optimizer]]:

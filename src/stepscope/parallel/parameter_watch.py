@@ -1,8 +1,8 @@
 """Detect parameters that change after wrapping: added, removed, replaced, (un)frozen, converted.
 
 Fine-tuning does all of these: layers are unfrozen one by one, adapters are added. A wrapper
-compares a snapshot before each forward, which takes microseconds: identities and a few attributes,
-read in C.
+compares a snapshot before each forward pass, which takes microseconds: identities and a few
+attributes, read in C.
 """
 
 from __future__ import annotations

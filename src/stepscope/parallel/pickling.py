@@ -73,7 +73,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value with names that its author recognizes."""
     if isinstance(value, functools.partial):
         yield "its function", value.func
-        yield from ((f"its argument {number}", part) for number, part in enumerate(value.args))
+        yield from ((f"its argument {index}", part) for index, part in enumerate(value.args))
         yield from value.keywords.items()
     elif isinstance(value, types.MethodType):
         yield "its object", value.__self__
@@ -84,7 +84,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield from ((repr(key), part) for key, part in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"item {number}", part) for number, part in enumerate(value))
+        yield from ((f"item {index}", part) for index, part in enumerate(value))
     elif not isinstance(value, type):
         yield from getattr(value, "__dict__", {}).items()
 

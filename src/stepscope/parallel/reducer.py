@@ -1,7 +1,7 @@
 """Average the gradients of all ranks, with one of four strategies.
 
 Every rank issues the same reductions in the order of the plan, regardless of the order in which
-its backward produced the gradients. A gradient that is ready early waits for its position; a
+its backward pass produced the gradients. A gradient that is ready early waits for its position; a
 missing one is sent as zeros at the end. Gradients therefore cannot mix. `agreement.py` checks that
 they belong together.
 """
@@ -44,7 +44,7 @@ class Reducer:
         self.buckets = plan_buckets(self.items, limit)
         self.identity = identity(self.buckets, self.items)
         self.eager = strategy in ("overlap", "bucketed")
-        """True if reductions are issued during the backward."""
+        """True if reductions are issued during the backward pass."""
         self._blocking = strategy == "naive"
         self._group = group
         self.observer: Callable[[int, dist.Work], None] | None = None
@@ -57,10 +57,10 @@ class Reducer:
         self.reset()
 
     def _allocate(self) -> None:
-        for number, bucket in enumerate(self.buckets):
+        for bucket_index, bucket in enumerate(self.buckets):
             first = self.parameters[bucket.items[0]]
             buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
-            self._buffers[number] = buffer
+            self._buffers[bucket_index] = buffer
             for index, offset in zip(bucket.items, bucket.offsets, strict=True):
                 parameter = self.parameters[index]
                 flat = buffer[offset : offset + parameter.numel()]
@@ -73,7 +73,7 @@ class Reducer:
         self._in_flight: list[dist.Work] = []
 
     def gradient_is_ready(self, index: int, factor: float) -> None:
-        """Record a gradient that the backward produced; send complete buckets in order."""
+        """Record a gradient that the backward pass produced; send complete buckets in order."""
         if index in self.ready:
             raise ParallelError(
                 f"a second backward reached {self.names[index]} before"
@@ -92,14 +92,14 @@ class Reducer:
     def send_rest(self, used: Sequence[bool], factor: float) -> None:
         """Send what has not been sent yet; skip buckets that no rank uses."""
         packed = self.ready if self.eager else frozenset()
-        for number in range(self._next, len(self.buckets)):
-            bucket = self.buckets[number]
+        for bucket_index in range(self._next, len(self.buckets)):
+            bucket = self.buckets[bucket_index]
             if not any(used[index] for index in bucket.items):
                 continue
             for index in bucket.items:
                 if index not in packed:
                     self._pack(index, factor)
-            self._send(number)
+            self._send(bucket_index)
         self._next = len(self.buckets)
 
     def wait(self, used: Sequence[bool]) -> None:
@@ -130,9 +130,9 @@ class Reducer:
             torch.mul(gradient, factor, out=view)
             parameter.grad = view
 
-    def _send(self, number: int) -> None:
-        bucket: Bucket = self.buckets[number]
-        tensor = self._buffers.get(number)
+    def _send(self, bucket_index: int) -> None:
+        bucket: Bucket = self.buckets[bucket_index]
+        tensor = self._buffers.get(bucket_index)
         if tensor is None:
             tensor = self.parameters[bucket.items[0]].grad
         assert tensor is not None

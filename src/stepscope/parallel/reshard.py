@@ -54,7 +54,7 @@ def concatenated(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
     if not (isinstance(value, Tensor) and value.dim()) or (saved.rows is None and rows is None):
         return value
     known = sorted(
-        ((one.rows or Span(0, len(tensor)), tensor) for one, tensor in parts),
+        ((part.rows or Span(0, len(tensor)), tensor) for part, tensor in parts),
         key=lambda part: part[0],
     )
     wanted = rows or Span(0, max(span.end for span, _ in known))

@@ -112,7 +112,7 @@ class Unit(NotCopied):
 
 @dataclass
 class Run:
-    """State of one forward of a module."""
+    """State of one forward call of a module."""
 
     outer: dict[str, Any]
     """Attributes of an enclosing forward of the same module, restored afterwards."""

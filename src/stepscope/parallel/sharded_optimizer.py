@@ -124,15 +124,15 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        group, group_index = self.param_groups[-1], len(self.param_groups) - 1
         params = group["params"]
         labels = group.get("param_names") or [
-            f"parameter {index} of group {number}" for index in range(len(params))
+            f"parameter {index} of group {group_index}" for index in range(len(params))
         ]
         named = list(zip(labels, params, strict=True))
         try:
             require_same_lines(
-                [tensor_line(*one) for one in named], "optimizer", self.process_group
+                [tensor_line(*entry) for entry in named], "optimizer", self.process_group
             )
             for label, parameter in named:
                 self._require_trainable(label, parameter)
@@ -208,12 +208,12 @@ class ShardedOptimizer(Optimizer):
                 f"the state belongs to another optimizer: groups of {[len(s) for s in saved]}"
                 f" parameters, here {[len(s) for s in own]}"
             )
-        for number, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+        for group_index, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
             for index, (shape, other) in enumerate(zip(mine, theirs, strict=True)):
                 if shape != other:
                     raise ParallelError(
                         f"the state belongs to another optimizer: parameter {index} of group"
-                        f" {number}"
+                        f" {group_index}"
                         f" is {tuple(other)}, here {tuple(shape)}"
                     )
         self.division.load(find, names)

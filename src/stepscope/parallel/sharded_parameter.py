@@ -43,7 +43,7 @@ class ShardedParameter:
         parameter.data = self.rows_of(parameter.data).clone()
         self.before: ShardedParameter | None = None
         self.after: ShardedParameter | None = None
-        """Neighbours in the order of the last forward, for prefetching."""
+        """Neighbors in the order of the last forward pass, for prefetching."""
         self._full: Tensor | None = None
         self._pending: tuple[Tensor, dist.Work] | None = None
         self._reducing: list[tuple[Tensor, dist.Work]] = []
@@ -149,7 +149,7 @@ class ShardedParameter:
 
 
 class Gather(torch.autograd.Function):
-    """Gather the full parameter from the rows; the backward reduce-scatters its gradient."""
+    """Gather the full parameter from the rows; the backward pass reduce-scatters its gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shard: ShardedParameter) -> Tensor:  # noqa: ARG004

@@ -18,7 +18,7 @@ from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_device
 
 
-class Line(NamedTuple):
+class FlatGroup(NamedTuple):
     """All parameters of one group and dtype, flattened end to end."""
 
     name: str
@@ -41,7 +41,7 @@ class SlicedParameters:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._groups = 0
-        self._lines: list[Line] = []
+        self._flat_groups: list[FlatGroup] = []
 
     def add_group(self, group: dict[str, Any]) -> None:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -56,31 +56,33 @@ class SlicedParameters:
             own = torch.nn.Parameter(buffer[begin : min(begin + chunk, elements)])
             name = f"group{self._groups}.{str(dtype).removeprefix('torch.')}"
             optimizer = self._make([own], options)
-            self._lines.append(Line(name, self._groups, members, elements, buffer, own, optimizer))
+            self._flat_groups.append(
+                FlatGroup(name, self._groups, members, elements, buffer, own, optimizer)
+            )
         self._groups += 1
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        arriving = [(line, *self._reduce(line)) for line in self._lines]
+        arriving = [(flat, *self._reduce(flat)) for flat in self._flat_groups]
         leaving = []
-        for line, gradient, work in arriving:
+        for flat, gradient, work in arriving:
             with HEARTBEAT.waiting():
                 work.wait()
-            line.own.grad = gradient[: line.own.numel()]
-            follow(line.optimizer, groups[line.group])
-            line.optimizer.step()
-            line.own.grad = None
-            chunk = line.buffer.numel() // self._size
-            mine = line.buffer[self._rank * chunk : (self._rank + 1) * chunk]
+            flat.own.grad = gradient[: flat.own.numel()]
+            follow(flat.optimizer, groups[flat.group])
+            flat.optimizer.step()
+            flat.own.grad = None
+            chunk = flat.buffer.numel() // self._size
+            mine = flat.buffer[self._rank * chunk : (self._rank + 1) * chunk]
             # A copy: not every backend allows overlapping input and output.
-            leaving.append(all_gather(line.buffer, mine.clone(), group=self._group, async_op=True))
+            leaving.append(all_gather(flat.buffer, mine.clone(), group=self._group, async_op=True))
         with HEARTBEAT.waiting():
             for work in leaving:
                 work.wait()
 
-    def _reduce(self, line: Line) -> tuple[Tensor, dist.Work]:
-        gradients = torch.zeros_like(line.buffer)
+    def _reduce(self, flat: FlatGroup) -> tuple[Tensor, dist.Work]:
+        gradients = torch.zeros_like(flat.buffer)
         offset = 0
-        for parameter in line.parameters:
+        for parameter in flat.parameters:
             if parameter.grad is not None:
                 view = gradients[offset : offset + parameter.numel()].view(parameter.shape)
                 torch.mul(parameter.grad, 1.0 / self._size, out=view)
@@ -91,21 +93,21 @@ class SlicedParameters:
 
     def local_state(self) -> dict[str, Any]:
         return {
-            f"{line.name}.{name}": self._divided(line, value)
-            for line in self._lines
-            for name, value in line.optimizer.state[line.own].items()
+            f"{flat.name}.{name}": self._divided(flat, value)
+            for flat in self._flat_groups
+            for name, value in flat.optimizer.state[flat.own].items()
         }
 
-    def _divided(self, line: Line, value: Any) -> Any:
+    def _divided(self, flat: FlatGroup, value: Any) -> Any:
         """Wrap a slice as a DTensor of the full size, so that it can be resharded."""
-        if not isinstance(value, Tensor) or value.shape != line.own.shape or not value.dim():
+        if not isinstance(value, Tensor) or value.shape != flat.own.shape or not value.dim():
             return value
         return DTensor.from_local(
             value,
             self._mesh(value.device.type),
             [Shard(0)],
             run_check=False,
-            shape=torch.Size((line.elements,)),
+            shape=torch.Size((flat.elements,)),
             stride=(1,),
         )
 
@@ -115,30 +117,30 @@ class SlicedParameters:
         return DeviceMesh.from_group(group, device_type)
 
     def load(self, find: Callable[[str], Any], names: set[str]) -> None:
-        for line in self._lines:
-            prefix = f"{line.name}."
+        for flat in self._flat_groups:
+            prefix = f"{flat.name}."
             state = {}
             for name in sorted(name for name in names if name.startswith(prefix)):
                 value = find(name)
                 if isinstance(value, DTensor):
-                    if value.numel() != line.elements:
+                    if value.numel() != flat.elements:
                         raise ParallelError(
                             f"state {name} has {value.numel()} elements,"
-                            f" the parameters {line.elements}"
+                            f" the parameters {flat.elements}"
                         )
                     value = value.to_local().clone()
                 elif isinstance(value, Tensor):
-                    value = on_its_device(value, line.own, line.optimizer.param_groups[0])
+                    value = on_its_device(value, flat.own, flat.optimizer.param_groups[0])
                 state[name.removeprefix(prefix)] = value
-            line.optimizer.state[line.own] = state
+            flat.optimizer.state[flat.own] = state
 
     def empty_for(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        for line in self._lines:
-            if name.startswith(f"{line.name}."):
+        for flat in self._flat_groups:
+            if name.startswith(f"{flat.name}."):
                 if not len(size):
                     return torch.empty(size, dtype=dtype)
                 empty: Tensor = self._divided(
-                    line, torch.empty_like(line.own.detach(), dtype=dtype)
+                    flat, torch.empty_like(flat.own.detach(), dtype=dtype)
                 )
                 return empty
         return None

@@ -41,11 +41,11 @@ from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02
 _GRACE_S = 0.06
-"""Ranks fail within this time after a peer died; the first of them is the cause."""
+"""Ranks fail within this time after another rank died; the first of them is the cause."""
 _STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
-_CONNECT_AGAIN = 2
-_MESH = "connectFullMesh"
+_MAX_RECONNECTS = 2
+_GLOO_CONNECT = "connectFullMesh"
 """Function of Gloo in which ranks sometimes fail to connect on a busy machine. No user code has run
 at that point, so the ranks are started again."""
 
@@ -103,19 +103,19 @@ def launch(
     refuse_unguarded(main)
     task = Sent((function, arguments), "script" if main else "none")
     # Longer than the limits of the supervisor, which can name the rank.
-    patience_s = 2 * max(limits.start, limits.step)
-    inner = (backend, device, patience_s, threads, os.getpid())
+    timeout_s = 2 * max(limits.start, limits.step)
+    rank_arguments = (backend, device, timeout_s, threads, os.getpid())
     try:
-        return _connected(lambda: _supervised(task, main, inner, ranks, limits))
+        return _retry_connecting(lambda: _supervised(task, main, rank_arguments, ranks, limits))
     except SignalException as caught:
-        number = signal.Signals(caught.sigval)
+        signal_number = signal.Signals(caught.sigval)
     # The caller's signal handlers are restored by now, and the resources of the job are freed.
-    signal.raise_signal(number)
-    raise ParallelError(f"{number.name} ended the ranks")
+    signal.raise_signal(signal_number)
+    raise ParallelError(f"{signal_number.name} ended the ranks")
 
 
-def _connected(job: Callable[[], list[Any]]) -> list[Any]:
-    for again in reversed(range(_CONNECT_AGAIN + 1)):
+def _retry_connecting(job: Callable[[], list[Any]]) -> list[Any]:
+    for again in reversed(range(_MAX_RECONNECTS + 1)):
         try:
             return job()
         except _NotConnectedError as mesh:
@@ -125,14 +125,14 @@ def _connected(job: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _supervised(
-    task: Sent, main: dict[str, str], inner: tuple[Any, ...], ranks: int, limits: Limits
+    task: Sent, main: dict[str, str], rank_arguments: tuple[Any, ...], ranks: int, limits: Limits
 ) -> list[Any]:
     with _Signals() as signals, tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as job:
         page = Page.create(Path(job) / "pulses", ranks)
         with ranks_import_main():
-            context = _start(task, (task, main, job, *inner), job, ranks)
+            context = _start(task, (task, main, job, *rank_arguments), job, ranks)
         signals.take()
-        watch = Watch(context, page, Path(job), ranks, limits)
+        watch = JobWatch(context, page, Path(job), ranks, limits)
         try:
             return watch.until_done()
         except BaseException:
@@ -143,7 +143,7 @@ def _supervised(
             page.close()
 
 
-def _start(task: Sent, inner: tuple[Any, ...], job: str, ranks: int) -> PContext:
+def _start(task: Sent, rank_arguments: tuple[Any, ...], job: str, ranks: int) -> PContext:
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -156,7 +156,7 @@ def _start(task: Sent, inner: tuple[Any, ...], job: str, ranks: int) -> PContext
         return start_processes(
             name="rank",
             entrypoint=run_rank,
-            args=dict.fromkeys(range(ranks), inner),
+            args=dict.fromkeys(range(ranks), rank_arguments),
             envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=f"{job}/logs"),
             start_method="forkserver",
@@ -191,12 +191,12 @@ def _preloaded() -> list[str]:
     seconds. A process that has only counted GPUs cannot use them after a fork, so these modules
     are not preloaded on a machine with GPUs.
     """
-    lean = ["torch.distributed", __name__]
-    rich = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
-    return lean if torch.cuda.is_available() else [*lean, *rich]
+    always = ["torch.distributed", __name__]
+    slow_imports = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
+    return always if torch.cuda.is_available() else [*always, *slow_imports]
 
 
-class Watch:
+class JobWatch:
     """The supervisor's side of a running job."""
 
     def __init__(
@@ -215,12 +215,12 @@ class Watch:
         while True:
             pulses = [self._page.read(rank) for rank in self._ranks]
             if any(p.state is State.RAISED for p in pulses) or self._dead(pulses):
-                self._fail_by_end()
+                self._raise_first_failure()
             self._fail_if_silent(pulses, time.monotonic())
             done = self._poll()
             if done is not None:
                 if done.failures:
-                    self._fail_by_end()
+                    self._raise_first_failure()
                 return [self._value(rank, done.return_values[rank]) for rank in self._ranks]
             if time.monotonic() > deadline:
                 self._fail_stuck(pulses, f"was not finished after {self._limits.total:g} s")
@@ -256,7 +256,7 @@ class Watch:
         except psutil.NoSuchProcess:
             return False
 
-    def _fail_by_end(self) -> None:
+    def _raise_first_failure(self) -> None:
         """Fail with the rank that died without a report; otherwise with the first that raised."""
         time.sleep(_GRACE_S)
         pulses = [self._page.read(rank) for rank in self._ranks]
@@ -271,23 +271,25 @@ class Watch:
             stacks |= self._stacks(*others) if others else {}
             # If torch noticed the end first, it has ended the other ranks by SIGTERM.
             known = [r for r in silent if self._exit_codes.get(r) not in (None, -signal.SIGTERM)]
-            lost = (known or silent)[0]
-            raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
+            failed_rank = (known or silent)[0]
+            raise RankFailed(
+                failed_rank, pulses[failed_rank].step, self._describe_exit(failed_rank), stacks
+            )
         if not raised:
-            lost = min(self._exit_codes)
-            what = f"finished, then {self._death(lost)}"
-            raise RankFailed(lost, pulses[lost].step, what, stacks)
+            failed_rank = min(self._exit_codes)
+            what = f"finished, then {self._describe_exit(failed_rank)}"
+            raise RankFailed(failed_rank, pulses[failed_rank].step, what, stacks)
         first = min(raised, key=lambda rank: raised[rank]["at_s"])
         if raised[first]["cannot_start"] is not None:
             refused = UsageError(raised[first]["cannot_start"])
             refused.add_note(f"stack of rank {first}:\n{stacks[first]}")
             raise refused
         failed = RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
-        if not raised[first]["connected"] and _MESH in raised[first]["what"]:
+        if not raised[first]["connected"] and _GLOO_CONNECT in raised[first]["what"]:
             raise _NotConnectedError(failed)
         raise failed
 
-    def _death(self, rank: int) -> str:
+    def _describe_exit(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
         until = time.monotonic() + _EXIT_CODE_WAIT_S
         # On a busy machine the exit code arrives shortly after the end.
@@ -311,15 +313,15 @@ class Watch:
     def _fail_if_silent(self, pulses: list[Pulse], now: float) -> None:
         for rank, pulse in enumerate(pulses):
             started = pulse.state is not State.STARTING or pulse.step >= 0
-            allowed = self._limits.beat if started else max(self._limits.beat, self._limits.start)
-            if pulse.state is not State.FINISHED and now - pulse.beat_s > allowed:
-                what = f"stopped: no heartbeat for {allowed:g} s"
+            limit_s = self._limits.beat if started else max(self._limits.beat, self._limits.start)
+            if pulse.state is not State.FINISHED and now - pulse.beat_s > limit_s:
+                what = f"stopped: no heartbeat for {limit_s:g} s"
                 raise RankFailed(rank, pulse.step, what, self._stacks())
         running = [rank for rank in self._ranks if pulses[rank].state is not State.FINISHED]
         for rank in running:
-            allowed = self._limits.step if pulses[rank].step >= 0 else self._limits.start
-            if now - pulses[rank].progress_s > allowed:
-                self._fail_stuck(pulses, f"is stuck: no progress for {allowed:g} s")
+            limit_s = self._limits.step if pulses[rank].step >= 0 else self._limits.start
+            if now - pulses[rank].progress_s > limit_s:
+                self._fail_stuck(pulses, f"is stuck: no progress for {limit_s:g} s")
 
     def _fail_stuck(self, pulses: list[Pulse], what: str) -> None:
         """Fail with a rank that does not wait for others, or with the one furthest behind."""
@@ -350,10 +352,10 @@ class Watch:
             time.sleep(_POLL_S)
         return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
-    def _signal(self, number: signal.Signals, *ranks: int) -> None:
+    def _signal(self, signal_number: signal.Signals, *ranks: int) -> None:
         for rank in ranks or self._ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], number)
+                os.kill(self._pids[rank], signal_number)
 
 
 def in_collective(stack: str) -> bool:
@@ -366,7 +368,8 @@ class _Signals:
     """Convert signals that would end this process into one exception, so that the ranks are ended
     first. Handlers installed by the caller, and ignored signals, are left in place.
 
-    Torch's launcher replaces the handlers and logs what is reported here; both are undone.
+    Torch's launcher installs its own handlers and logs failures; both are undone, since failures
+    are reported here.
     """
 
     def __init__(self) -> None:
@@ -386,17 +389,17 @@ class _Signals:
         return self
 
     def take(self) -> None:
-        for number, was in self._before.items():
+        for signal_number, was in self._before.items():
             ends = was in (signal.SIG_DFL, signal.default_int_handler)
-            signal.signal(number, self._catch if ends else was)
+            signal.signal(signal_number, self._catch if ends else was)
 
-    def _catch(self, number: int, _: object) -> None:
+    def _catch(self, signal_number: int, _: object) -> None:
         if not self._caught:
             self._caught = True
-            raise SignalException("the launcher received a signal", signal.Signals(number))
+            raise SignalException("the launcher received a signal", signal.Signals(signal_number))
 
     def __exit__(self, *_: object) -> None:
         for logger, was_disabled in zip(self._loggers, self._were_disabled, strict=True):
             logger.disabled = was_disabled
-        for number, was in self._before.items():
-            signal.signal(number, was)
+        for signal_number, was in self._before.items():
+            signal.signal(signal_number, was)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from stepscope.errors import StepscopeError, in_one_line
 
-_DEEPEST = 32
+_MAX_DEPTH = 32
 """Maximum levels of nesting; the studies record less than 10."""
 
 Counted = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
@@ -113,7 +113,7 @@ class Named(dict[str, Any]):
 def check_depth(value: dict[str, Any], part: str) -> None:
     """Raise StepscopeError if `value` is nested too deeply to be traversed and encoded again."""
     level: list[Any] = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -122,7 +122,7 @@ def check_depth(value: dict[str, Any], part: str) -> None:
         ]
         if not level:
             return
-    raise StepscopeError(f"not a record: its {part} is nested more than {_DEEPEST} levels deep")
+    raise StepscopeError(f"not a record: its {part} is nested more than {_MAX_DEPTH} levels deep")
 
 
 def check_config(config: dict[str, Any]) -> None:

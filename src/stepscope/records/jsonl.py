@@ -33,12 +33,12 @@ def rounded(record: Record, digits: int) -> Record:
 
     series = tuple(
         msgspec.structs.replace(
-            one, values=tuple(map(short, one.values)), warmup=tuple(map(short, one.warmup))
+            series, values=tuple(map(short, series.values)), warmup=tuple(map(short, series.warmup))
         )
-        for one in record.series
+        for series in record.series
     )
     readings = tuple(
-        msgspec.structs.replace(one, at_s=round(one.at_s, 3)) for one in record.readings
+        msgspec.structs.replace(reading, at_s=round(reading.at_s, 3)) for reading in record.readings
     )
     return msgspec.structs.replace(record, series=series, readings=readings)
 
@@ -104,24 +104,24 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     while lines and not lines[-1].strip():
         lines.pop()
     records = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         try:
             records.append(decode(line))
         except StepscopeError as error:
-            hint = _hint(source, number, len(lines), error)
-            raise StepscopeError(f"{source}, line {number}: {error}", hint) from error
+            hint = _hint(source, line_number, len(lines), error)
+            raise StepscopeError(f"{source}, line {line_number}: {error}", hint) from error
     return tuple(records)
 
 
-def _hint(source: Path, number: int, lines: int, error: StepscopeError) -> str:
+def _hint(source: Path, line_number: int, lines: int, error: StepscopeError) -> str:
     """Hint for a line that is not JSON; the messages of other errors contain their own."""
     cause = error.__cause__
     if not isinstance(cause, msgspec.DecodeError) or isinstance(cause, msgspec.ValidationError):
         return ""
-    if number == 1:
+    if line_number == 1:
         return "a file of records has one JSON object per line"
-    if number == lines:
-        complete = number - 1
+    if line_number == lines:
+        complete = line_number - 1
         return (
             f"the file is truncated in its last line; to recover the complete records:"
             f" head -n {complete} {source} > complete.jsonl"

@@ -18,7 +18,7 @@ WITHIN_OPERATORS = "within operators"
 LIBRARIES = "cuBLAS work space"
 ROUNDING = "blocks larger than requests"
 RECOMPUTED = "activations run again"
-"""Line of the activations that the backward recomputes in a checkpointed segment."""
+"""Line of the activations that the backward pass recomputes in a checkpointed segment."""
 KEPT_INPUT = "checkpoint, input"
 """Line of the saved input of a checkpointed segment, after `SAVED`."""
 SAVED = "saved: "
@@ -41,7 +41,7 @@ class PhasePeak(Part, frozen=True):
     """The operator that reached the peak."""
 
     @property
-    def residual(self) -> int:
+    def unattributed(self) -> int:
         """Bytes that are not attributed to a line."""
         return self.allocated - sum(self.lines.values())
 

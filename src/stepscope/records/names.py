@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-LONGEST_NAME = 200
+MAX_NAME_LENGTH = 200
 """Maximum length. With a prefix and a suffix it still fits into the 255 bytes of a file name."""
-LONGEST_CASE = 1000
+MAX_CASE_LENGTH = 1000
 """Maximum length. A case lists all settings that differ from the default; it never becomes a file
 name."""
 
@@ -22,18 +22,18 @@ _NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9._=+-]+")
 
 def require_name(field: str, text: str) -> None:
     """Raise ValueError unless `text` can identify a run, a study or a record."""
-    if len(text) > LONGEST_NAME or not _NAME.fullmatch(text):
+    if len(text) > MAX_NAME_LENGTH or not _NAME.fullmatch(text):
         raise ValueError(
-            f"{field} {_quoted(text)} is not a valid name: up to {LONGEST_NAME} letters, digits"
+            f"{field} {_quoted(text)} is not a valid name: up to {MAX_NAME_LENGTH} letters, digits"
             " and ._=+-, not starting with a dot or a sign"
         )
 
 
 def require_case(field: str, text: str) -> None:
     """Raise ValueError unless `text` can identify a case within its study."""
-    if len(text) > LONGEST_CASE or not _CASE.fullmatch(text):
+    if len(text) > MAX_CASE_LENGTH or not _CASE.fullmatch(text):
         raise ValueError(
-            f"{field} {_quoted(text)} is not a valid name: 1 to {LONGEST_CASE} letters, digits"
+            f"{field} {_quoted(text)} is not a valid name: 1 to {MAX_CASE_LENGTH} letters, digits"
             " and ._=+-"
         )
 
@@ -41,7 +41,7 @@ def require_case(field: str, text: str) -> None:
 def file_name(text: str) -> str:
     """Convert `text` to one component of a path: other characters become a dash, and the file is
     never hidden."""
-    return _NOT_IN_FILE_NAMES.sub("-", text).lstrip(".-")[:LONGEST_NAME] or "unnamed"
+    return _NOT_IN_FILE_NAMES.sub("-", text).lstrip(".-")[:MAX_NAME_LENGTH] or "unnamed"
 
 
 def _quoted(text: str) -> str:

@@ -65,7 +65,7 @@ class Series(Part, frozen=True, omit_defaults=True):
     warmup: tuple[float, ...] = ()
     """Samples taken before steady state was assumed; stored separately."""
     clock: Clock = "host"
-    """`device`: between events on the device's queue. `host`: by the host's clock."""
+    """`device`: between CUDA events on the device's queue. `host`: by the CPU clock."""
     rank: Count = 0
     variant: str = ""
     phase: str = ""
@@ -204,21 +204,28 @@ class Record(Part, frozen=True):
         preferred; without `rank`, the first rank that has the series.
         """
         matches = [
-            one
-            for one in self.series
-            if (one.name, one.variant, one.phase, one.size) == (name, variant, phase, size)
-            and clock in (None, one.clock)
-            and rank in (None, one.rank)
+            series
+            for series in self.series
+            if (series.name, series.variant, series.phase, series.size)
+            == (name, variant, phase, size)
+            and clock in (None, series.clock)
+            and rank in (None, series.rank)
         ]
-        return min(matches, key=lambda one: one.clock, default=None)
+        return min(matches, key=lambda series: series.clock, default=None)
 
     def quantity(
         self, name: str, *, variant: str = "", phase: str = "", rank: int = 0, size: int = 0
     ) -> float | None:
         wanted = (name, variant, phase, rank, size)
-        for one in self.quantities:
-            if (one.name, one.variant, one.phase, one.rank, one.size) == wanted:
-                return one.value
+        for quantity in self.quantities:
+            if (
+                quantity.name,
+                quantity.variant,
+                quantity.phase,
+                quantity.rank,
+                quantity.size,
+            ) == wanted:
+                return quantity.value
         return None
 
     def attachment(self, name: str, kind: type[T]) -> T | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stepscope.records.schema import Part
 
-Verdict = Literal["faster", "slower", "no difference shown", "too few samples"]
+Outcome = Literal["faster", "slower", "no difference shown", "too few samples"]
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.intp]
 
@@ -74,14 +74,14 @@ def far_above(values: Sequence[float]) -> list[int]:
     return outliers if len(outliers) <= len(values) // 3 else []
 
 
-def even_spacing(places: Sequence[int], count: int) -> int | None:
+def even_spacing(indices: Sequence[int], count: int) -> int | None:
     """The period of the indices `places` among `count` samples, or None if they are not evenly
     spaced over all samples. Two indices do not determine a period."""
-    gaps = {after - before for before, after in itertools.pairwise(places)}
-    if len(places) < 3 or len(gaps) != 1:
+    gaps = {after - before for before, after in itertools.pairwise(indices)}
+    if len(indices) < 3 or len(gaps) != 1:
         return None
     gap = gaps.pop()
-    return gap if places[0] < gap and count - places[-1] <= gap else None
+    return gap if indices[0] < gap and count - indices[-1] <= gap else None
 
 
 class Ratio(Part, frozen=True):
@@ -218,7 +218,7 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     return math.erfc(max(0.0, distance - 0.5) / math.sqrt(2.0 * variance))
 
 
-def decide(base: Sequence[float], new: Sequence[float]) -> Verdict:
+def decide(base: Sequence[float], new: Sequence[float]) -> Outcome:
     """Decide whether `new` takes longer; both the test and the interval must show it."""
     fewest = min(len(base), len(new))
     smallest_p = 2.0 / math.comb(len(base) + len(new), fewest)
@@ -331,7 +331,7 @@ def _rank_sum_tail(smaller: int, larger: int) -> tuple[float, ...]:
             orderings[u] += orderings[u - i]
     total = math.comb(smaller + larger, smaller)
     tail, seen = [], 0
-    for number in orderings:
-        seen += number
+    for count in orderings:
+        seen += count
         tail.append(seen / total)
     return tuple(tail)

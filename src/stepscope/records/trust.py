@@ -1,22 +1,25 @@
-"""The trust level of a record: one verdict from all of its lints.
+"""The trust level of a record, derived from its checks and its samples.
 
 `good`
-    There is no indication that the times are wrong by more than their intervals.
+    Nothing indicates that the times are wrong by more than their confidence intervals.
 `noisy`
-    Other work or the spread of the samples affects the times as much as the case does. The numbers
-    are shown, but no success, ranking or cause may be based on them.
+    The times depend on other work on the machine, or their spread is too large. They are shown,
+    but no success, ranking or cause is based on them.
 `invalid`
     The record does not measure what its name says. None of its numbers is used.
 
-Lints alone are too coarse for the spread: `wide-spread`, `first-call-inside`, `few-samples` and
-`clocks-dropped` fire on a single outlier, on a warm-up that is the subject of the study, and on the
-power cap at which a GPU runs permanently. None of them changes a median much. So the samples decide
-about those four: the record is noisy if the 95 % interval of the median reaches `MEDIAN_KNOWN_TO`
-of its middle to either side and the quartiles are as far apart. The interval shrinks with the
-number of samples, so hundreds of uneven samples still give a good median; the quartiles ignore a
-single outlier, which in a case of five samples is an end of the interval. The bound is the distance
-at which a single sample counts as far (`stats.FAR_EXTREME`): below it, comparisons and findings
-rely on the interval itself.
+Most checks (stored as `Record.lints`) map to one level, see `LEVEL_OF`. Four do not: `wide-spread`,
+`first-call-inside`, `few-samples` and `clocks-dropped` also fire for a single outlier, for a
+warm-up that a study measures on purpose, and on a GPU that always runs at its power cap. None of
+these changes the median much, so the samples decide instead. A record is noisy if both are true:
+
+- half of the 95 % confidence interval of the median is at least `MAX_UNCERTAINTY` of its center;
+  with hundreds of samples the interval is narrow even if they are uneven;
+- the quartiles are as far apart; a single outlier, which among five samples is an end of the
+  interval, does not move them.
+
+`MAX_UNCERTAINTY` is the deviation from which a single sample counts as far from the median
+(`stats.FAR_EXTREME`). Below it, comparisons and findings rely on the interval itself.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from stepscope.records.stats import FAR_EXTREME, summarize
 
 Level = Literal["good", "noisy", "invalid"]
 
-MEDIAN_KNOWN_TO = FAR_EXTREME
-FEWEST = 3
+MAX_UNCERTAINTY = FAR_EXTREME
+MIN_SPREAD_SAMPLES = 3
 """Minimum number of samples for a statement about their spread."""
 SPREAD = "uncertain-median"
-"""Code of the reason that comes from the samples instead of a lint."""
+"""Code of the reason that comes from the samples instead of a check."""
 
 _ABOUT_FIRST_STEPS = ("warmup",)
 """Studies in which the first samples differ from the later ones by design; only the later half is
@@ -58,12 +61,12 @@ LEVEL_OF: dict[str, Level] = {
     "first-call-inside": "good",
     "few-samples": "good",
     "clocks-dropped": "good",
-    # The full step is timed without marks and remains valid; the lint is about the phases.
+    # The full step is timed without marks and remains valid; the check is about the phases.
     "phases-do-not-add-up": "good",
     # Small steps take as long as their kernel launches: a result, not a measurement error.
     "flat-in-size": "good",
 }
-"""Trust level by lint. An unknown code, as from a newer version, gives `noisy`."""
+"""Trust level by code of a check. An unknown code, as from a newer version, gives `noisy`."""
 
 _REASONS = {
     "above-ceiling": "the rate is above the limit of the hardware",
@@ -77,7 +80,7 @@ _REASONS = {
 
 
 class Trust(Part, frozen=True):
-    """The verdict on one record. `codes` are the lints that determined its level."""
+    """Trust in one record. `codes` are the failed checks that determined its level."""
 
     level: Level = "good"
     codes: tuple[str, ...] = ()
@@ -104,32 +107,32 @@ def reason(code: str) -> str:
 
 
 def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
-    """Return the trust in a record, based on `lints` or on its stored lints.
+    """Return the trust in a record, based on `lints` or on its stored ones.
 
     A record that is not `ok` has no time and is good: an out-of-memory is a result.
     """
     if record.status != "ok":
         return Trust()
     codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
-    given: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
+    levels: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
     unknown = 0.0
     if series is not None:
         late = len(series.values) // 2 if record.study in _ABOUT_FIRST_STEPS else 0
         unknown = uncertainty(series.values[late:])
-    if unknown >= MEDIAN_KNOWN_TO:
-        given[SPREAD] = "noisy"
-    level: Level = max(given.values(), key=_LEVELS.index, default="good")
+    if unknown >= MAX_UNCERTAINTY:
+        levels[SPREAD] = "noisy"
+    level: Level = max(levels.values(), key=_LEVELS.index, default="good")
     if level == "good":
         return Trust(uncertainty=unknown)
-    causes = tuple(code for code, one in given.items() if one == level)
+    causes = tuple(code for code, code_level in levels.items() if code_level == level)
     return Trust(level=level, codes=causes, uncertainty=unknown)
 
 
 def _subject(record: Record) -> Series | None:
-    """The main time of the case; of several sizes or variants, the longest one."""
+    """Return the main time of the case; of several sizes or variants, the longest one."""
     first = record.series[0] if record.series else None
-    if first is None or first.unit != "ms" or len(first.values) < FEWEST:
+    if first is None or first.unit != "ms" or len(first.values) < MIN_SPREAD_SAMPLES:
         return None
     alike = [
         series

@@ -130,16 +130,16 @@ def upgrade_from_2(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(quantities, dict):
         rules = QUANTITIES.get(str(study), ())
         upgraded["quantities"] = [
-            _fields(name, rules) | one if isinstance(one, dict) else one
-            for name, one in quantities.items()
+            _fields(name, rules) | quantity if isinstance(quantity, dict) else quantity
+            for name, quantity in quantities.items()
         ]
     if isinstance(series, list):
         rules = SERIES.get(str(study), ())
         upgraded["series"] = [
-            one | _fields(one["name"], rules)
-            if isinstance(one, dict) and isinstance(one.get("name"), str)
-            else one
-            for one in series
+            entry | _fields(entry["name"], rules)
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+            else entry
+            for entry in series
         ]
     if isinstance(notes, dict):
         upgraded["notes"], upgraded["attachments"] = _split(notes)
@@ -151,9 +151,9 @@ def _fields(name: str, rules: Rules) -> Fields:
         match = re.fullmatch(pattern, name)
         if match:
             groups: Fields = {key: text for key, text in match.groupdict().items() if text}
-            for number in ("rank", "size"):
-                if number in groups:
-                    groups[number] = int(groups[number])
+            for field in ("rank", "size"):
+                if field in groups:
+                    groups[field] = int(groups[field])
             return {"name": renamed} | groups if renamed else groups
     return {"name": name}
 

@@ -52,8 +52,8 @@ class _NamedGroups(list[dict[str, Any]]):
     """Opens a range per iteration: every optimizer loops over this list."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number, group in enumerate(super().__iter__()):
-            with named(str(group.get("name", f"group {number}"))):
+        for index, group in enumerate(super().__iter__()):
+            with named(str(group.get("name", f"group {index}"))):
                 yield group
 
 

@@ -1,8 +1,8 @@
-"""Interface between an optimizer-in-backward and the operations of that backward.
+"""Interface between an optimizer-in-backward and the operations of that backward pass.
 
-The optimizer provides a side stream for work that nothing else in the backward waits for, and may
-consume the gradient of a weight in the matmul dtype, without autograd. Without such an optimizer
-the work runs on the current stream and gradients go to autograd.
+The optimizer provides a side stream for work that nothing else in the backward pass waits for, and
+may consume the gradient of a weight in the matmul dtype, without autograd. Without such an
+optimizer the work runs on the current stream and gradients go to autograd.
 
     with offered(optimizer):
         loss.backward()  # its operations call run_overlapped(…) and gradient_consumer(…)
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MOST_WAITING = 1 << 30
+MAX_PENDING_BYTES = 1 << 30
 """Bytes that pending work on the side stream may read before the main stream waits for it."""
 
 
@@ -45,7 +45,7 @@ class SideStream:
         if reads is not None:
             self._pending.append((reads, done))
             self._bytes += reads.nbytes
-            while self._bytes > MOST_WAITING and len(self._pending) > 1:
+            while self._bytes > MAX_PENDING_BYTES and len(self._pending) > 1:
                 self._release_oldest(main)
 
     def join(self) -> None:
@@ -67,7 +67,7 @@ class SideStream:
 
 
 class BackwardOptimizer(Protocol):
-    """An optimizer that updates parameters during the backward."""
+    """An optimizer that updates parameters during the backward pass."""
 
     def side_stream(self, device: torch.device) -> SideStream | None: ...
 
@@ -83,7 +83,8 @@ _active: BackwardOptimizer | None = None
 
 @contextmanager
 def offered(optimizer: BackwardOptimizer) -> Iterator[None]:
-    """Let backwards within the context use this optimizer, which must join its side stream."""
+    """Let backward passes within the context use this optimizer, which must join its side
+    stream."""
     global _active
     before, _active = _active, optimizer
     try:

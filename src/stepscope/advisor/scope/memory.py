@@ -116,7 +116,7 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def _unknown(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for tensor in tensors:
-            if not self.held(tensor):
+            if not self.storages_of(tensor):
                 yield tensor
 
 

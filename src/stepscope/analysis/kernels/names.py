@@ -100,7 +100,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "adamw_one_kernel": ("optimizer", ""),
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
-"""Kernels before and after the matmuls of cuDNN's backward."""
+"""Kernels before and after the matmuls of cuDNN's backward pass."""
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
 _FLASH = re.compile(r"flash_(?:fwd|bwd)|FlashAttn(?:Fwd|Bwd)|flash::")
 _FMHA_CUTLASS = re.compile(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)")
@@ -175,7 +175,7 @@ _ATEN: tuple[tuple[Class, tuple[str, ...]], ...] = (
 def describe(name: str) -> Description:
     """Describe a kernel, a copy or a fill on the device by its name."""
     if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
-        # A copy from pageable memory is staged and blocks the host, so it has its own name.
+        # A copy from pageable memory is staged and blocks the CPU, so it has its own name.
         pageable = ", pageable" if "Pageable" in name else ""
         return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
     plain = _readable(name)

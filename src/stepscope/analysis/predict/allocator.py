@@ -19,7 +19,7 @@ _LARGE_UNIT = 2 << 20
 
 
 class Block:
-    """Part of a segment, linked with its neighbours within the segment."""
+    """Part of a segment, linked with its neighbors within the segment."""
 
     __slots__ = ("free", "next", "number", "previous", "segment", "size", "small")
 

@@ -1,4 +1,4 @@
-"""Gradients that an optimizer overlapped with the backward still reads."""
+"""Gradients that an optimizer overlapped with the backward pass still reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 from stepscope.analysis.predict.memory import Buffer
 
-MOST_WAITING = 1 << 30
+MAX_PENDING_BYTES = 1 << 30
 """Bytes that the side stream may still have to read before the main stream waits for it."""
 
 
@@ -21,7 +21,7 @@ class DeferredFrees:
         """`size` is the number of bytes read, which may be part of the buffer."""
         self._waiting.append((buffer, size))
         self._bytes += size
-        while self._bytes > MOST_WAITING and len(self._waiting) > 1:
+        while self._bytes > MAX_PENDING_BYTES and len(self._waiting) > 1:
             self._bytes -= self._waiting.popleft()[1]
 
     def join(self) -> None:

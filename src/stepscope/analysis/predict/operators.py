@@ -1,6 +1,6 @@
 """Memory of eager PyTorch's operators: outputs, tensors saved for backward, and gradients.
 
-Modelled on PyTorch's operators; the tests compare it with a count of every tensor.
+Modeled on PyTorch's operators; the tests compare it with a count of every tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Operators:
         self.autocast = autocast
         self._copies: dict[int, Value] = {}
         self.read_by_side_stream: Callable[[Buffer, int], None] = lambda _, __: None
-        """Called with a buffer that a side stream still reads during the backward."""
+        """Called with a buffer that a side stream still reads during the backward pass."""
         self.on_weight_gradient: Callable[[Buffer, int], None] | None = None
         """Takes weight gradients in the dtype of fused projections, if the optimizer uses them."""
         # A recomputed segment enters autocast itself.
@@ -111,7 +111,7 @@ class Operators:
         )
 
     def scaled(self, x: Value, name: str = "scale", saved: tuple[Buffer, ...] = ()) -> Value:
-        """Any elementwise operator with one input whose backward creates one tensor."""
+        """Any elementwise operator with one input whose backward pass creates one tensor."""
         size = x.bytes
         return self.tape.operator(
             name, self.new(size), x.elements, x.width, (x,), lambda _: (self.new(size),), saved
@@ -150,7 +150,7 @@ class Operators:
         return self.saves_output(self.scaled(x, "shift"), "inverse root")
 
     def with_backward_hook(self, x: Value, before: Callable[[], None]) -> Value:
-        """Return the same value; `before` is called when the backward reaches it."""
+        """Return the same value; `before` is called when the backward pass reaches it."""
 
         def rule(gradient: Buffer) -> tuple[Buffer]:
             before()

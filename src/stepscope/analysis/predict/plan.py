@@ -64,7 +64,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     workspace: int = 32 << 20
     """Workspace bytes of cuBLAS for each thread that runs matmuls: 32 MiB on Hopper, 8 before."""
     used_before: bool = False
-    """The process has run a backward already, so its thread's workspace exists."""
+    """The process has run a backward pass already, so its thread's workspace exists."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "ranks"):
@@ -141,8 +141,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workspaces(self) -> int:
-        """Number of cuBLAS workspaces before the backward: the forward's, and the backward's if one
-        ran before. A graph is warmed up on one stream and captured on another, and each of them has
+        """Number of cuBLAS workspaces before the backward pass: that of the forward pass, and that
+        of the backward pass if one ran before. A graph is warmed up on one stream and captured on
+        another, and each of
+        them has
         both."""
         before = 2 if self.used_before else 0
         return before + 4 if self.graph else max(1, before)

@@ -29,7 +29,7 @@ _STEPS = 2
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Itemised peak of each phase, and the bytes allocated at its end."""
+    """Itemized peak of each phase, and the bytes allocated at its end."""
 
     plan: StepPlan
     phases: tuple[MemoryState, ...]
@@ -41,7 +41,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(plan: StepPlan) -> Prediction:
-    """Simulate twice: first to learn when the peaks occur, then to itemise them."""
+    """Simulate twice: first to learn when the peaks occur, then to itemize them."""
     first = StepSimulation(plan, frozenset())
     first.run()
     watched = frozenset(event for _, event in first.memory.peaks.values())
@@ -135,7 +135,7 @@ class StepSimulation:
         local_elements = -(-rows // ranks) * columns
         buffer = self.memory.buffer(local_elements * self.width, PARAMETERS)
         if matrix:
-            # Initialised at random in float32; vectors are ones.
+            # Initialized at random in float32; vectors are ones.
             self.memory.buffer(local_elements * FLOAT32)
         return Value(buffer, rows * columns, self.width, local_elements=local_elements)
 
@@ -170,7 +170,7 @@ class StepSimulation:
             memory.end()
         memory.begin("backward")
         if first and plan.workspaces == 1:
-            # The backward runs in its own thread.
+            # The backward pass runs in its own thread.
             self._take_workspace(1)
         assert loss.node is not None
         self.tape.backward(loss.node, memory.buffer(FLOAT32))
@@ -190,7 +190,7 @@ class StepSimulation:
         self, x: Value, weights: list[Value], body: Callable[[Value, list[Value]], Value]
     ) -> Value:
         """Run `body` with full weights: sharded weights are gathered for it, and again for its
-        backward."""
+        backward pass."""
         if self.plan.sharding != "full":
             return body(x, weights)
         # Equal rows for each rank: the last rank may have fewer, and the rest is padding.
@@ -246,8 +246,8 @@ class StepSimulation:
     ) -> Sequence[Value]:
         """Return the stream and, with fused projections, the branch still to be added to it."""
         if not levels:
-            for number in range(first, end):
-                stream = self._through(number, *stream)
+            for index in range(first, end):
+                stream = self._through(index, *stream)
             return stream
         for start in range(first, end, levels[0]):
             body = partial(
@@ -259,10 +259,10 @@ class StepSimulation:
             stream = self.tape.checkpointed(stream, body)
         return stream
 
-    def _through(self, number: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
-        layers, weights = self.layers, self.blocks[number]
+    def _through(self, index: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
+        layers, weights = self.layers, self.blocks[index]
         if isinstance(layers, FusedProjectionLayers):
-            return layers.fused_block(x, branch, weights, self.policies[number])
+            return layers.fused_block(x, branch, weights, self.policies[index])
         return (self._with_weights(x, weights, layers.block),)
 
     def _loss(self, logits: Value) -> Value:
@@ -282,7 +282,7 @@ class StepSimulation:
             )
 
     def _update_now(self, parameter: Value, gradient: Buffer) -> None:
-        """Update a parameter in the backward, as soon as its gradient is computed."""
+        """Update a parameter in the backward pass, as soon as its gradient is computed."""
         if not self.plan.has_kernels:
             size = self._updated_bytes(parameter)
             self._update_alone(size, _TEMPORARIES["stepscope"], self._first, one_by_one=self.master)
@@ -362,7 +362,9 @@ class StepSimulation:
         tensors = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
         pieces = share_out(tensors, loads)
         most = loads.index(max(loads))
-        return [(p.end - p.begin) * tensors[p.place].bytes for p in pieces if p.owner == most]
+        return [
+            (p.end - p.begin) * tensors[p.tensor_index].bytes for p in pieces if p.owner == most
+        ]
 
 
 def _block_shapes(model: ModelConfig) -> list[tuple[int, ...]]:

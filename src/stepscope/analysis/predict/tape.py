@@ -1,10 +1,10 @@
 """Autograd in bytes: how many bytes each operator allocates and saves, and when they are freed.
 
-A value is a buffer and the operator that produced it. The backward runs operators from the last to
-the first, as PyTorch's engine does; an operator's saved buffers are freed right after it ran.
-Inside a checkpointed segment nothing is saved: when the backward reaches the first operator that
-needs a saved buffer, the segment is recomputed up to the last buffer that is needed, as PyTorch
-does.
+A value is a buffer and the operator that produced it. The backward pass runs operators from the
+last to the first, as PyTorch's engine does; an operator's saved buffers are freed right after it
+ran. Inside a checkpointed segment nothing is saved: when the backward pass reaches the first
+operator that needs a saved buffer, the segment is recomputed up to the last buffer that is needed,
+as PyTorch does.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Tape:
         self, inputs: Sequence[Value], body: Callable[[Sequence[Value]], Sequence[Value]]
     ) -> Sequence[Value]:
         """Run an inner segment while an outer one is recomputed: its inputs are restored now, its
-        saved buffers when the backward reaches it."""
+        saved buffers when the backward pass reaches it."""
         savers, recording = self._restoring, self._recording
         if savers is not None:
             self._restore(tuple(x.buffer for x in inputs))

@@ -1,1 +1,2 @@
-"""Replay of one device's backward for more ranks than are available. Pure: no torch, no group."""
+"""Replay of one device's backward pass for more ranks than are available. Needs neither torch nor a
+process group."""

@@ -1,10 +1,10 @@
-"""Communication against compute in closed form, for four strategies to parallelise a model.
+"""Communication against compute in closed form, for four strategies to parallelize a model.
 
 A strategy is communication-bound if its communication takes longer than the compute that it can
 overlap with. With P parameters, g bytes a gradient or weight, a bytes an activation, F FLOP/s of a
 rank, B bytes/s of its link, L layers of width d:
 
-    data      2(N-1)/N·g·P/B against the backward, 4·P·tokens/F
+    data      2(N-1)/N·g·P/B against the backward pass, 4·P·tokens/F
     FSDP      3(N-1)/N·g·P/B against forward and backward, 6·P·tokens/F
     tensor    4·L all-reduces of a·d·tokens, 8·L·(N-1)/N·a·d·tokens/B, against 6·P·tokens/(N·F)
     2-D       tensor inside groups of T ranks, FSDP of P/T parameters among N/T groups
@@ -25,12 +25,12 @@ from stepscope.errors import UsageError
 from stepscope.model import cost
 from stepscope.model.config import ModelConfig
 
-MOST_SEQUENCES = 2.0**30
+MAX_SEQUENCES = 2.0**30
 _SOLVED = 1e-4
 
 
 class ParallelStrategy(NamedTuple):
-    """One parallelisation; a batch is the sequences that its unit processes together."""
+    """One parallelization; a batch is the sequences that its unit processes together."""
 
     name: str
     unit: str
@@ -56,10 +56,10 @@ class ParallelStrategy(NamedTuple):
         high = 1.0
         while self.ratio(high) > 1.0:
             high *= 2
-            if high > MOST_SEQUENCES:
+            if high > MAX_SEQUENCES:
                 return None
         low = high / 2
-        while self.ratio(low) <= 1.0 and low > 1.0 / MOST_SEQUENCES:
+        while self.ratio(low) <= 1.0 and low > 1.0 / MAX_SEQUENCES:
             low, high = low / 2, low
         while high / low > 1 + _SOLVED:
             middle = (low * high) ** 0.5

@@ -18,7 +18,7 @@ Collective = Literal["all-reduce", "reduce-scatter", "all-gather"]
 
 
 class Wire(NamedTuple):
-    """Link from one rank to its neighbour."""
+    """Link from one rank to its neighbor."""
 
     latency_ms: float
     bytes_per_ms: float
@@ -84,12 +84,12 @@ def all_reduce_ms(wire: Wire, ranks: int, size: float) -> float:
 
 
 NODE = 8
-LARGEST_NVLINK = 72
+MAX_NVLINK_RANKS = 72
 """GPUs of the largest NVLink domain on sale (NVL72)."""
 
 # Bandwidths are one direction of the data sheet: NVLink 4 has 18 links of 25 GB/s, NDR InfiniBand
 # 400 Gb/s, both per GPU. Latencies per hop and the start are those of NCCL's own cost model for its
-# bandwidth protocol (3.4 µs, 14 µs, 8.4 µs); that of Ethernet, through the host's TCP, is assumed.
+# bandwidth protocol (3.4 µs, 14 µs, 8.4 µs); that of Ethernet, through the CPU's TCP, is assumed.
 NVLINK = Wire(3.4e-3, 450e6)
 INFINIBAND = Wire(14e-3, 50e6)
 ETHERNET = Wire(30e-3, 12.5e6)

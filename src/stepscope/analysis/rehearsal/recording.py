@@ -24,7 +24,7 @@ class ReadyTimes(Part, frozen=True):
     kind: str
     """Dtype and device, which all gradients of a bucket must share."""
     ready_ms: tuple[float, ...]
-    """Time from the start of the backward until it was ready, in each recorded step."""
+    """Time from the start of the backward pass until it was ready, in each recorded step."""
 
 
 class Gradient(Part, frozen=True):
@@ -32,7 +32,7 @@ class Gradient(Part, frozen=True):
 
     item: Item
     ready: float
-    """Median over the recorded steps, in ms from the start of the backward."""
+    """Median over the recorded steps, in ms from the start of the backward pass."""
 
     @property
     def bytes(self) -> int:
@@ -55,16 +55,18 @@ class Recording(Part, frozen=True):
     def of_samples(cls, series: Sequence[Series], times: Sequence[ReadyTimes]) -> Recording:
         """Build a recording from the medians of the samples."""
         taken = {
-            one.name: median(one.values) for one in series if one.name in PHASES and not one.variant
+            samples.name: median(samples.values)
+            for samples in series
+            if samples.name in PHASES and not samples.variant
         }
         gradients = tuple(
             Gradient(
-                item=Item(one.name, one.elements, one.element_bytes, one.kind),
-                ready=median(one.ready_ms),
+                item=Item(gradient.name, gradient.elements, gradient.element_bytes, gradient.kind),
+                ready=median(gradient.ready_ms),
             )
-            for one in times
+            for gradient in times
         )
-        # Medians of different samples may differ slightly; the backward ends last.
+        # Medians of different samples may differ slightly; the backward pass ends last.
         last = max((gradient.ready for gradient in gradients), default=0.0)
         return cls(
             forward_ms=taken["forward"],
@@ -87,7 +89,7 @@ class Recording(Part, frozen=True):
         return sorted(range(len(self.gradients)), key=lambda index: self.gradients[index].ready)
 
     def half_ready(self) -> float:
-        """Share of the backward after which half of the gradients' bytes were ready."""
+        """Share of the backward pass after which half of the gradients' bytes were ready."""
         ready_bytes = 0
         for index in self.order:
             ready_bytes += self.gradients[index].bytes

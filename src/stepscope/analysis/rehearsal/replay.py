@@ -4,8 +4,8 @@ The rules are those of `parallel/reducer.py`. Gradients become ready in the reco
 for each gradient (scaling it into its bucket) and for each message (issuing it) delays everything
 after it. If that work and messages in flight need the same cores, it takes longer and they are
 late. Messages are sent in the order of the plan and share one channel. At the end of the backward
-the ranks exchange a small message, concurrently with reductions in flight; messages not sent yet
-follow it; the optimizer starts when the last reduction is done.
+pass the ranks exchange a small message, concurrently with reductions in flight; messages not sent
+yet follow it; the optimizer starts when the last reduction is done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Upkeep(NamedTuple):
     issue: float = 0.0
     """Cost of sending a message."""
     agree: float = 0.0
-    """Exchange at the end of a backward."""
+    """Exchange at the end of a backward pass."""
     slowed: float = 1.0
     """Slowdown of packing and sending while a message is in flight."""
     drag: float = 0.0
@@ -84,8 +84,8 @@ class Replay(NamedTuple):
         return self.exposed_ms / self.step_ms
 
 
-class Line:
-    """Links as a queue that sends one message after the other."""
+class MessageQueue:
+    """Queue of messages that the links transfer one after the other."""
 
     def __init__(self) -> None:
         self._free = 0.0
@@ -123,23 +123,23 @@ def replay(
     """Replay the step with the reductions of one strategy."""
     buckets = plan(recording, strategy, bucket_mb)
     sizes = [sum(recording.gradients[index].bytes for index in b.items) for b in buckets]
-    line = Line()
+    queue = MessageQueue()
     eager = strategy in ("overlap", "bucketed")
-    delay = _backward(recording, buckets, sizes, line, channel, upkeep) if eager else 0.0
+    delay = _backward(recording, buckets, sizes, queue, channel, upkeep) if eager else 0.0
     forward_end = recording.forward_ms
     backward_end = forward_end + recording.backward_ms + delay
     now = backward_end + upkeep.agree
     if not eager:
         for bucket, size in zip(buckets, sizes, strict=True):
             now += len(bucket.items) * upkeep.pack + size * upkeep.pack_byte + upkeep.issue
-            end = line.send(size, now, channel)
+            end = queue.send(size, now, channel)
             if strategy == "naive":
                 now = end
-    synchronized = max(now, *(message.end for message in line.sent))
+    synchronized = max(now, *(message.end for message in queue.sent))
     step = synchronized + recording.optimizer_ms
     return Replay(
         name_of(strategy, bucket_mb),
-        tuple(line.sent),
+        tuple(queue.sent),
         forward_end,
         backward_end,
         synchronized,
@@ -152,11 +152,12 @@ def _backward(
     recording: Recording,
     buckets: Sequence[Bucket],
     sizes: Sequence[int],
-    line: Line,
+    queue: MessageQueue,
     channel: Channel,
     upkeep: Upkeep,
 ) -> float:
-    """Send the buckets that fill during the backward; return by how much that delays its end."""
+    """Send the buckets that fill during the backward pass; return by how much that delays its
+    end."""
     bucket_of = {index: n for n, bucket in enumerate(buckets) for index in bucket.items}
     left = [len(bucket.items) for bucket in buckets]
     following, delay = 0, 0.0
@@ -164,11 +165,11 @@ def _backward(
         gradient = recording.gradients[index]
         ready = recording.forward_ms + gradient.ready
         packing = upkeep.pack + gradient.bytes * upkeep.pack_byte
-        delay += line.concurrent_work(ready + delay, packing, upkeep)
+        delay += queue.concurrent_work(ready + delay, packing, upkeep)
         left[bucket_of[index]] -= 1
         while following < len(buckets) and left[following] == 0:
-            delay += line.concurrent_work(ready + delay, upkeep.issue, upkeep)
-            line.send(sizes[following], ready + delay, channel)
+            delay += queue.concurrent_work(ready + delay, upkeep.issue, upkeep)
+            queue.send(sizes[following], ready + delay, channel)
             following += 1
     return delay
 

@@ -1,11 +1,12 @@
 """Replay of a step in which ranks shard the optimizer's state, or everything.
 
-`sharded`: gradients are reduce-scattered in buckets during the backward, each rank updates its
+`sharded`: gradients are reduce-scattered in buckets during the backward pass, each rank updates its
 share, and the updated weights are gathered after it.
 
-`fsdp`: weights are gathered before use, one unit ahead, in the forward and again in the backward;
-gradients are reduce-scattered as units finish. A unit is a bucket of weights. The recording has no
-marks inside the forward, so a unit's share of it is assumed to be its share of the backward.
+`fsdp`: weights are gathered before use, one unit ahead, in the forward pass and again in the
+backward pass; gradients are reduce-scattered as units finish. A unit is a bucket of weights. The
+recording has no marks inside the forward pass, so a unit's share of it is assumed to be its share
+of the backward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import pairwise
 
 from stepscope.analysis.rehearsal.cluster import Cluster
 from stepscope.analysis.rehearsal.recording import Recording
-from stepscope.analysis.rehearsal.replay import Line, Replay, Upkeep, plan, replay
+from stepscope.analysis.rehearsal.replay import MessageQueue, Replay, Upkeep, plan, replay
 
 
 def replay_sharded(
@@ -26,11 +27,11 @@ def replay_sharded(
     """Replay with a sharded optimizer (ZeRO stage 1)."""
     scattered = replay(recording, "bucketed", cluster.channel("reduce-scatter"), bucket_mb, upkeep)
     updated = scattered.synchronized + recording.optimizer_ms / cluster.ranks
-    line = Line()
-    step = line.send(recording.gradient_bytes, updated, cluster.channel("all-gather"))
+    queue = MessageQueue()
+    step = queue.send(recording.gradient_bytes, updated, cluster.channel("all-gather"))
     return scattered._replace(
         strategy="sharded",
-        messages=(*scattered.messages, *line.sent),
+        messages=(*scattered.messages, *queue.sent),
         step_ms=step,
         exposed_ms=step - _computed(recording, cluster.ranks),
     )
@@ -47,27 +48,27 @@ def replay_fsdp(recording: Recording, cluster: Cluster, unit_mb: float = 25.0) -
     backward = [end - begin for begin, end in pairwise([0.0, *ends])]
     rest = recording.backward_ms - ends[-1]
     forward = [recording.forward_ms * took / ends[-1] if ends[-1] else 0.0 for took in backward]
-    line, gather = Line(), cluster.channel("all-gather")
-    now, gathered_at = 0.0, line.send(sizes[-1], 0.0, gather)
+    queue, gather = MessageQueue(), cluster.channel("all-gather")
+    now, gathered_at = 0.0, queue.send(sizes[-1], 0.0, gather)
     for index in reversed(range(len(units))):
         now = max(now, gathered_at)
         if index:
-            gathered_at = line.send(sizes[index - 1], now, gather)
+            gathered_at = queue.send(sizes[index - 1], now, gather)
         now += forward[index]
     forward_end = now
-    gathered_at = line.send(sizes[0], now, gather)
+    gathered_at = queue.send(sizes[0], now, gather)
     for index in range(len(units)):
         now = max(now, gathered_at)
         if index + 1 < len(units):
-            gathered_at = line.send(sizes[index + 1], now, gather)
+            gathered_at = queue.send(sizes[index + 1], now, gather)
         now += backward[index]
-        line.send(sizes[index], now, cluster.channel("reduce-scatter"))
+        queue.send(sizes[index], now, cluster.channel("reduce-scatter"))
     now += rest
-    synchronized = max(now, *(message.end for message in line.sent))
+    synchronized = max(now, *(message.end for message in queue.sent))
     step = synchronized + recording.optimizer_ms / cluster.ranks
     return Replay(
         "fsdp",
-        tuple(line.sent),
+        tuple(queue.sent),
         forward_end,
         now,
         synchronized,

@@ -25,14 +25,16 @@ class BucketSweep(NamedTuple):
     @property
     def best(self) -> float:
         """Bucket size of the fastest step; among equal ones the largest, with fewest messages."""
-        least = min(one.step_ms for one in self.steps.values())
-        return max(size for size, one in self.steps.items() if one.step_ms <= least * (1 + 1e-9))
+        least = min(result.step_ms for result in self.steps.values())
+        return max(
+            size for size, result in self.steps.items() if result.step_ms <= least * (1 + 1e-9)
+        )
 
     @property
     def as_good(self) -> tuple[float, float]:
         """Range of sizes whose step is within a hundredth of the best."""
         least = self.steps[self.best].step_ms
-        good = [size for size, one in self.steps.items() if one.step_ms <= AS_GOOD * least]
+        good = [size for size, result in self.steps.items() if result.step_ms <= AS_GOOD * least]
         return min(good), max(good)
 
 
@@ -76,8 +78,8 @@ class Scaling(NamedTuple):
     def stops_paying(self, above: float) -> int | None:
         """Ranks from which on exposed communication is more than this share of the step."""
         first = None
-        for ranks, one in self.kept.items():
-            over = one.exposed_share > above
+        for ranks, result in self.kept.items():
+            over = result.exposed_share > above
             first = (first or ranks) if over else None
         return first
 

@@ -33,9 +33,9 @@ from stepscope.analysis.trace.model import (
 from stepscope.analysis.trace.pieces import open_end, possible_cuts, without_tail
 from stepscope.errors import StepscopeError
 
-MOST_OBJECTS = 12_000_000
+MAX_OBJECTS = 12_000_000
 """Limit of JSON objects: an event is one, its arguments are another."""
-_LATEST_US = 9.0e15
+_MAX_US = 9.0e15
 """Limit of times: beyond it nanoseconds do not fit into 64 bits."""
 
 Identity = int | str | None
@@ -115,9 +115,9 @@ _LIST = msgspec.json.Decoder(list[_Event])
 
 def read_chrome(data: bytes | bytearray, where: str) -> Trace:
     """Decode the trace in these bytes; `where` names them in an error."""
-    if _objects(data) > MOST_OBJECTS:
+    if _objects(data) > MAX_OBJECTS:
         raise StepscopeError(
-            f"{where} has more than {MOST_OBJECTS // 2:,} events", "trace fewer steps"
+            f"{where} has more than {MAX_OBJECTS // 2:,} events", "trace fewer steps"
         )
     with _no_collection():
         try:
@@ -303,11 +303,11 @@ class _Events:
         )
 
     def _flows(self) -> Flows:
-        tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}
+        tails = {flow: (thread, ts) for ph, flow, thread, ts in self._ends if ph == "s"}
         pairs = [
-            (*tails[number], thread, ts)
-            for ph, number, thread, ts in self._ends
-            if ph == "f" and number in tails
+            (*tails[flow], thread, ts)
+            for ph, flow, thread, ts in self._ends
+            if ph == "f" and flow in tails
         ]
         if not pairs:
             return NO_FLOWS
@@ -318,7 +318,7 @@ class _Events:
 
 def _moments(microseconds: Sequence[float]) -> Ints:
     values = np.fromiter(microseconds, np.float64, len(microseconds))
-    if not np.abs(values).max() < _LATEST_US:
+    if not np.abs(values).max() < _MAX_US:
         raise ValueError("a time is out of range")
     return np.rint(values * 1e3).astype(np.int64)
 

@@ -16,7 +16,7 @@ from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NO_SPAN
 
-_NUMBER: dict[Class, int] = {kind: number for number, kind in enumerate(CLASSES)}
+_NUMBER: dict[Class, int] = {kind: index for index, kind in enumerate(CLASSES)}
 _OTHER = _NUMBER["other"]
 _TEMPLATE = "triton_tem_"
 
@@ -48,7 +48,7 @@ def _by_context(trace: Trace, host: Host, kernel: str, span: int) -> Class:
     for around in _around(host, span):
         name = trace.names[trace.spans.name[around]]
         if trace.spans.is_range[around]:
-            # Such a range contains projections too, but matmuls are recognised by their own names.
+            # Such a range contains projections too, but matmuls are recognized by their own names.
             if is_template and "attention" in name.lower():
                 return "attention"
         else:
@@ -59,7 +59,7 @@ def _by_context(trace: Trace, host: Host, kernel: str, span: int) -> Class:
 
 
 def _around(host: Host, span: int) -> Iterator[int]:
-    """Yield the span and its ancestors, then those of the forward that created it."""
+    """Yield the span and its ancestors, then those of the forward operator that created it."""
     created_by = host.forward_of[span] if host.phase[span] == BACKWARD else NO_SPAN
     for begin in (span, int(created_by)):
         while begin != NO_SPAN:

@@ -1,7 +1,7 @@
 """Links from backward operators to the forward operators that created their autograd nodes.
 
 Both carry the same sequence number. Every thread has its own counter, so if several threads ran
-forwards a number alone is ambiguous; then the profiler's flow events decide.
+forward passes a number alone is ambiguous; then the profiler's flow events decide.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _by_flow(trace: Trace, parent: Ints, makers: Ints, unclear: Ints, links: Int
     ):
         user = heads.get((thread, start), NO_SPAN)
         maker = tails.get((tail_thread, tail), NO_SPAN)
-        number = spans.sequence[user]
-        while NO_SPAN not in (maker, user) and spans.sequence[user] == number:
+        sequence = spans.sequence[user]
+        while NO_SPAN not in (maker, user) and spans.sequence[user] == sequence:
             links[user] = maker
             user = int(parent[user])
 

@@ -1,4 +1,4 @@
-"""Longest idle gaps of the device in a step, and what the host did during them.
+"""Longest idle gaps of the device in a step, and what the CPU did during them.
 
 Many short gaps come from launches that are slower than the kernels; fewer launches remove them. A
 long gap has its own cause: an allocation, a compilation, a batch that is not ready.
@@ -18,18 +18,18 @@ from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 LONG_NS = 1_000_000
 """Minimum length of a long gap, far above the time to launch a kernel."""
-_MOST = 5
+_MAX_GAPS = 5
 _EVERY = -1
 
 
 def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ...]]:
-    """Return milliseconds per step in long gaps that the host causes, and the longest gaps."""
+    """Return milliseconds per step in long gaps that the CPU causes, and the longest gaps."""
     if not work.on_device or not steps:
         return 0.0, ()
     waiting = waits(work)
     long_host = 0
     edges: list[tuple[int, int, int]] = []
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         first = int(np.searchsorted(work.latest_end, step.start, side="right"))
         last = int(np.searchsorted(work.start, step.end, side="left"))
         start = np.maximum(work.start[first:last], step.start)
@@ -39,9 +39,11 @@ def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[G
         is_long = length >= LONG_NS
         idle = idle[0][is_long], idle[1][is_long]
         long_host += int(gap_causes(work, idle, waiting)["host"].sum())
-        edges += zip(*(moments.tolist() for moments in idle), [number] * len(idle[0]), strict=True)
+        edges += zip(
+            *(moments.tolist() for moments in idle), [step_index] * len(idle[0]), strict=True
+        )
     edges.sort(key=lambda gap: gap[0] - gap[1])
-    longest = tuple(_gap(work, steps[number], *gap) for *gap, number in edges[:_MOST])
+    longest = tuple(_gap(work, steps[step_index], *gap) for *gap, step_index in edges[:_MAX_GAPS])
     return long_host / 1e6 / len(steps), longest
 
 

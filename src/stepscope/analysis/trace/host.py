@@ -1,4 +1,5 @@
-"""Attribution of host spans: phase, named ranges, and the forward of each backward."""
+"""Attribution of CPU spans: phase, named ranges, and the forward operator of each backward
+operator."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Host:
     """Index in `paths` of the named ranges around the span."""
     paths: tuple[tuple[str, ...], ...]
     forward_of: Ints
-    """Forward span that created the backward this span belongs to."""
+    """Forward span that created the backward operator this span belongs to."""
     steps: tuple[int, ...]
     """Spans that mark steps, in order of time."""
     edges: tuple[int, ...] = ()
@@ -81,13 +82,13 @@ def read_host(trace: Trace) -> Host:
     ranges = np.flatnonzero(spans.is_range)
     ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
     named = np.unique(spans.name[ranges]).tolist()
-    steps = [number for number in named if STEP_MARK.match(names[number])]
-    edges = [number for number in named if STEP_EDGE.match(names[number])]
+    steps = [name_id for name_id in named if STEP_MARK.match(names[name_id])]
+    edges = [name_id for name_id in named if STEP_EDGE.match(names[name_id])]
     phase, phase_known = _phases(trace, parent, by_name, watched=bool(edges))
     modules = [
-        number
-        for number in named
-        if by_name[number] in (_NO_PHASE, LOSS) and not names[number].startswith(_MACHINERY)
+        name_id
+        for name_id in named
+        if by_name[name_id] in (_NO_PHASE, LOSS) and not names[name_id].startswith(_MACHINERY)
     ]
     path, paths = _paths(trace, parent, np.setdiff1d(modules, steps + edges))
     return Host(
@@ -105,10 +106,10 @@ def read_host(trace: Trace) -> Host:
 def _phase_by_name(trace: Trace) -> Ints:
     """Return the phase that each span name determines."""
     phase = np.full(max(1, len(trace.names)), _NO_PHASE, np.int64)
-    for number in np.unique(trace.spans.name).tolist():
-        own = _own_phase(trace.names[number])
+    for name_id in np.unique(trace.spans.name).tolist():
+        own = _own_phase(trace.names[name_id])
         if own is not None:
-            phase[number] = own
+            phase[name_id] = own
     return phase
 
 
@@ -121,7 +122,8 @@ def _phases(
     holder = nearest(parent, own_phase != _NO_PHASE)
     marked = bool((by_name[spans.name[spans.is_range]] == FORWARD).any())
     default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
-    # A range named `forward` inside the backward is a recomputation: it stays in the backward.
+    # A range named `forward` inside the backward pass is a recomputation: it stays in the backward
+    # pass.
     for index in np.flatnonzero((own_phase >= 0) & (own_phase < BACKWARD)).tolist():
         above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
         if above != NO_SPAN and own_phase[above] == BACKWARD:

@@ -4,13 +4,13 @@ A moment in which something runs goes to its phase and class. The optimizer gets
 other part of the model runs, and communication only while nothing else does. A moment in which
 nothing runs is a gap, and a gap has a cause only if the trace proves it:
 
-- queue: the next kernel was launched before the gap began, whatever the host did meanwhile; the
-  device took its time between two kernels,
-- synchronisation: it was not, and the host was inside a call that waits,
-- host: it was not, and the host did not wait, so there was nothing to run,
+- queue: the next kernel was launched before the gap began, whatever the CPU did meanwhile; the
+  GPU was idle between two kernels of its queue,
+- synchronization: it was not, and the CPU was inside a call that waits,
+- host: it was not, and the CPU did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
-The rest, and work without a known phase, is the residual.
+The rest, and work without a known phase, is unattributed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
-CLOSES_BELOW = 0.02
-"""Share of the residual above which the ledger does not close."""
+UNATTRIBUTED = "residual"
+"""Class of the line with the unattributed time, as records store it."""
+MAX_UNATTRIBUTED = 0.02
+"""Share of the step above which the ledger is reported as not adding up."""
 
 _WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
 _TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
@@ -48,7 +50,7 @@ class Ledger:
     no_phase: int = 0
     no_launch: int = 0
     waited: int = 0
-    """Time the host spent waiting, whatever the device did; not part of the sum."""
+    """Time the CPU spent waiting, whatever the device did; not part of the sum."""
     waited_busy: int = 0
     """The part of `waited` in which the device worked; not part of the sum."""
     steps: int = 1
@@ -62,28 +64,28 @@ class Ledger:
         return self.wall - self.busy
 
     @property
-    def residual(self) -> int:
+    def unattributed(self) -> int:
         return self.no_phase + self.no_launch
 
     @property
-    def closes(self) -> bool:
-        return self.residual <= CLOSES_BELOW * self.wall
+    def adds_up(self) -> bool:
+        return self.unattributed <= MAX_UNATTRIBUTED * self.wall
 
     def doubt(self) -> str:
-        """Return why the ledger does not close; empty if it does."""
-        if self.closes:
+        """Return why too much of the step is unattributed; empty if it is not."""
+        if self.adds_up:
             return ""
         causes = []
         if self.no_phase >= self.no_launch:
             causes.append("kernels whose phase no operator or range determines")
         else:
             causes.append("gaps before kernels whose launch is not in the trace")
-        return f"{self.residual / self.wall:.1%} of the time is {causes[0]}"
+        return f"{self.unattributed / self.wall:.1%} of the time is {causes[0]}"
 
     def lines(self) -> list[tuple[str, str, int]]:
         """Return lines of phase, class or cause, and nanoseconds; they sum to the wall time."""
-        order: dict[str, int] = {kind: number for number, kind in enumerate(CLASSES)}
-        phases: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+        order: dict[str, int] = {kind: index for index, kind in enumerate(CLASSES)}
+        phases: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
         ranked = sorted(self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]]))
         lines = [(phase, kind, length) for (phase, kind), length in ranked if length]
         for cause, length in (
@@ -94,7 +96,7 @@ class Ledger:
         ):
             if length:
                 lines.append(("idle", cause, length))
-        return [*lines, ("", "residual", self.residual)]
+        return [*lines, ("", UNATTRIBUTED, self.unattributed)]
 
 
 def ledgers(work: DeviceWork, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:

@@ -43,7 +43,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of the CUDA runtime or driver by host threads."""
+    """Calls of the CUDA runtime or driver by CPU threads."""
 
     name: Ints
     start: Ints
@@ -57,7 +57,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Spans:
-    """Host spans: operators, and ranges named by the user.
+    """CPU spans: operators, and ranges named by the user.
 
     Ordered by thread and start, the longer one first, so that a parent comes before its children.
     """

@@ -37,9 +37,9 @@ def innermost(spans: Spans, parent: Ints, thread: Ints, moment: Ints) -> Ints:
     If the thread itself has none, a range that applies to every thread is used.
     """
     span = np.full(len(moment), NO_SPAN, np.int64)
-    for number in np.unique(thread):
-        on_thread = thread == number
-        span[on_thread] = _innermost_of(spans, parent, int(number), moment[on_thread])
+    for thread_id in np.unique(thread):
+        on_thread = thread == thread_id
+        span[on_thread] = _innermost_of(spans, parent, int(thread_id), moment[on_thread])
     unknown = span == NO_SPAN
     if unknown.any() and len(spans) and spans.thread[0] == EVERY_THREAD:
         span[unknown] = _innermost_of(spans, parent, EVERY_THREAD, moment[unknown])

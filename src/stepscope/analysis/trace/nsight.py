@@ -33,7 +33,7 @@ from stepscope.analysis.trace.model import (
 from stepscope.errors import StepscopeError
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
-MOST_ROWS = 6_000_000
+MAX_ROWS = 6_000_000
 _KERNELS, _COPIES, _FILLS = (
     f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET")
 )
@@ -82,10 +82,10 @@ class _Tables:
         if not {"start"} <= present:
             return
         chosen = ", ".join(f'"{c}"' if c in present else other for c, other in wanted.items())
-        query = f'SELECT {chosen} FROM "{table}" LIMIT {MOST_ROWS + 1}'
+        query = f'SELECT {chosen} FROM "{table}" LIMIT {MAX_ROWS + 1}'
         for count, row in enumerate(self._connection.execute(query)):
-            if count >= MOST_ROWS:
-                raise ValueError(f"{table} has more than {MOST_ROWS:,} rows")
+            if count >= MAX_ROWS:
+                raise ValueError(f"{table} has more than {MAX_ROWS:,} rows")
             yield row
 
     def strings(self) -> dict[int, str]:

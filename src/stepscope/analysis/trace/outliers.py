@@ -13,7 +13,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.statistics import Instances, group, occurrence
 from stepscope.analysis.trace.summary import Outlier
 
-_FEWEST_PEERS = 8
+_MIN_PEERS = 8
 _FACTOR = 1.5
 _DEVIATIONS = 10.0
 _SHARE_OF_STEP = 0.001
@@ -35,7 +35,7 @@ def outliers(entries: Instances) -> tuple[Outlier, ...]:
     deviation = 1.4826 * of.median(np.abs(length - median))[of.of_entry]
     excess = length - median
     far = (
-        (of.count[of.of_entry] >= _FEWEST_PEERS)
+        (of.count[of.of_entry] >= _MIN_PEERS)
         & (entries.module != nowhere)
         & (excess > worth)
         & (length > _FACTOR * median)
@@ -74,7 +74,7 @@ def _differences(entries: Instances, position: int) -> list[str]:
         reasons.append("the first of its kind in the trace")
     around = _slowness_around(entries, position)
     if around is not None and around > 1.2:
-        reasons.append(f"its neighbours also took {around:.1f} times their median")
+        reasons.append(f"its neighbors also took {around:.1f} times their median")
     return reasons
 
 

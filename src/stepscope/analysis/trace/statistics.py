@@ -65,7 +65,7 @@ class Instances:
     def modules(self) -> tuple[list[str], Ints]:
         """Paths without their numbers, and the index of each path among them."""
         texts = [_without_numbers("/".join(path)) for path in self.work.host.paths]
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        numbers = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         return list(numbers), np.array([numbers[text] for text in texts], np.int64)
 
     def describe(self, name: int) -> Description:

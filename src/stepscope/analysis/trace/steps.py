@@ -1,4 +1,4 @@
-"""Detection of steps, on the host and on the device that runs behind it."""
+"""Detection of steps, on the CPU and on the device that runs behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.summary import Cut
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
-_FEWEST_ENDS = 3
+_MIN_ENDS = 3
 """Minimum number of optimizer steps: two complete steps lie between three of them."""
 _LOADING = "enumerate(DataLoader)"
 
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 def find_steps(work: DeviceWork) -> tuple[Step, ...]:
     """Find the steps of a trace; the entire trace is one step if nothing marks them.
 
-    A step lasts until the host has left it and the device has finished what was launched in it. A
+    A step lasts until the CPU has left it and the device has finished what was launched in it. A
     step that is launched while the device still runs the previous one begins when that is
     finished, so that steps do not overlap.
     """
@@ -56,7 +56,7 @@ def find_steps(work: DeviceWork) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def how_cut(work: DeviceWork) -> Cut:
+def step_boundaries(work: DeviceWork) -> Cut:
     """Return what marks the steps of the trace."""
     return _seen_by_host(work)[0]
 
@@ -71,21 +71,21 @@ def _seen_by_host(work: DeviceWork) -> tuple[Cut, list[str], Ints, Ints]:
         names = [texts[spans.name[mark]] for mark in marks]
         return "marks", names, spans.start[marks], spans.end[marks]
     ends = _optimizer_ends(work)
-    if len(ends) >= _FEWEST_ENDS:
+    if len(ends) >= _MIN_ENDS:
         return "optimizer", *_between(ends)
     return "nothing", [], ends[:0], ends[:0]
 
 
 def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
-    names = [f"step {number}" for number in range(len(moments) - 1)]
+    names = [f"step {index}" for index in range(len(moments) - 1)]
     return names, moments[:-1], moments[1:]
 
 
 def _optimizer_ends(work: DeviceWork) -> Ints:
     """Return when the optimizer that steps least often has stepped; among equals, the last one.
 
-    Optimizers of one class share a name: those that step without a backward between them count as
-    one.
+    Optimizers of one class share a name: those that step without a backward pass between them count
+    as one.
     """
     spans, texts = work.trace.spans, work.trace.names
     backward = np.sort(spans.start[work.host.phase == BACKWARD])
@@ -106,7 +106,7 @@ def _optimizer_ends(work: DeviceWork) -> Ints:
 
 
 def launch_times(work: DeviceWork) -> Ints:
-    """Return when the host launched each entry; if unknown, when the entry began."""
+    """Return when the CPU launched each entry; if unknown, when the entry began."""
     times = work.start.copy()
     known = work.call != NO_CALL
     times[known] = work.trace.calls.start[work.call[known]]
@@ -123,7 +123,7 @@ def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
 
 
 def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
-    """Milliseconds per step that the host spends in a DataLoader of PyTorch."""
+    """Milliseconds per step that the CPU spends in a DataLoader of PyTorch."""
     spans, names = work.trace.spans, work.trace.names
     loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
     own = spans.is_range & np.isin(spans.name, loading)

@@ -12,22 +12,22 @@ from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import data_ms, find_steps, how_cut, phase_walls
-from stepscope.analysis.trace.summary import Line, Shares, Summary
+from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls, step_boundaries
+from stepscope.analysis.trace.summary import LedgerLine, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
 from stepscope.analysis.trace.work import device_work
 from stepscope.errors import StepscopeError
 
 
 def summarize_file(path: Path) -> Summary:
-    """Read and summarise a trace file."""
+    """Read and summarize a trace file."""
     return summarize(read_trace(path), str(path))
 
 
 def summarize(
     trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
 ) -> Summary:
-    """Summarise a trace, without the steps at the indices in `leave_out`."""
+    """Summarize a trace, without the steps at the indices in `leave_out`."""
     work = device_work(trace)
     steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
     if not steps:
@@ -43,7 +43,7 @@ def summarize(
         steps=tuple(step.length / 1e6 for step in steps),
         phases=phase_walls(work, steps),
         lines=tuple(
-            Line(phase=phase, kind=kind, ms=length / in_ms)
+            LedgerLine(phase=phase, kind=kind, ms=length / in_ms)
             for phase, kind, length in ledger.lines()
         ),
         doubt=ledger.doubt(),
@@ -57,7 +57,7 @@ def summarize(
         timeline=timeline(work, typical(steps)),
         data_ms=data_ms(work, steps),
         runs=memory_runs(entries),
-        cut=how_cut(work),
+        cut=step_boundaries(work),
         gaps=gaps,
         long_host_ms=long_host_ms,
         replayed=float(work.replayed[entries.index].mean()) if len(entries.index) else 0.0,

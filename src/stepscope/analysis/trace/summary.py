@@ -18,13 +18,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base class of all parts of a summary."""
 
 
-class Line(Piece, frozen=True):
+class LedgerLine(Piece, frozen=True):
     """A line of the ledger."""
 
     phase: str
-    """Phase of the step; `idle` for a gap, empty for the residual."""
+    """Phase of the step; `idle` for a gap, empty for unattributed time."""
     kind: str
-    """Kernel class, or cause of a gap."""
+    """Kernel class, or cause of a gap; `residual` for unattributed time."""
     ms: float
 
 
@@ -80,7 +80,7 @@ class Gap(Piece, frozen=True):
     """From the start of the step."""
     ms: float
     host: str
-    """Call, operator or range that the host was in for most of it; empty if none."""
+    """Call, operator or range that the CPU was in for most of it; empty if none."""
     next: str
     """Kernel that ended it; empty if the step ended."""
     first: bool
@@ -106,7 +106,7 @@ class Bar(Piece, frozen=True):
     end: float
     label: str
     group: str
-    """Meaning of its colour: a phase, a class, or a cause of a gap."""
+    """Meaning of its color: a phase, a class, or a cause of a gap."""
 
 
 class Row(Piece, frozen=True):
@@ -138,9 +138,9 @@ class Summary(Piece, frozen=True):
     """Wall time of each step in milliseconds."""
     phases: dict[str, float]
     """Wall time of each phase in milliseconds, idle time included."""
-    lines: tuple[Line, ...]
+    lines: tuple[LedgerLine, ...]
     doubt: str
-    """Why the ledger does not close; empty if it does."""
+    """Why too much of the step is unattributed; empty if it is not."""
     waited_ms: float
     waited_busy_ms: float
     launches: float
@@ -151,14 +151,14 @@ class Summary(Piece, frozen=True):
     outliers: tuple[Outlier, ...]
     timeline: tuple[Row, ...] = ()
     data_ms: float = 0.0
-    """Time the host spends in a DataLoader, waiting for a batch or preparing it."""
+    """Time the CPU spends in a DataLoader, waiting for a batch or preparing it."""
     runs: tuple[Runs, ...] = ()
     """Runs of memory-bound kernels by phase."""
     cut: Cut = "marks"
     gaps: tuple[Gap, ...] = ()
     """Longest gaps of all steps, from 1 ms."""
     long_host_ms: float = 0.0
-    """Idle time caused by the host in gaps from 1 ms."""
+    """Idle time caused by the CPU in gaps from 1 ms."""
     replayed: float = 0.0
     """Share of the kernels launched by CUDA graphs."""
     capability: str = ""
@@ -179,14 +179,14 @@ class Summary(Piece, frozen=True):
         return self.line_ms(lambda line: line.phase == "idle")
 
     @property
-    def residual_ms(self) -> float:
+    def unattributed_ms(self) -> float:
         return self.line_ms(lambda line: line.kind == "residual")
 
-    def line_ms(self, which: Callable[[Line], bool]) -> float:
+    def line_ms(self, which: Callable[[LedgerLine], bool]) -> float:
         return sum(line.ms for line in self.lines if which(line))
 
     def idle_of(self, cause: str) -> float:
-        """Idle time of a cause: host, synchronisation, queue, between."""
+        """Idle time of a cause: host, synchronization, queue, between."""
         return self.line_ms(lambda line: line.phase == "idle" and line.kind.startswith(cause))
 
     def phase_ms(self, phase: str) -> float:

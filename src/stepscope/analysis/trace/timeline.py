@@ -1,6 +1,6 @@
-"""Timeline of one step as data: what the host was in, what the device ran, and when it was idle.
+"""Timeline of one step as data: what the CPU was in, what the device ran, and when it was idle.
 
-Bars too short to be visible are merged with neighbours of the same group, so that a step of ten
+Bars too short to be visible are merged with neighbors of the same group, so that a step of ten
 thousand kernels becomes a few hundred bars. Device work and idle time are merged only if they fill
 most of the bar: a gap of a microsecond after every kernel does not become a bar.
 """
@@ -20,12 +20,12 @@ from stepscope.analysis.trace.steps import Step
 from stepscope.analysis.trace.summary import Bar, Row
 from stepscope.analysis.trace.work import DeviceWork
 
-FINEST = 400
+BARS_PER_STEP = 400
 """Nothing shorter than this fraction of a step has its own bar."""
 
 
 class TimelineSpan(NamedTuple):
-    """A labelled interval before merging."""
+    """A labeled interval before merging."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class TimelineSpan(NamedTuple):
 
 def timeline(work: DeviceWork, step: Step) -> tuple[Row, ...]:
     """Build the rows of one step."""
-    finest = step.length / FINEST
+    finest = step.length / BARS_PER_STEP
     rows = [*_host_rows(work, step, finest), *_work_rows(work, step, finest)]
     if work.on_device:
         rows.append(Row(label="device idle", bars=_idle_bars(work, step, finest)))
@@ -90,7 +90,7 @@ def _work_rows(work: DeviceWork, step: Step, finest: float) -> Iterator[Row]:
     inside = np.flatnonzero((work.start < step.end) & (work.end > step.start))
     streams, counts = np.unique(work.stream[inside], return_counts=True)
     ranked = streams[np.argsort(-counts, kind="stable")][:4].tolist()
-    for number, stream in enumerate(ranked):
+    for index, stream in enumerate(ranked):
         chosen = inside[work.stream[inside] == stream]
         intervals = (
             TimelineSpan(int(work.start[i]), int(work.end[i]), about.short, CLASSES[work.kind[i]])
@@ -98,7 +98,7 @@ def _work_rows(work: DeviceWork, step: Step, finest: float) -> Iterator[Row]:
             for about in (work.descriptions[int(work.name[i])],)
         )
         source = "device" if work.on_device else "operators"
-        label = source if len(ranked) == 1 else f"{source} {number + 1}"
+        label = source if len(ranked) == 1 else f"{source} {index + 1}"
         yield Row(label=label, bars=_filled(intervals, step, finest))
 
 
@@ -140,16 +140,16 @@ def _filled(intervals: Iterable[TimelineSpan], step: Step, finest: float) -> tup
 def _runs(cells: dict[int, dict[str, int]], enough: float) -> Iterator[tuple[int, int, str]]:
     """Yield runs of filled cells with the same dominant group."""
     run: tuple[int, int, str] | None = None
-    for number, groups in sorted(cells.items()):
+    for cell, groups in sorted(cells.items()):
         if sum(groups.values()) < enough:
             continue
         most = max(groups, key=groups.__getitem__)
-        if run is not None and run[1:] == (number, most):
-            run = (run[0], number + 1, most)
+        if run is not None and run[1:] == (cell, most):
+            run = (run[0], cell + 1, most)
             continue
         if run is not None:
             yield run
-        run = (number, number + 1, most)
+        run = (cell, cell + 1, most)
     if run is not None:
         yield run
 
@@ -177,7 +177,7 @@ def _merged(intervals: Iterable[TimelineSpan], step: Step, finest: float) -> tup
             and now.start - before.end < finest
             and min(now.length, before.length) < finest
         ):
-            longer = max(before, now, key=lambda one: one.length)
+            longer = max(before, now, key=lambda span: span.length)
             merged_label = longer.label if longer.length >= finest else group
             bars[-1] = TimelineSpan(before.start, max(before.end, now.end), merged_label, group)
         else:

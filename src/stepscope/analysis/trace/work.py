@@ -33,7 +33,7 @@ class DeviceWork:
     call: Ints
     """Runtime call that launched it; NO_CALL if unknown."""
     span: Ints
-    """Innermost host span around that call; in a CPU trace, the operator itself."""
+    """Innermost CPU span around that call; in a CPU trace, the operator itself."""
     descriptions: dict[int, Description]
     """Descriptions by the number of each name that occurs."""
 
@@ -71,7 +71,8 @@ class DeviceWork:
 
     @cached_property
     def path(self) -> Ints:
-        """Path of the named ranges; for a backward, of the forward that created it."""
+        """Path of the named ranges; for a backward operator, of the forward operator that created
+        it."""
         path = np.zeros(len(self), np.int64)
         known = self.span != NO_SPAN
         span = self.span[known]
@@ -126,11 +127,11 @@ class Attribution:
     module: float
     """Share with a named range, or in the optimizer."""
     backward_module: float
-    """Share of the backward's time alone."""
+    """Share of the backward pass's time alone."""
 
 
 def device_work(trace: Trace) -> DeviceWork:
-    """Attribute every kernel, or every operator on a CPU, to the host's spans."""
+    """Attribute every kernel, or every operator on a CPU, to the CPU spans."""
     host = read_host(trace)
     return _kernels(trace, host) if trace.on_device else _operators(trace, host)
 
@@ -159,7 +160,7 @@ def _kernels(trace: Trace, host: Host) -> DeviceWork:
 
 def _descriptions(trace: Trace, name: Ints) -> dict[int, Description]:
     describe_name = describe if trace.on_device else describe_operator
-    return {number: describe_name(trace.names[number]) for number in np.unique(name).tolist()}
+    return {name_id: describe_name(trace.names[name_id]) for name_id in np.unique(name).tolist()}
 
 
 def _busiest_device(kernels: Kernels) -> Kernels:

@@ -6,7 +6,7 @@ the queries for a tile of keys (dK, dV). Sizes and names as in `forward.py`.
 
 EXACT (float32): a log-sum-exp in float32 has an error of half a unit in the last place, which
 scales the entire row of P. The first kernel sees entire rows, so it stores the `factor` that makes
-them sum to one. A row of dS must sum to zero: its actual sum (`lean`) is the error of delta
+them sum to one. A row of dS must sum to zero: its actual sum (`ds_sum`) is the error of delta
 relative to dP as computed here. It matters where few keys have most of a row's probability, because
 dP and delta then nearly cancel.
 WHOLE: all visible keys of every row are in one tile. Rows are then normalized within the tile, and
@@ -21,31 +21,32 @@ import triton.language as tl
 
 from stepscope.attention.triton.memory import (
     add_dot,
-    add_roughly,
+    add_dot_low_precision,
     in_registers,
-    keys_of,
+    key_range,
     load_tile,
     outer_dot,
+    program_tile,
     store_tile,
     sum_planes,
-    tile_of_program,
     zeros,
 )
-from stepscope.attention.triton.softmax import probabilities, row_sums, shared_by
+from stepscope.attention.triton.softmax import divide_by_sums, probabilities, row_sums
 
 
 @triton.jit
-def _gather_keys(
-    grad_q, grad_q_e, mass, lean, mean_k, mean_k_e, query, g, level, drop, k, k_e, v, v_e,
-    k_strides, v_strides, batch, key_head, row, start, stop, scale, B, N, D, shift,
+def _accumulate_dq(
+    b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
+    k, k_e, v, v_e,
+    k_strides, v_strides, batch, key_head, start_m, start, stop, scale, B, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dQ and the row sums of a query tile over the keys from start to stop.
 
-    Per row (BLOCK_M,): `level` is the log-sum-exp, `drop` delta, `mass` the sum of P and `lean` the
-    sum of dS. `mean_k` is P K, (BLOCK_M, BLOCK_D). `g` is the tile of dO.
+    Per row (BLOCK_M,): `b_p_sum` is the sum of P, `b_ds_sum` the sum of dS. `b_mean_k` is P K,
+    (BLOCK_M, BLOCK_D).
     """
     for start_n in tl.range(start, stop, BLOCK_N):
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
@@ -83,33 +84,33 @@ def _gather_keys(
             MASKED,
             TMA,
         )
-        b_s = outer_dot(query, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
-        b_p = probabilities(b_s, level[:, None], scale, EXACT)
+        b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
+        b_p = probabilities(b_s, b_lse[:, None], scale, EXACT)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
             mask_s = (offs_n < N)[None, :]
             if CAUSAL:
-                offs_m = row + tl.arange(0, BLOCK_M)
+                offs_m = start_m + tl.arange(0, BLOCK_M)
                 mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
             b_p = tl.where(mask_s, b_p, 0.0)
-        b_dp = outer_dot(g, b_v, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
+        b_dp = outer_dot(b_do, b_v, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if WHOLE:
-            b_p = shared_by(b_p, tl.sum(b_p, 1)[:, None], EXACT)
-            drop = tl.sum(b_p * b_dp, 1)
-        b_ds = b_p * (b_dp - drop[:, None])
+            b_p = divide_by_sums(b_p, tl.sum(b_p, 1)[:, None], EXACT)
+            b_delta = tl.sum(b_p * b_dp, 1)
+        b_ds = b_p * (b_dp - b_delta[:, None])
         if EXACT and not WHOLE:
-            mass += tl.sum(b_p, 1)
-            lean += tl.sum(b_ds, 1)
-            mean_k, mean_k_e = add_roughly(mean_k, mean_k_e, b_p, b_k, BLOCK_E, PLANES)
-        grad_q, grad_q_e = add_dot(
-            grad_q, grad_q_e, b_ds, b_k, BLOCK_E, PLANES, PRECISION, APART=True
-        )
-    return grad_q, grad_q_e, mass, lean, mean_k, mean_k_e
+            b_p_sum += tl.sum(b_p, 1)
+            b_ds_sum += tl.sum(b_ds, 1)
+            b_mean_k, b_mean_k_e = add_dot_low_precision(
+                b_mean_k, b_mean_k_e, b_p, b_k, BLOCK_E, PLANES
+            )
+        b_dq, b_dq_e = add_dot(b_dq, b_dq_e, b_ds, b_k, BLOCK_E, PLANES, PRECISION, SEPARATE=True)
+    return b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e
 
 
 @triton.jit
 def query_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, lean, dq, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, ds_sum, dq, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
@@ -118,8 +119,8 @@ def query_kernel(
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dQ (BLOCK_M, D) of one query tile; delta, factor and lean (BLOCK_M,) for the next kernel."""
-    pid_m, pid_bh = tile_of_program(n_tiles, GROUP, CAUSAL)
+    """dQ (BLOCK_M, D) of one query tile; delta, factor and ds_sum (BLOCK_M,) for the next one."""
+    pid_m, pid_bh = program_tile(n_tiles, GROUP, CAUSAL)
     batch, head = pid_bh // H, pid_bh % H
     key_head = head // G
     start_m = pid_m * BLOCK_M
@@ -186,30 +187,30 @@ def query_kernel(
     )
     b_q = in_registers(b_q, dq, HOLD)
     b_lse = tl.load(lse + offs_bh + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
-    n_full, n_end = keys_of(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
     b_dq, b_dq_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     b_mean_k, b_mean_k_e = zeros(BLOCK_M if EXACT else 1, BLOCK_D if EXACT else 1, BLOCK_E)
-    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    b_lean = tl.zeros([BLOCK_M], dtype=tl.float32)
-    b_dq, b_dq_e, b_sum, b_lean, b_mean_k, b_mean_k_e = _gather_keys(
-        b_dq, b_dq_e, b_sum, b_lean, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
+    b_p_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_ds_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
+        b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
         v, v_e, k_strides, v_strides, batch, key_head, start_m, 0, n_full, scale, B, N, D, shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
-    b_dq, b_dq_e, b_sum, b_lean, b_mean_k, b_mean_k_e = _gather_keys(
-        b_dq, b_dq_e, b_sum, b_lean, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
+    b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
+        b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
         v, v_e, k_strides, v_strides, batch, key_head, start_m, n_full, n_end, scale, B, N, D,
         shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
-        b_factor = shared_by(tl.full([BLOCK_M], 1.0, dtype=tl.float32), b_sum, EXACT)
-        b_lean *= b_factor
+        b_factor = divide_by_sums(tl.full([BLOCK_M], 1.0, dtype=tl.float32), b_p_sum, EXACT)
+        b_ds_sum *= b_factor
         tl.store(factor + offs_bh + offs_m, b_factor, mask=offs_m < M)
-        tl.store(lean + offs_bh + offs_m, b_lean, mask=offs_m < M)
-        b_dq = (b_dq - b_lean[:, None] * b_mean_k) * b_factor[:, None]
+        tl.store(ds_sum + offs_bh + offs_m, b_ds_sum, mask=offs_m < M)
+        b_dq = (b_dq - b_ds_sum[:, None] * b_mean_k) * b_factor[:, None]
         if BLOCK_E > 0:
-            b_dq_e = (b_dq_e - b_lean[:, None] * b_mean_k_e) * b_factor[:, None]
+            b_dq_e = (b_dq_e - b_ds_sum[:, None] * b_mean_k_e) * b_factor[:, None]
     store_tile(
         dq,
         b_dq * scale,
@@ -227,10 +228,10 @@ def query_kernel(
 
 
 @triton.jit
-def _gather_queries(
-    grad_k, grad_k_e, grad_v, grad_v_e, key, value, q, q_e, grad, grad_e,
-    lse, delta, factor, lean, q_strides, g_strides,
-    batch, head, col, start, stop, scale, B, M, N, D, shift,
+def _accumulate_dk_dv(
+    b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
+    lse, delta, factor, ds_sum, q_strides, g_strides,
+    batch, head, start_n, start, stop, scale, B, M, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -261,14 +262,14 @@ def _gather_queries(
             TMA,
         )
         b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
-        b_s = outer_dot(key, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
+        b_s = outer_dot(b_k, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
         b_p = probabilities(b_s, b_lse[None, :], scale, EXACT)
-        offs_n = col + tl.arange(0, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         if MASKED:
             b_p = tl.where(offs_n[:, None] <= offs_m[None, :] + shift, b_p, 0.0)
         if WHOLE:
             b_p = tl.where((offs_n < N)[:, None], b_p, 0.0)
-            b_p = shared_by(b_p, tl.sum(b_p, 0)[None, :], EXACT)
+            b_p = divide_by_sums(b_p, tl.sum(b_p, 0)[None, :], EXACT)
         elif EXACT:
             b_p *= tl.load(factor + offs_m, mask=offs_m < M, other=0.0)[None, :]
         b_do = load_tile(
@@ -288,27 +289,23 @@ def _gather_queries(
             True,
             TMA,
         )
-        grad_v, grad_v_e = add_dot(
-            grad_v, grad_v_e, b_p, b_do, BLOCK_E, PLANES, PRECISION, APART=WHOLE
-        )
-        b_dp = outer_dot(value, b_do, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
+        b_dv, b_dv_e = add_dot(b_dv, b_dv_e, b_p, b_do, BLOCK_E, PLANES, PRECISION, SEPARATE=WHOLE)
+        b_dp = outer_dot(b_v, b_do, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
         # (BLOCK_M,)
         b_delta = (
             tl.sum(b_p * b_dp, 0) if WHOLE else tl.load(delta + offs_m, mask=offs_m < M, other=0.0)
         )
         b_dp = b_dp - b_delta[None, :]
         if EXACT and not WHOLE:
-            b_dp -= tl.load(lean + offs_m, mask=offs_m < M, other=0.0)[None, :]
+            b_dp -= tl.load(ds_sum + offs_m, mask=offs_m < M, other=0.0)[None, :]
         b_ds = b_p * b_dp
-        grad_k, grad_k_e = add_dot(
-            grad_k, grad_k_e, b_ds, b_q, BLOCK_E, PLANES, PRECISION, APART=WHOLE
-        )
-    return grad_k, grad_k_e, grad_v, grad_v_e
+        b_dk, b_dk_e = add_dot(b_dk, b_dk_e, b_ds, b_q, BLOCK_E, PLANES, PRECISION, SEPARATE=WHOLE)
+    return b_dk, b_dk_e, b_dv, b_dv_e
 
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, lean, dk, dv, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, ds_sum, dk, dv, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
@@ -318,7 +315,7 @@ def key_value_kernel(
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (BLOCK_N, D) of one key tile, over all query heads of its group in fixed order."""
-    pid_n, pid_bk = tile_of_program(n_tiles, GROUP, False)
+    pid_n, pid_bk = program_tile(n_tiles, GROUP, False)
     key_heads = H // G
     batch, key_head = pid_bk // key_heads, pid_bk % key_heads
     start_n = pid_n * BLOCK_N
@@ -372,17 +369,17 @@ def key_value_kernel(
     for head_in_group in range(G):
         head = key_head * G + head_in_group
         offs_bh = (batch * H + head).to(tl.int64) * M
-        b_dk, b_dk_e, b_dv, b_dv_e = _gather_queries(
+        b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
             b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
-            lse + offs_bh, delta + offs_bh, factor + offs_bh, lean + offs_bh,
+            lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
             q_strides, g_strides, batch, head, start_n, m_full, M, scale, B, M, N, D, shift,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
-            b_dk, b_dk_e, b_dv, b_dv_e = _gather_queries(
+            b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
                 b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v,
                 q, q_e, grad, grad_e, lse + offs_bh, delta + offs_bh, factor + offs_bh,
-                lean + offs_bh, q_strides, g_strides,
+                ds_sum + offs_bh, q_strides, g_strides,
                 batch, head, start_n, m_start, tl.minimum(m_full, M), scale, B, M, N, D, shift,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip

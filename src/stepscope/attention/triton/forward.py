@@ -15,23 +15,23 @@ import triton.language as tl
 from stepscope.attention.triton.memory import (
     add_dot,
     in_registers,
-    keys_of,
+    key_range,
     load_tile,
     outer_dot,
+    program_tile,
     store_tile,
-    tile_of_program,
     zeros,
 )
-from stepscope.attention.triton.softmax import base_of, exponential, shared_by
+from stepscope.attention.triton.softmax import divide_by_sums, exponent_factor, exponential
 
 
 @triton.jit
-def _advance(
-    acc,
-    acc_e,
-    top,
-    total,
-    query,
+def _update_softmax(
+    b_acc,
+    b_acc_e,
+    b_top,
+    b_total,
+    b_q,
     k,
     k_e,
     v,
@@ -40,7 +40,7 @@ def _advance(
     v_strides,
     batch,
     key_head,
-    row,
+    start_m,
     start,
     stop,
     factor,
@@ -61,7 +61,7 @@ def _advance(
 ):
     """Update the online softmax of a query tile with the keys from start to stop.
 
-    `top` is the maximum raw score of each row so far, `total` the running sum; both (BLOCK_M,).
+    `b_top` is the maximum raw score of each row so far, `b_total` the running sum; both (BLOCK_M,).
     EXACT subtracts the maximum before multiplying by the factor: one more operation per score, but
     no rounding error in proportion to the scores.
     """
@@ -84,15 +84,15 @@ def _advance(
             MASKED,
             TMA,
         )
-        b_s = outer_dot(query, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
+        b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
             mask_s = (offs_n < N)[None, :]
             if CAUSAL:
-                offs_m = row + tl.arange(0, BLOCK_M)
+                offs_m = start_m + tl.arange(0, BLOCK_M)
                 mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
             b_s = tl.where(mask_s, b_s, float("-inf"))
-        b_max = tl.maximum(top, tl.max(b_s, 1))
+        b_max = tl.maximum(b_top, tl.max(b_s, 1))
         b_base = b_max
         if MASKED:
             # A row without a visible key so far: any finite base keeps -inf - base from being NaN.
@@ -101,8 +101,8 @@ def _advance(
             b_p = exponential((b_s - b_base[:, None]) * factor, EXACT)
         else:
             b_p = exponential(b_s * factor - (b_base * factor)[:, None], EXACT)
-        b_rescale = exponential((top - b_base) * factor, EXACT)
-        total = total * b_rescale + tl.sum(b_p, 1)
+        b_rescale = exponential((b_top - b_base) * factor, EXACT)
+        b_total = b_total * b_rescale + tl.sum(b_p, 1)
         # (BLOCK_N, BLOCK_D)
         b_v = load_tile(
             v,
@@ -121,12 +121,12 @@ def _advance(
             MASKED,
             TMA,
         )
-        acc = acc * b_rescale[:, None]
+        b_acc = b_acc * b_rescale[:, None]
         if BLOCK_E > 0:
-            acc_e = acc_e * b_rescale[:, None]
-        acc, acc_e = add_dot(acc, acc_e, b_p, b_v, BLOCK_E, PLANES, PRECISION)
-        top = b_max
-    return acc, acc_e, top, total
+            b_acc_e = b_acc_e * b_rescale[:, None]
+        b_acc, b_acc_e = add_dot(b_acc, b_acc_e, b_p, b_v, BLOCK_E, PLANES, PRECISION)
+        b_top = b_max
+    return b_acc, b_acc_e, b_top, b_total
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def forward_kernel(
     EXACT: tl.constexpr,
 ):
     """Output (BLOCK_M, D) and log-sum-exp (BLOCK_M,) of one query tile of one head."""
-    pid_m, pid_bh = tile_of_program(n_tiles, GROUP, CAUSAL)
+    pid_m, pid_bh = program_tile(n_tiles, GROUP, CAUSAL)
     batch, head = pid_bh // H, pid_bh % H
     key_head = head // G
     start_m = pid_m * BLOCK_M
@@ -198,14 +198,14 @@ def forward_kernel(
         TMA,
     )
     b_q = in_registers(b_q, o, HOLD)
-    factor = base_of(scale, EXACT)
-    n_full, n_end = keys_of(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    factor = exponent_factor(scale, EXACT)
+    n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
     b_acc, b_acc_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     # The loop with a mask comes second: as the first it makes the compiler serialize the matmuls.
-    b_acc, b_acc_e, b_max, b_sum = _advance(
+    b_acc, b_acc_e, b_max, b_sum = _update_softmax(
         b_acc,
         b_acc_e,
         b_max,
@@ -238,7 +238,7 @@ def forward_kernel(
         PRECISION,
         EXACT,
     )
-    b_acc, b_acc_e, b_max, b_sum = _advance(
+    b_acc, b_acc_e, b_max, b_sum = _update_softmax(
         b_acc,
         b_acc_e,
         b_max,
@@ -275,8 +275,8 @@ def forward_kernel(
     # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
     store_tile(
         o,
-        shared_by(b_acc, b_sum[:, None], EXACT),
-        shared_by(b_acc_e, b_sum[:, None], EXACT),
+        divide_by_sums(b_acc, b_sum[:, None], EXACT),
+        divide_by_sums(b_acc_e, b_sum[:, None], EXACT),
         (o_stride_b, o_stride_h, o_stride_m),
         batch,
         head,

@@ -71,7 +71,7 @@ class Problem(NamedTuple):
     planes: int
     """Number of 16-bit planes into which the tensors that are read by tiles are split."""
     given: tuple[Given, ...]
-    """q, k, v; for the backward also the gradient, the output and its log-sum-exp."""
+    """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
 
     @classmethod
     def of(
@@ -164,15 +164,15 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     # Only the float32 kernels use these two.
-    factor, lean = delta, delta
+    factor, ds_sum = delta, delta
     if q.dtype == torch.float32:
-        factor, lean = torch.empty_like(lse), torch.empty_like(lse)
+        factor, ds_sum = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
     problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift)
     launches = _launches(problem)
-    rest = (out, lse, delta, factor, lean, dq)
+    rest = (out, lse, delta, factor, ds_sum, dq)
     run_pass("query", problem, launches, read, rest, (out, dq), scale)
-    rest = (lse, delta, factor, lean, dk, dv)
+    rest = (lse, delta, factor, ds_sum, dk, dv)
     run_pass("key_value", problem, launches, read, rest, (dk, dv), scale)
     return dq, dk, dv
 
@@ -247,8 +247,8 @@ _BY_QUERIES = (True, False, False, True)
 
 
 def _launches(problem: Problem) -> Launches:
-    """Return the prepared launches of a problem. Looked up once for both passes of a backward: the
-    hash of a problem takes about as long as a launch."""
+    """Return the prepared launches of a problem. Looked up once for both kernels of a backward
+    pass: the hash of a problem takes about as long as a launch."""
     launches = _PREPARED.get(problem)
     if launches is None:
         if len(_PREPARED) >= _MAX_CACHED:

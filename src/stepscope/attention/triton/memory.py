@@ -14,32 +14,35 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_of_program(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
+def program_tile(n_tiles, GROUP: tl.constexpr, REVERSED: tl.constexpr):
     """Return the tile and the head that a program works on.
 
-    GROUP heads are scheduled together, so that their keys stay in the L2 cache. Under a causal mask
-    the longest tiles come first: short ones then fill the gaps at the end.
+    GROUP heads are scheduled together, so that their keys stay in the L2 cache. With
+    REVERSED the last tile comes first: under a causal mask it has the most keys, and the short
+    tiles then fill the gaps at the end.
     """
     pid = tl.program_id(0)
     programs_per_group = n_tiles * GROUP
     pid_in_group = pid % programs_per_group
-    head = pid // programs_per_group * GROUP + pid_in_group % GROUP
-    tile = pid_in_group // GROUP
-    if LONGEST_LAST:
-        tile = n_tiles - 1 - tile
-    return tile, head
+    pid_head = pid // programs_per_group * GROUP + pid_in_group % GROUP
+    pid_tile = pid_in_group // GROUP
+    if REVERSED:
+        pid_tile = n_tiles - 1 - pid_tile
+    return pid_tile, pid_head
 
 
 @triton.jit
-def keys_of(row, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return (full, stop) for the query tile that starts at `row`: every row sees all keys before
-    `full`, a multiple of BLOCK_N; some rows see some of the keys from `full` to `stop`."""
-    full = N // BLOCK_N * BLOCK_N
-    stop = N
+def key_range(
+    start_m, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return (n_full, n_end) for the query tile that starts at `start_m`: every row sees all keys
+    before `n_full`, a multiple of BLOCK_N; some rows see some of the keys from there to `n_end`."""
+    n_full = N // BLOCK_N * BLOCK_N
+    n_end = N
     if CAUSAL:
-        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
-        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
-    return full, stop
+        n_full = tl.maximum(0, tl.minimum(n_full, (start_m + shift + 1) // BLOCK_N * BLOCK_N))
+        n_end = tl.maximum(n_full, tl.minimum(N, start_m + BLOCK_M + shift))
+    return n_full, n_end
 
 
 @triton.jit
@@ -48,27 +51,28 @@ def _load_part(
     strides,
     batch,
     head,
-    row,
-    rows,
+    start_row,
+    n_rows,
     d,
-    COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    FIRST_COL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_COL: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load a (BLOCK, COLUMNS) block of one head, by TMA or by pointers."""
+    """Load a (BLOCK_ROW, BLOCK_COL) block of one head from `start_row` and FIRST_COL on. `source`
+    is a TMA descriptor, or a pointer to a tensor of `n_rows` rows."""
     if TMA:
-        b_x = source.load([batch, head, row, COLUMN]).reshape([BLOCK, COLUMNS])
+        b_x = source.load([batch, head, start_row, FIRST_COL]).reshape([BLOCK_ROW, BLOCK_COL])
     else:
-        offs_row = row + tl.arange(0, BLOCK)
-        offs_col = COLUMN + tl.arange(0, COLUMNS)
+        offs_row = start_row + tl.arange(0, BLOCK_ROW)
+        offs_col = FIRST_COL + tl.arange(0, BLOCK_COL)
         # 64-bit from the first multiplication on: a head or a row may lie past 2^31 elements.
         head_ptr = source + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         ptrs = head_ptr + offs_row.to(tl.int64)[:, None] * strides[2] + offs_col[None, :]
         mask = (offs_col < d)[None, :]
         if CHECK_ROWS:
-            mask = mask & (offs_row < rows)[:, None]
+            mask = mask & (offs_row < n_rows)[:, None]
         b_x = tl.load(ptrs, mask=mask, other=0.0)
     return b_x
 
@@ -80,45 +84,79 @@ def load_tile(
     strides,
     batch,
     head,
-    row,
-    rows,
+    start_row,
+    n_rows,
     d,
     B,
-    BLOCK: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load a tile of (BLOCK, BLOCK_D) and (BLOCK, BLOCK_E) of one head; elements outside of the
-    tensor read as zero. The planes of a tensor are B batches apart."""
+    """Load a tile of (BLOCK_ROW, BLOCK_D) and (BLOCK_ROW, BLOCK_E) of one head; elements outside of
+    the tensor read as zero. The planes of a tensor are B batches add_separately."""
     b_high = _load_part(
-        source, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
+        source, strides, batch, head, start_row, n_rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA
     )
     b_mid, b_low, b_e = b_high, b_high, b_high
     if PLANES == 3:
         b_mid = _load_part(
-            source, strides, batch + B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
+            source,
+            strides,
+            batch + B,
+            head,
+            start_row,
+            n_rows,
+            d,
+            0,
+            BLOCK_ROW,
+            BLOCK_D,
+            CHECK_ROWS,
+            TMA,
         )
         b_low = _load_part(
-            source, strides, batch + 2 * B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
+            source,
+            strides,
+            batch + 2 * B,
+            head,
+            start_row,
+            n_rows,
+            d,
+            0,
+            BLOCK_ROW,
+            BLOCK_D,
+            CHECK_ROWS,
+            TMA,
         )
     if BLOCK_E > 0:
         b_e = _load_part(
-            source_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E, CHECK_ROWS, TMA
+            source_e,
+            strides,
+            batch,
+            head,
+            start_row,
+            n_rows,
+            d,
+            BLOCK_D,
+            BLOCK_ROW,
+            BLOCK_E,
+            CHECK_ROWS,
+            TMA,
         )
     return b_high, b_mid, b_low, b_e
 
 
 @triton.jit
-def in_registers(tile, like, HOLD: tl.constexpr):
+def in_registers(tile, like_ptr, HOLD: tl.constexpr):
     """Keep a tile in registers for the entire loop: since it was loaded as bits of another type,
-    the compiler cannot leave it in shared memory for every matmul to read."""
+    the compiler cannot leave it in shared memory for every matmul to read. `like_ptr` has the type
+    to restore."""
     b_high, b_mid, b_low, b_e = tile
     if HOLD:
-        b_high = b_high.to(like.dtype.element_ty, bitcast=True)
-        b_e = b_e.to(like.dtype.element_ty, bitcast=True)
+        b_high = b_high.to(like_ptr.dtype.element_ty, bitcast=True)
+        b_e = b_e.to(like_ptr.dtype.element_ty, bitcast=True)
     return b_high, b_mid, b_low, b_e
 
 
@@ -132,10 +170,10 @@ def sum_planes(tile, PLANES: tl.constexpr):
 
 
 @triton.jit
-def apart(product, rest):
-    """Return product + rest. Written as a sum, the compiler would make `rest` the accumulator of
-    the matmul."""
-    return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), rest)
+def add_separately(b_product, b_rest):
+    """Return b_product + b_rest. For a plain sum the compiler would make `b_rest` the accumulator
+    of the matmul."""
+    return tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_rest)
 
 
 @triton.jit
@@ -152,7 +190,7 @@ def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.c
         b_acc = tl.dot(a[1], b[1].T, b_acc)
         b_acc = tl.dot(a[1], b[0].T, b_acc)
         b_acc = tl.dot(a[0], b[1].T, b_acc)
-        b_acc = apart(tl.dot(a[0], b[0].T), b_acc)
+        b_acc = add_separately(tl.dot(a[0], b[0].T), b_acc)
     else:
         b_acc = tl.dot(a[0], b[0].T, input_precision=PRECISION)
         if BLOCK_E > 0:
@@ -169,11 +207,11 @@ def add_dot(
     BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr,
     PRECISION: tl.constexpr,
-    APART: tl.constexpr = False,
+    SEPARATE: tl.constexpr = False,
 ):
     """Return acc + a b, part by part; a is split into planes here. Matmuls of planes start from
     zero and are added to acc outside: over many tiles the truncation errors of the tensor cores
-    would add up. APART adds the highest planes separately, where registers suffice for it."""
+    would add up. SEPARATE adds the highest planes separately, where registers suffice for it."""
     a_high = a.to(b[0].dtype)
     if PLANES == 3:
         a_rest = a - a_high.to(tl.float32)
@@ -184,8 +222,8 @@ def add_dot(
         b_acc = tl.dot(a_mid, b[1], b_acc)
         b_acc = tl.dot(a_mid, b[0], b_acc)
         b_acc = tl.dot(a_high, b[1], b_acc)
-        if APART:
-            acc = apart(tl.dot(a_high, b[0]), acc + b_acc)
+        if SEPARATE:
+            acc = add_separately(tl.dot(a_high, b[0]), acc + b_acc)
         else:
             acc += tl.dot(a_high, b[0], b_acc)
     else:
@@ -196,7 +234,7 @@ def add_dot(
 
 
 @triton.jit
-def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
+def add_dot_low_precision(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
     """Return acc + a b to a few digits, for a correction that is small relative to its target."""
     if PLANES == 3:
         acc = tl.dot(a.to(b[0].dtype), b[0], acc)
@@ -207,38 +245,38 @@ def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
     return acc, acc_e
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n_rows"])
 def split_kernel(
-    x,
-    planes,
+    x_ptr,
+    planes_ptr,
     stride_b,
     stride_h,
     stride_r,
     H,
     M,
     D,
-    count,
-    wide,
+    n_rows,
+    row_stride,
     STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Split x into three planes of a 16-bit dtype that sum to it; `planes` is contiguous, `count`
-    rows of `wide` columns each, zero past D.
+    """Split x into three planes of a 16-bit dtype that sum to it. The planes are contiguous,
+    `n_rows` rows of `row_stride` columns each, zero past D.
 
     The highest plane has integer multiples of one step per row: products of two such rows have a
     common last bit, so that tensor cores sum up to 128 of them without truncation. Every x is
     represented to an eighth of a unit in the last place of its row's maximum. Values below a step
     are not rounded to the grid, nor is a row whose maximum is not finite.
     """
-    offs_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offs_row = tl.program_id(0).to(tl.int64) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     offs_d = tl.arange(0, BLOCK_D)
     offs_bh = offs_row // M
     offs_x = (offs_bh // H) * stride_b + (offs_bh % H) * stride_h + (offs_row % M) * stride_r
-    mask_row = (offs_row < count)[:, None]
-    # (BLOCK, BLOCK_D)
+    mask_row = (offs_row < n_rows)[:, None]
+    # (BLOCK_ROW, BLOCK_D)
     b_x = tl.load(
-        x + offs_x[:, None] + offs_d[None, :], mask=mask_row & (offs_d < D)[None, :], other=0.0
+        x_ptr + offs_x[:, None] + offs_d[None, :], mask=mask_row & (offs_d < D)[None, :], other=0.0
     )
     b_max = tl.max(tl.abs(b_x), 1)[:, None]
     b_pow2 = (b_max.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -246,65 +284,67 @@ def split_kernel(
     # 1.5 · 2^23 steps: adding and subtracting so large a number rounds to a multiple of the step.
     b_shift = b_step * 12582912.0
     mask_grid = (tl.abs(b_x) >= b_step) & (b_shift < float("inf"))
-    b_high = tl.where(mask_grid, b_x + b_shift - b_shift, b_x).to(planes.dtype.element_ty)
+    b_high = tl.where(mask_grid, b_x + b_shift - b_shift, b_x).to(planes_ptr.dtype.element_ty)
     b_rest = b_x - b_high.to(tl.float32)
-    b_mid = b_rest.to(planes.dtype.element_ty)
-    b_low = (b_rest - b_mid.to(tl.float32)).to(planes.dtype.element_ty)
-    ptrs = planes + offs_row[:, None] * wide + offs_d[None, :]
-    mask_out = mask_row & (offs_d < wide)[None, :]
-    plane_size = count.to(tl.int64) * wide
+    b_mid = b_rest.to(planes_ptr.dtype.element_ty)
+    b_low = (b_rest - b_mid.to(tl.float32)).to(planes_ptr.dtype.element_ty)
+    ptrs = planes_ptr + offs_row[:, None] * row_stride + offs_d[None, :]
+    mask_out = mask_row & (offs_d < row_stride)[None, :]
+    plane_size = n_rows.to(tl.int64) * row_stride
     tl.store(ptrs, b_high, mask=mask_out)
     tl.store(ptrs + plane_size, b_mid, mask=mask_out)
     tl.store(ptrs + 2 * plane_size, b_low, mask=mask_out)
 
 
 @triton.jit
-def zeros(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return float32 accumulators (BLOCK, BLOCK_D) and (BLOCK, BLOCK_E)."""
-    b_acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+def zeros(BLOCK_ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return float32 accumulators (BLOCK_ROW, BLOCK_D) and (BLOCK_ROW, BLOCK_E)."""
+    b_acc = tl.zeros([BLOCK_ROW, BLOCK_D], dtype=tl.float32)
     # Without a second part this is one column that nothing reads.
-    b_acc_e = tl.zeros([BLOCK, BLOCK_E if BLOCK_E > 0 else 1], dtype=tl.float32)
+    b_acc_e = tl.zeros([BLOCK_ROW, BLOCK_E if BLOCK_E > 0 else 1], dtype=tl.float32)
     return b_acc, b_acc_e
 
 
 @triton.jit
 def _store_part(
-    target,
-    tile,
+    out_ptr,
+    b_x,
     strides,
     batch,
     head,
-    row,
-    rows,
+    start_row,
+    n_rows,
     d,
-    COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    FIRST_COL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_COL: tl.constexpr,
 ):
-    """Store a (BLOCK, COLUMNS) block of one head."""
-    offs_row = row + tl.arange(0, BLOCK)
-    offs_col = COLUMN + tl.arange(0, COLUMNS)
-    head_ptr = target + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    """Store a (BLOCK_ROW, BLOCK_COL) block of one head."""
+    offs_row = start_row + tl.arange(0, BLOCK_ROW)
+    offs_col = FIRST_COL + tl.arange(0, BLOCK_COL)
+    head_ptr = out_ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     ptrs = head_ptr + offs_row.to(tl.int64)[:, None] * strides[2] + offs_col[None, :]
-    mask = (offs_row < rows)[:, None] & (offs_col < d)[None, :]
-    tl.store(ptrs, tile.to(target.dtype.element_ty), mask=mask)
+    mask = (offs_row < n_rows)[:, None] & (offs_col < d)[None, :]
+    tl.store(ptrs, b_x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_tile(
-    target,
-    tile,
-    tile_e,
+    out_ptr,
+    b_x,
+    b_x_e,
     strides,
     batch,
     head,
-    row,
-    rows,
+    start_row,
+    n_rows,
     d,
-    BLOCK: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    _store_part(target, tile, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D)
+    _store_part(out_ptr, b_x, strides, batch, head, start_row, n_rows, d, 0, BLOCK_ROW, BLOCK_D)
     if BLOCK_E > 0:
-        _store_part(target, tile_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E)
+        _store_part(
+            out_ptr, b_x_e, strides, batch, head, start_row, n_rows, d, BLOCK_D, BLOCK_ROW, BLOCK_E
+        )

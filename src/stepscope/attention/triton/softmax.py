@@ -13,7 +13,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def base_of(scale, EXACT: tl.constexpr):
+def exponent_factor(scale, EXACT: tl.constexpr):
     """Return the factor to multiply raw scores by before `exponential`."""
     return scale if EXACT else scale * LOG2_E
 
@@ -40,17 +40,17 @@ def exponential(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def probabilities(scores, level, scale, EXACT: tl.constexpr):
+def probabilities(scores, lse, scale, EXACT: tl.constexpr):
     """Return exp(scores · scale - log-sum-exp)."""
     if EXACT:
-        p = exponential(scores * scale - level, EXACT)
+        p = exponential(scores * scale - lse, EXACT)
     else:
-        p = exponential(scores * (scale * LOG2_E) - level * LOG2_E, EXACT)
+        p = exponential(scores * (scale * LOG2_E) - lse * LOG2_E, EXACT)
     return p
 
 
 @triton.jit
-def shared_by(a, sums, EXACT: tl.constexpr):
+def divide_by_sums(a, sums, EXACT: tl.constexpr):
     """Return a / sums; a row without a visible key has the sum 0 and stays 0. EXACT divides with
     IEEE rounding: the GPU's fast division has an error of up to 2 ulp, which scales the entire row.
     """

@@ -15,7 +15,7 @@ from stepscope.analysis.compare import (
     compare_records,
     compare_runs,
     exceeds,
-    untold,
+    inconclusive,
 )
 from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError
@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     limit = None if options.fail_above is None else _fraction(options.fail_above)
     comparisons = _compare(options)
     beyond = exceeds(comparisons, limit) if limit is not None else ()
-    open_cases = untold(comparisons)
+    open_cases = inconclusive(comparisons)
     if options.json:
         print(
             json_line(

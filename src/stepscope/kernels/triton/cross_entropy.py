@@ -34,40 +34,40 @@ def _exponential(x):
 
 
 @triton.jit
-def _columns(start, j, V, stride, PADDED: tl.constexpr):
+def _columns(row_ptr, offs_v, V, stride, PADDED: tl.constexpr):
     """Load logits in float32; -inf beyond V. The mask is `j < stride`: memory up to `stride` may be
     read, and a multiple of 16 allows wide loads."""
-    b_x = tl.load(start + j, mask=j < stride, other=float("-inf")).to(tl.float32)
+    b_x = tl.load(row_ptr + offs_v, mask=offs_v < stride, other=float("-inf")).to(tl.float32)
     if PADDED:
-        b_x = tl.where(j < V, b_x, float("-inf"))
+        b_x = tl.where(offs_v < V, b_x, float("-inf"))
     return b_x
 
 
 @triton.jit
-def _target(start, targets, row, V, ignored):
+def _target(row_ptr, targets_ptr, row, V, ignored):
     """Return the target of a row, whether it is not ignored, whether it is in the vocabulary, and
     its logit."""
-    target = tl.load(targets + row)
+    target = tl.load(targets_ptr + row)
     in_vocab = (target >= 0) & (target < V)
-    logit = tl.load(start + target, mask=in_vocab, other=float("nan")).to(tl.float32)
+    logit = tl.load(row_ptr + target, mask=in_vocab, other=float("nan")).to(tl.float32)
     return target, target != ignored, in_vocab, logit
 
 
 @triton.jit
-def _finish_target(start, target, wanted, chosen, highest, mass, weight):
+def _finish_target(row_ptr, target, mask_target, logit, row_max, row_sum, weight):
     """Write the gradient of the target's logit over what another thread wrote there."""
     tl.debug_barrier()
-    p = _exponential(chosen - highest) / mass
+    p = _exponential(logit - row_max) / row_sum
     out = (p - 1.0) * weight
-    tl.store(start + target, out.to(start.dtype.element_ty), mask=wanted)
+    tl.store(row_ptr + target, out.to(row_ptr.dtype.element_ty), mask=mask_target)
 
 
 @triton.jit
 def cross_entropy_short_rows_kernel(
-    logits,
-    targets,
-    losses,
-    share,
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    share_ptr,
     stride,
     V,
     ignored,
@@ -77,49 +77,49 @@ def cross_entropy_short_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """Loss of one row: -log p(target). With GRADIENT its logits become p - onehot(target), times
-    `share` if SHARED. A target outside of the vocabulary gives NaN."""
+    `share_ptr` if SHARED. A target outside of the vocabulary gives NaN."""
     pid = tl.program_id(0).to(tl.int64)
-    row_ptr = logits + pid * stride
-    target, counts, in_vocab, logit = _target(row_ptr, targets, pid, V, ignored)
+    row_ptr = logits_ptr + pid * stride
+    target, counts, in_vocab, logit = _target(row_ptr, targets_ptr, pid, V, ignored)
     offs_v = tl.arange(0, BLOCK)
     b_x = _columns(row_ptr, offs_v, V, stride, PADDED)
     row_max = tl.max(b_x, 0)
     b_exp = _exponential(b_x - row_max)
     row_sum = tl.sum(b_exp, 0)
-    tl.store(losses + pid, tl.where(counts, tl.log(row_sum) + (row_max - logit), 0.0))
+    tl.store(losses_ptr + pid, tl.where(counts, tl.log(row_sum) + (row_max - logit), 0.0))
     if GRADIENT:
         weight = tl.where(counts, 1.0, 0.0)
         if SHARED:
-            weight *= tl.load(share)
+            weight *= tl.load(share_ptr)
         b_p = b_exp * (weight / row_sum)
-        tl.store(row_ptr + offs_v, b_p.to(logits.dtype.element_ty), mask=offs_v < stride)
+        tl.store(row_ptr + offs_v, b_p.to(logits_ptr.dtype.element_ty), mask=offs_v < stride)
         _finish_target(row_ptr, target, in_vocab & counts, logit, row_max, row_sum, weight)
 
 
 @triton.jit
 def cross_entropy_rows_kernel(
-    logits,
-    targets,
-    losses,
-    share,
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    share_ptr,
     stride,
     V,
     ignored,
     GRADIENT: tl.constexpr,
     SHARED: tl.constexpr,
     PADDED: tl.constexpr,
-    RUNS: tl.constexpr,
-    RUN: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+    BLOCK_RUN: tl.constexpr,
 ):
-    """Loss of one row of any length: one pass for maximum and sum, and one backwards for the
+    """Loss of one row of any length: one pass for maximum and sum, and one in reverse for the
     gradient."""
     pid = tl.program_id(0).to(tl.int64)
-    row_ptr = logits + pid * stride
-    target, counts, in_vocab, logit = _target(row_ptr, targets, pid, V, ignored)
-    offs_run = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    b_max = tl.full([RUNS], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([RUNS], dtype=tl.float32)
-    for start in tl.range(0, V, RUNS * RUN):
+    row_ptr = logits_ptr + pid * stride
+    target, counts, in_vocab, logit = _target(row_ptr, targets_ptr, pid, V, ignored)
+    offs_run = tl.arange(0, BLOCK_RUNS)[:, None] * BLOCK_RUN + tl.arange(0, BLOCK_RUN)[None, :]
+    b_max = tl.full([BLOCK_RUNS], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_RUNS], dtype=tl.float32)
+    for start in tl.range(0, V, BLOCK_RUNS * BLOCK_RUN):
         b_x = _columns(row_ptr, start + offs_run, V, stride, PADDED)
         b_new_max = tl.maximum(b_max, tl.max(b_x, 1))
         # A run of only -inf so far: any finite base keeps -inf - base from being NaN.
@@ -130,43 +130,45 @@ def cross_entropy_rows_kernel(
         b_max = b_new_max
     row_max = tl.max(b_max, 0)
     row_sum = tl.sum(b_sum * _exponential(b_max - row_max), 0)
-    tl.store(losses + pid, tl.where(counts, tl.log(row_sum) + (row_max - logit), 0.0))
+    tl.store(losses_ptr + pid, tl.where(counts, tl.log(row_sum) + (row_max - logit), 0.0))
     if GRADIENT:
         weight = tl.where(counts, 1.0, 0.0)
         if SHARED:
-            weight *= tl.load(share)
+            weight *= tl.load(share_ptr)
         scale = weight / row_sum
-        last = (V - 1) // (RUNS * RUN) * (RUNS * RUN)
+        last = (V - 1) // (BLOCK_RUNS * BLOCK_RUN) * (BLOCK_RUNS * BLOCK_RUN)
         # Backwards, since the end of the row may still be in a cache. Beyond V there is padding.
-        for step in tl.range(0, V, RUNS * RUN):
+        for step in tl.range(0, V, BLOCK_RUNS * BLOCK_RUN):
             offs_v = last - step + offs_run
             b_p = _exponential(_columns(row_ptr, offs_v, V, stride, False) - row_max) * scale
-            tl.store(row_ptr + offs_v, b_p.to(logits.dtype.element_ty), mask=offs_v < stride)
+            tl.store(row_ptr + offs_v, b_p.to(logits_ptr.dtype.element_ty), mask=offs_v < stride)
         _finish_target(row_ptr, target, in_vocab & counts, logit, row_max, row_sum, weight)
 
 
 @triton.jit
-def cross_entropy_count_kernel(targets, count, share, rows, ignored, BLOCK: tl.constexpr):
+def cross_entropy_count_kernel(
+    targets_ptr, count_ptr, share_ptr, rows, ignored, BLOCK: tl.constexpr
+):
     """Number of rows that count, and its inverse, or 1 if none does."""
     b_count = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        b_count += (tl.load(targets + offs, mask=offs < rows, other=ignored) != ignored).to(
+        b_count += (tl.load(targets_ptr + offs, mask=offs < rows, other=ignored) != ignored).to(
             tl.int32
         )
     n_rows = tl.sum(b_count, 0).to(tl.float32)
-    tl.store(count, n_rows)
-    tl.store(share, 1.0 / tl.maximum(n_rows, 1.0))
+    tl.store(count_ptr, n_rows)
+    tl.store(share_ptr, 1.0 / tl.maximum(n_rows, 1.0))
 
 
 @triton.jit
-def cross_entropy_mean_kernel(losses, count, loss, rows, BLOCK: tl.constexpr):
+def cross_entropy_mean_kernel(losses_ptr, count_ptr, loss_ptr, rows, BLOCK: tl.constexpr):
     """Mean of the losses: their sum over the number of rows that count."""
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for start in tl.range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        b_sum += tl.load(losses + offs, mask=offs < rows, other=0.0)
-    tl.store(loss, tl.sum(b_sum, 0) / tl.load(count))
+        b_sum += tl.load(losses_ptr + offs, mask=offs < rows, other=0.0)
+    tl.store(loss_ptr, tl.sum(b_sum, 0) / tl.load(count_ptr))
 
 
 @on_its_device

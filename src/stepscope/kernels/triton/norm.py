@@ -1,9 +1,9 @@
 """RMSNorm fused with the preceding residual add: one read of each row in forward and backward.
 
-The forward saves the inverse root mean square of each row, and either the row itself or the unit
-row (the row over its root mean square). In the backward each program processes consecutive rows and
-writes one partial sum of the weight gradient; a second kernel reduces these, so there are no
-atomics and the result is bitwise reproducible.
+The forward pass saves the inverse root mean square of each row, and either the row itself or the
+unit row (the row over its root mean square). In the backward pass each program processes
+consecutive rows and writes one partial sum of the weight gradient; a second kernel reduces these,
+so there are no atomics and the result is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -28,121 +28,124 @@ _PROGRAMS_INTERPRETED = 4
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x,
-    branch,
-    weight,
-    stream,
-    normed,
-    unit,
-    inverse,
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    stream_ptr,
+    normed_ptr,
+    unit_ptr,
+    inverse_ptr,
     eps,
     D,
     ADD: tl.constexpr,
     UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Residual add (if ADD) and norm of one row; all blocks are (BLOCK,), an entire row.
+    """Residual add (if ADD) and norm of one row; all blocks are (BLOCK_D,), an entire row.
 
     UNITS: also store the unit row.
     """
     pid = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     offs = pid * D + offs_d
-    b_x = tl.load(x + offs, mask=mask_d, other=0.0)
+    b_x = tl.load(x_ptr + offs, mask=mask_d, other=0.0)
     if ADD:
-        b_branch = tl.load(branch + offs, mask=mask_d, other=0.0)
-        b_x = (b_x.to(tl.float32) + b_branch.to(tl.float32)).to(stream.dtype.element_ty)
-        tl.store(stream + offs, b_x, mask=mask_d)
-    # The sum as rounded for the store, since the backward reads that.
+        b_branch = tl.load(branch_ptr + offs, mask=mask_d, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_branch.to(tl.float32)).to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + offs, b_x, mask=mask_d)
+    # The sum as rounded for the store, since the backward pass reads that.
     b_wide = b_x.to(tl.float32)
     mean_square = tl.sum(b_wide * b_wide, 0) / D
     root = tl.math.sqrt_rn(mean_square + eps)
     scale = tl.math.div_rn(root * 0.0 + 1.0, root)
-    tl.store(inverse + pid, scale)
-    b_w = tl.load(weight + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    tl.store(inverse_ptr + pid, scale)
+    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     b_out = b_wide * scale
     if UNITS:
         # Continue with the stored rounding, so that the norm can be recomputed from it.
-        b_unit = b_out.to(unit.dtype.element_ty)
-        tl.store(unit + offs, b_unit, mask=mask_d)
+        b_unit = b_out.to(unit_ptr.dtype.element_ty)
+        tl.store(unit_ptr + offs, b_unit, mask=mask_d)
         b_out = b_unit.to(tl.float32)
     b_out = b_out * b_w
-    tl.store(normed + offs, b_out.to(normed.dtype.element_ty), mask=mask_d)
+    tl.store(normed_ptr + offs, b_out.to(normed_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
 def rms_norm_backward_kernel(
-    grad_normed,
-    grad_stream,
-    kept,
-    weight,
-    inverse,
-    grad_sum,
-    grad_branch,
-    grad_weight,
+    grad_normed_ptr,
+    grad_stream_ptr,
+    saved_ptr,
+    weight_ptr,
+    inverse_ptr,
+    grad_sum_ptr,
+    grad_branch_ptr,
+    grad_weight_ptr,
     rows,
-    rows_each,
+    rows_per_program,
     D,
     THROUGH: tl.constexpr,
     SPLIT: tl.constexpr,
     UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Gradients of consecutive rows and a partial sum of the weight gradient; blocks are (BLOCK,).
+    """Gradients of consecutive rows and a partial sum of the weight gradient; blocks are
+    (BLOCK_D,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
     UNITS: unit rows were saved.
     """
     pid = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    b_w = tl.load(weight + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    b_dw = tl.zeros([BLOCK], dtype=tl.float32)
-    start = pid * rows_each
-    for i in tl.range(0, tl.minimum(rows_each, rows - start)):
+    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
+    start = pid * rows_per_program
+    for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
         row = start + i
         offs = row * D + offs_d
-        scale = tl.load(inverse + row)
-        b_unit = tl.load(kept + offs, mask=mask_d, other=0.0).to(tl.float32)
+        scale = tl.load(inverse_ptr + row)
+        b_unit = tl.load(saved_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         if not UNITS:
             b_unit = b_unit * scale
-        b_dy = tl.load(grad_normed + offs, mask=mask_d, other=0.0).to(tl.float32)
+        b_dy = tl.load(grad_normed_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         b_dw += b_dy * b_unit
         b_dy = b_dy * b_w
         mean_dot = tl.sum(b_dy * b_unit, 0) / D
         b_dx = (b_dy - b_unit * mean_dot) * scale
         if THROUGH:
-            b_dx += tl.load(grad_stream + offs, mask=mask_d, other=0.0).to(tl.float32)
-        tl.store(grad_sum + offs, b_dx.to(grad_sum.dtype.element_ty), mask=mask_d)
+            b_dx += tl.load(grad_stream_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+        tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
-            tl.store(grad_branch + offs, b_dx.to(grad_branch.dtype.element_ty), mask=mask_d)
-    tl.store(grad_weight + pid * D + offs_d, b_dw, mask=mask_d)
+            tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
+    tl.store(grad_weight_ptr + pid * D + offs_d, b_dw, mask=mask_d)
 
 
 @triton.jit
-def rms_norm_weight_kernel(partial, out, parts, D, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum (parts, D) over the parts, for COLUMNS columns per program."""
-    offs_d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offs_part = tl.arange(0, PARTS)
-    b_sum = tl.zeros([PARTS, COLUMNS], dtype=tl.float32)
-    for start in tl.range(0, parts, PARTS):
+def rms_norm_weight_kernel(
+    partial_ptr, out_ptr, parts, D, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Sum (parts, D) over the parts, for BLOCK_D columns per program."""
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_part = tl.arange(0, BLOCK_PARTS)
+    b_sum = tl.zeros([BLOCK_PARTS, BLOCK_D], dtype=tl.float32)
+    for start in tl.range(0, parts, BLOCK_PARTS):
         mask = (start + offs_part < parts)[:, None] & (offs_d < D)[None, :]
         b_sum += tl.load(
-            partial + (start + offs_part)[:, None] * D + offs_d[None, :], mask=mask, other=0.0
+            partial_ptr + (start + offs_part)[:, None] * D + offs_d[None, :], mask=mask, other=0.0
         )
-    tl.store(out + offs_d, tl.sum(b_sum, 0).to(out.dtype.element_ty), mask=offs_d < D)
+    tl.store(out_ptr + offs_d, tl.sum(b_sum, 0).to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
 @triton.jit
-def rms_norm_scaled_kernel(unit, weight, out, D, BLOCK: tl.constexpr):
-    """Unit row times weight, for one row of (BLOCK,)."""
+def rms_norm_scaled_kernel(unit_ptr, weight_ptr, out_ptr, D, BLOCK_D: tl.constexpr):
+    """Unit row times weight, for one row of (BLOCK_D,)."""
     pid = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    b_w = tl.load(weight + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    b_unit = tl.load(unit + pid * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    tl.store(out + pid * D + offs_d, (b_unit * b_w).to(out.dtype.element_ty), mask=mask_d)
+    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    b_unit = tl.load(unit_ptr + pid * D + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    tl.store(out_ptr + pid * D + offs_d, (b_unit * b_w).to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
 class NormOutputs(NamedTuple):
@@ -184,7 +187,7 @@ def forward(
         x.shape[-1],
         ADD=branch is not None,
         UNITS=units,
-        BLOCK=block,
+        BLOCK_D=block,
         num_warps=_warps(block),
     )
     return NormOutputs(stream, normed, unit, inverse)
@@ -230,7 +233,7 @@ def backward(
         THROUGH=grad_stream is not None,
         SPLIT=split,
         UNITS=units,
-        BLOCK=block,
+        BLOCK_D=block,
         num_warps=warps,
     )
     grad_weight = torch.empty_like(weight)
@@ -246,7 +249,7 @@ def add_up(partial: Tensor, out: Tensor) -> None:
     long as the kernel before it."""
     parts, d = partial.shape
     rms_norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
-        partial, out, parts, d, PARTS=_PARTS, COLUMNS=_COLUMNS, num_warps=4
+        partial, out, parts, d, BLOCK_PARTS=_PARTS, BLOCK_D=_COLUMNS, num_warps=4
     )
 
 
@@ -257,7 +260,7 @@ def scaled(unit: Tensor, weight: Tensor) -> Tensor:
     d = unit.shape[-1]
     block = triton.next_power_of_2(d)
     rms_norm_scaled_kernel[(unit.numel() // d,)](
-        unit, weight, out, d, BLOCK=block, num_warps=_warps(block)
+        unit, weight, out, d, BLOCK_D=block, num_warps=_warps(block)
     )
     return out
 

@@ -14,10 +14,10 @@ _MOST_PAIRS = 4096
 
 @triton.jit
 def rotary_turn_kernel(
-    x,
-    out,
-    cos,
-    sin,
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
     x_stride_b,
     x_stride_s,
     out_stride_b,
@@ -40,35 +40,37 @@ def rotary_turn_kernel(
     offs_p = tl.arange(0, BLOCK_HALF)
     mask_p = offs_p < HALF
     mask = (offs_h < H)[:, None] & mask_p[None, :]
-    b_cos = tl.load(cos + position * table_stride + offs_p, mask=mask_p, other=0.0)[None, :]
-    b_sin = tl.load(sin + position * table_stride + offs_p, mask=mask_p, other=0.0)[None, :] * sign
+    b_cos = tl.load(cos_ptr + position * table_stride + offs_p, mask=mask_p, other=0.0)[None, :]
+    b_sin = (
+        tl.load(sin_ptr + position * table_stride + offs_p, mask=mask_p, other=0.0)[None, :] * sign
+    )
     offs = offs_h[:, None] * (2 * HALF) + offs_p[None, :]
-    x_ptrs = x + batch * x_stride_b + position * x_stride_s + offs
+    x_ptrs = x_ptr + batch * x_stride_b + position * x_stride_s + offs
     b_x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     b_x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
-    out_ptrs = out + batch * out_stride_b + position * out_stride_s + offs
-    out_dtype = out.dtype.element_ty
+    out_ptrs = out_ptr + batch * out_stride_b + position * out_stride_s + offs
+    out_dtype = out_ptr.dtype.element_ty
     tl.store(out_ptrs, (b_x1 * b_cos - b_x2 * b_sin).to(out_dtype), mask=mask)
     tl.store(out_ptrs + HALF, (b_x2 * b_cos + b_x1 * b_sin).to(out_dtype), mask=mask)
 
 
 @triton.jit
 def rotary_gather_kernel(
-    q,
-    k,
-    v,
-    out,
-    cos,
-    sin,
-    q_b,
-    q_h,
-    q_s,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
     table_stride,
     S,
     H,
@@ -88,11 +90,11 @@ def rotary_gather_kernel(
     offs_p = tl.arange(0, BLOCK_HALF)
     mask_p = offs_p < HALF
     if pid_part == 0:
-        token_ptr, stride_h = q + batch * q_b + position * q_s, q_h
+        token_ptr, stride_h = q_ptr + batch * q_stride_b + position * q_stride_s, q_stride_h
     elif pid_part == 1:
-        token_ptr, stride_h = k + batch * k_b + position * k_s, k_h
+        token_ptr, stride_h = k_ptr + batch * k_stride_b + position * k_stride_s, k_stride_h
     else:
-        token_ptr, stride_h = v + batch * v_b + position * v_s, v_h
+        token_ptr, stride_h = v_ptr + batch * v_stride_b + position * v_stride_s, v_stride_h
     heads = tl.where(pid_part == 0, H, KH)
     first_h = tl.where(pid_part == 0, 0, tl.where(pid_part == 1, H, H + KH))
     mask = (offs_h < heads)[:, None] & mask_p[None, :]
@@ -100,11 +102,15 @@ def rotary_gather_kernel(
     b_x1 = tl.load(token_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     b_x2 = tl.load(token_ptr + offs + HALF, mask=mask, other=0.0).to(tl.float32)
     mask_rotated = mask_p & (pid_part < 2)
-    b_cos = tl.load(cos + position * table_stride + offs_p, mask=mask_rotated, other=1.0)[None, :]
-    b_sin = tl.load(sin + position * table_stride + offs_p, mask=mask_rotated, other=0.0)[None, :]
+    b_cos = tl.load(cos_ptr + position * table_stride + offs_p, mask=mask_rotated, other=1.0)[
+        None, :
+    ]
+    b_sin = tl.load(sin_ptr + position * table_stride + offs_p, mask=mask_rotated, other=0.0)[
+        None, :
+    ]
     offs_out = (pid_token * (H + 2 * KH) + first_h + offs_h[:, None]) * (2 * HALF)
-    out_ptrs = out + offs_out + offs_p[None, :]
-    out_dtype = out.dtype.element_ty
+    out_ptrs = out_ptr + offs_out + offs_p[None, :]
+    out_dtype = out_ptr.dtype.element_ty
     tl.store(out_ptrs, (b_x1 * b_cos + b_x2 * b_sin).to(out_dtype), mask=mask)
     tl.store(out_ptrs + HALF, (b_x2 * b_cos - b_x1 * b_sin).to(out_dtype), mask=mask)
 

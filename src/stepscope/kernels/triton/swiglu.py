@@ -18,17 +18,17 @@ _BLOCK, _WARPS = 2048, 8
 
 
 @triton.jit
-def _sigmoid(a, EXACT: tl.constexpr):
+def _sigmoid(b_x, EXACT: tl.constexpr):
     """Return sigmoid(a) and sigmoid(-a), in EXACT neither as a difference."""
     if EXACT:
-        e = exponential(-tl.abs(a), EXACT)
-        large = tl.math.div_rn(tl.full(e.shape, 1.0, tl.float32), 1.0 + e)
-        small = tl.math.div_rn(e, 1.0 + e)
-        s, rest = tl.where(a < 0, small, large), tl.where(a < 0, large, small)
+        b_exp = exponential(-tl.abs(b_x), EXACT)
+        b_large = tl.math.div_rn(tl.full(b_exp.shape, 1.0, tl.float32), 1.0 + b_exp)
+        b_small = tl.math.div_rn(b_exp, 1.0 + b_exp)
+        b_sig, b_sig_neg = tl.where(b_x < 0, b_small, b_large), tl.where(b_x < 0, b_large, b_small)
     else:
-        s = tl.sigmoid(a)
-        rest = 1.0 - s
-    return s, rest
+        b_sig = tl.sigmoid(b_x)
+        b_sig_neg = 1.0 - b_sig
+    return b_sig, b_sig_neg
 
 
 @triton.jit
@@ -42,42 +42,48 @@ def _offsets(width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def swiglu_forward_kernel(
+    gate_ptr, up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr
+):
     """silu(gate) · up of one block of (BLOCK,) of a row."""
     offs, offs_packed, mask = _offsets(width, stride, BLOCK)
-    b_gate = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + offs, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     b_sig, _ = _sigmoid(b_gate, EXACT)
-    tl.store(out + offs_packed, (b_gate * b_sig * b_up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offs_packed, (b_gate * b_sig * b_up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad,
-    gate,
-    up,
-    grad_gate,
-    grad_up,
-    made,
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    grad_gate_ptr,
+    grad_up_ptr,
+    recomputed_ptr,
     width,
     stride,
-    AGAIN: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Gradients of gate and up of one block of (BLOCK,) of a row. AGAIN: also recompute the output
-    of the forward."""
+    """Gradients of gate and up of one block of (BLOCK,) of a row. RECOMPUTE: also recompute the
+    output of the forward pass."""
     offs, offs_packed, mask = _offsets(width, stride, BLOCK)
-    b_do = tl.load(grad + offs_packed, mask=mask, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate + offs, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + offs, mask=mask, other=0.0).to(tl.float32)
+    b_do = tl.load(grad_ptr + offs_packed, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     b_sig, b_sig_neg = _sigmoid(b_gate, EXACT)
     b_dgate = b_do * b_up * (b_sig * (1.0 + b_gate * b_sig_neg))
     b_dup = b_do * (b_gate * b_sig)
-    tl.store(grad_gate + offs, b_dgate.to(grad_gate.dtype.element_ty), mask=mask)
-    tl.store(grad_up + offs, b_dup.to(grad_up.dtype.element_ty), mask=mask)
-    if AGAIN:
-        tl.store(made + offs_packed, (b_gate * b_sig * b_up).to(made.dtype.element_ty), mask=mask)
+    tl.store(grad_gate_ptr + offs, b_dgate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_up_ptr + offs, b_dup.to(grad_up_ptr.dtype.element_ty), mask=mask)
+    if RECOMPUTE:
+        tl.store(
+            recomputed_ptr + offs_packed,
+            (b_gate * b_sig * b_up).to(recomputed_ptr.dtype.element_ty),
+            mask=mask,
+        )
 
 
 @on_its_device
@@ -108,7 +114,7 @@ def backward(
     recomputed: Tensor | None = None,
 ) -> None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
-    themselves, and the output of the forward into `recomputed` unless it is None."""
+    themselves, and the output of the forward pass into `recomputed` unless it is None."""
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         grad,
@@ -119,7 +125,7 @@ def backward(
         recomputed,
         width,
         gate.stride(0),
-        AGAIN=recomputed is not None,
+        RECOMPUTE=recomputed is not None,
         BLOCK=_BLOCK,
         EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS,

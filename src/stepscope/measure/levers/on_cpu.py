@@ -43,7 +43,7 @@ def divergence(elements: int, rows: int) -> Pair:  # noqa: ARG001
     y, sorted_y = np.empty_like(mixed), np.empty_like(mixed)
 
     def both_sides() -> None:
-        # If neighbours differ, a vector unit computes both sides for all lanes and selects one.
+        # If neighbors differ, a vector unit computes both sides for all lanes and selects one.
         for part in _chunks(count):
             np.copyto(y[part], -mixed[part])
             np.copyto(y[part], _polynomial(mixed[part]), where=choice[part])

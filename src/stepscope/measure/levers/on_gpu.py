@@ -13,8 +13,8 @@ from stepscope.measure.levers.pair import (
     DECAY,
     GAIN,
     LINKS,
-    LONGEST_POWER,
-    SHORTEST_POWER,
+    MAX_POWER,
+    MIN_POWER,
     KernelVariant,
     Pair,
     chain,
@@ -55,8 +55,8 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
     count = max(LANES, elements // 32)
     x = numbers(count, device)
     powers = torch.randint(
-        SHORTEST_POWER,
-        LONGEST_POWER + 1,
+        MIN_POWER,
+        MAX_POWER + 1,
         (count,),
         generator=torch.Generator(device).manual_seed(1),
         device=device,
@@ -144,9 +144,9 @@ def _tiled_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
             right,
             c,
             n,
-            M=tile.m,
-            N=tile.n,
-            K=tile.k,
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -184,9 +184,9 @@ def fusion(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG
 
     def one_by_one() -> None:
         read = x
-        for number in range(LINKS):
+        for link_index in range(LINKS):
             # The last one writes y.
-            written = y if (LINKS - 1 - number) % 2 == 0 else other
+            written = y if (LINKS - 1 - link_index) % 2 == 0 else other
             kernels.link_kernel[grid](read, written, BLOCK=BLOCK)
             read = written
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 LINKS = 4
 """Number of operations in the chains of `fusion` and `recomputation`."""
-SHORTEST_POWER, LONGEST_POWER = 4, 11
+MIN_POWER, MAX_POWER = 4, 11
 """The loops of `divergence` run 2**4 to 2**11 iterations."""
 DECAY, GAIN = 1.0 - 2.0**-12, 2.0**-12
 """Constants of one iteration of such a loop: x = DECAY · x + GAIN."""

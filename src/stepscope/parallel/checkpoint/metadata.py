@@ -118,7 +118,7 @@ def _size(value: Any) -> torch.Size:
     if not isinstance(value, _StandIn) or type(value).__name__ != "Size":
         raise TypeError(f"{type(value).__name__} instead of Size")
     (numbers,) = value.args
-    return torch.Size([_count(number) for number in _checked(numbers, tuple)])
+    return torch.Size([_count(size) for size in _checked(numbers, tuple)])
 
 
 def _count(value: Any) -> int:

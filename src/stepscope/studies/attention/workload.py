@@ -188,10 +188,10 @@ class AttentionStep(Subject):
         # The first call also allocates the cuBLAS workspace.
         self._forward()
         self._out, self._gradients = None, ()
-        before = self._device.held_bytes()
+        before = self._device.allocated_bytes()
         self._forward()
         self._device.synchronize()
-        after = self._device.held_bytes()
+        after = self._device.allocated_bytes()
         self._out = None
         return None if before is None or after is None else after - before
 

@@ -193,14 +193,14 @@ def _memory(variants: tuple[StepVariant, ...], device: Device) -> tuple[Quantity
     for variant in variants:
         variant.step.reset()
         device.release()
-        before = device.held_bytes()
+        before = device.allocated_bytes()
         if before is None:
             return ()
         device.reset_peak()
         left = 0
         for phase in variant.step.phases():
             if phase.name == "backward":
-                left = (device.held_bytes() or 0) - before
+                left = (device.allocated_bytes() or 0) - before
             phase.run()
         device.synchronize()
         peak, replayed = device.peak_bytes() or 0, 0

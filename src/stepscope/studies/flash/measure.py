@@ -47,7 +47,7 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
     """Measure three passes, memory, accuracy and the kernels that ran."""
     device = bench.device
     _refuse_long_on_a_cpu(case, device)
-    allocated_before = device.held_bytes()
+    allocated_before = device.allocated_bytes()
     step = AttentionStep(case, device)
     refusal = step.refusal()
     if refusal is not None:
@@ -118,7 +118,7 @@ def _memory(
     step: AttentionStep, allocated_before: int | None, device: Device
 ) -> tuple[Quantity, ...]:
     saved = step.saved_bytes()
-    allocated = device.held_bytes()
+    allocated = device.allocated_bytes()
     if saved is None or allocated is None or allocated_before is None:
         return ()
     return (

@@ -44,7 +44,7 @@ LEVERS: dict[str, Lever] = {
             "a vector register holds neighboring elements and executes one instruction for all of"
             " them: where neighbors differ, both sides are computed for both",
         ),
-        "matmuls below peak",
+        "matmuls below the ceiling",
         "masked tiles of causal attention, padding of ragged batches",
     ),
     "precision": Lever(
@@ -60,7 +60,7 @@ LEVERS: dict[str, Lever] = {
             "the same matmul in float32",
             "a vector register and a cache line hold twice as many elements of half the width",
         ),
-        "matmuls below peak",
+        "matmuls below the ceiling",
         "a matmul in a wider dtype than necessary",
         cached=True,
     ),
@@ -130,7 +130,7 @@ LEVERS: dict[str, Lever] = {
             "a value loaded into a register or the nearest cache serves 64 rows before it is"
             " evicted",
         ),
-        "matmuls below peak",
+        "matmuls below the ceiling",
         "matmuls of awkward shapes; tiled attention, whose scores stay on chip",
         cached=True,
     ),

@@ -18,9 +18,9 @@ def measure(case: LeverCase, bench: Bench) -> Measurement:
 
 
 def measure_card(bench: Bench) -> Measurement:
-    from stepscope.measure.device_properties import device_card
+    from stepscope.measure.device_properties import device_properties
 
-    properties, descriptions = device_card(bench.device)
+    properties, descriptions = device_properties(bench.device)
     return Measurement(quantities=quantities(properties), attachments={"card": descriptions})
 
 

@@ -74,7 +74,7 @@ class Account:
     @property
     def residual_share(self) -> float:
         """Largest unattributed share of the peak, over all peaks and ends of phases."""
-        left = max(abs(moment.residual) for moment in (*self.phases, *self.ends))
+        left = max(abs(moment.unattributed) for moment in (*self.phases, *self.ends))
         return left / self.highest.allocated if self.highest.allocated else 0
 
     def line(self, name: str) -> int:
@@ -92,8 +92,8 @@ class Account:
         for line, size in peak.lines.items():
             kind = kind_of(line)
             sizes[kind] = sizes.get(kind, 0) + size
-        if peak.residual:
-            sizes["unattributed"] = peak.residual
+        if peak.unattributed:
+            sizes["unattributed"] = peak.unattributed
         return sizes
 
 

@@ -140,7 +140,7 @@ def account_table(case: Account) -> Table:
         f"Live memory at the peak of each phase: {case.name}",
         [(peak.phase, peak.lines) for peak in case.phases],
         [
-            ("unattributed", *(peak.residual for peak in case.phases)),
+            ("unattributed", *(peak.unattributed for peak in case.phases)),
             ("sum", *(peak.allocated for peak in case.phases)),
         ],
         caption="Activations saved for backward are named by the part of the model and the operator"

@@ -44,7 +44,7 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
 
 def _closing(traced: Sequence[Traced]) -> Finding:
     def unexplained(step: Traced) -> float:
-        return step.summary.residual_ms / step.summary.wall_ms
+        return step.summary.unattributed_ms / step.summary.wall_ms
 
     still_open = [step for step in traced if step.summary.doubt]
     if not still_open:

@@ -140,7 +140,7 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
             col("working", partial(share, "busy_ms"), "percent"),
             col(
                 "unattributed",
-                partial(share, "residual_ms"),
+                partial(share, "unattributed_ms"),
                 "percent",
                 hint="what the trace does not explain",
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
-from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
+from stepscope.analysis.rehearsal.cluster import MAX_NVLINK_RANKS
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.report.blocks import (
     Block,
@@ -119,12 +119,12 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
             },
             conclusion=f"Other strategies: {', '.join(others)}." if others else "",
         )
-        if prediction.network.name == "nvlink" and prediction.ranks > LARGEST_NVLINK:
+        if prediction.network.name == "nvlink" and prediction.ranks > MAX_NVLINK_RANKS:
             yield Finding(
                 code="rehearsal.no-such-domain",
-                values={"ranks": prediction.ranks, "largest": LARGEST_NVLINK},
+                values={"ranks": prediction.ranks, "largest": MAX_NVLINK_RANKS},
                 text=f"No NVLink domain has {prediction.ranks:,} GPUs (the largest has"
-                f" {LARGEST_NVLINK}): that row is a hypothetical ring of NVLink connections.",
+                f" {MAX_NVLINK_RANKS}): that row is a hypothetical ring of NVLink connections.",
                 tone="warn",
             )
 

@@ -248,7 +248,7 @@ class Field:
     def _try(self, racer: Racer, case: StepRaceCase) -> tuple[Entry, Heat]:
         device = self._bench.device
         began = time.monotonic()
-        allocated = device.held_bytes()
+        allocated = device.allocated_bytes()
         device.reset_peak()
         entry = self.entry(racer)
         first_s = time.monotonic() - began

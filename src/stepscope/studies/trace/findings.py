@@ -78,7 +78,7 @@ def _ledger(summary: Summary, step_ms: float | None) -> Finding:
             f"No step is marked in this trace: {len(summary.steps)} steps are cut at optimizer"
             f" steps, and what lies before and after them is left out. {text}"
         )
-    residual = summary.residual_ms / wall
+    residual = summary.unattributed_ms / wall
     closes = f"The ledger closes with a residual of {percent(residual)}."
     if summary.doubt:
         closes = f"The ledger does not close: {summary.doubt}."

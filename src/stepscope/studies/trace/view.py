@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.host import PHASES
-from stepscope.analysis.trace.summary import Line, Outlier, Row, Summary
+from stepscope.analysis.trace.summary import LedgerLine, Outlier, Row, Summary
 from stepscope.report.blocks import Block, Curve, Figure, Lane, LaneSpan, Table, Timeline
 from stepscope.report.tables import col, table
 from stepscope.studies.trace.findings import trace_findings
@@ -78,7 +78,7 @@ def glance_table(summary: Summary) -> Table:
             col("its share of the work", lambda _: share, "percent"),
             col(
                 "residual",
-                lambda s: s.residual_ms / s.wall_ms,
+                lambda s: s.unattributed_ms / s.wall_ms,
                 "percent",
                 hint="what the ledger does not explain",
             ),
@@ -92,7 +92,7 @@ def ledger_table(summary: Summary, name: str) -> Table:
         if summary.doubt
         else "It closes: the residual is below 2 %."
     )
-    total = Line(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
+    total = LedgerLine(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
     return table(
         f"{name}-ledger",
         "Where the time of a step goes",
@@ -139,7 +139,7 @@ def class_figure(summary: Summary, name: str) -> Figure:
     )
 
 
-def _counts(line: Line, kind: str) -> bool:
+def _counts(line: LedgerLine, kind: str) -> bool:
     return line.kind == kind and line.phase != "" and line.ms > 0
 
 

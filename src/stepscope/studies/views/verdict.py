@@ -31,7 +31,7 @@ from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.waterfall import waterfall_step
 
 _LABELS: dict[Cause, str] = {
-    "matmuls below peak": SLOW_MATMULS,
+    "matmuls below the ceiling": SLOW_MATMULS,
     "memory-bound operations": MEMORY,
     "casts and copies": COPIES,
     "launch gaps": IDLE,

@@ -20,7 +20,7 @@ from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
 from stepscope.studies.views.figures import bar
 
-_SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below the ceiling": "matmuls"}
 _COLUMNS: dict[str, Cause] = {_SHORT_NAMES.get(cause, cause): cause for cause in CAUSES}
 """Causes by the title of their column."""
 _FASTER_FROM = 0.01
@@ -254,7 +254,7 @@ def remedy(cause: Cause, fall: Fall) -> str:
     w, policy = fall.workload, precision(fall.workload.dtype)
     plain = w.compile == "no" and not w.fused
     passes = f"{'fused kernels or ' * fall.on_device}torch.compile"
-    if cause == "matmuls below peak":
+    if cause == "matmuls below the ceiling":
         if policy.compute == "float32" and fall.on_device:
             return "a lower-precision dtype: tf32, or bfloat16 autocast"
         lost = fall.water.attention_lost_ms

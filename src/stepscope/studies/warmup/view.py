@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from stepscope.analysis.steady_state import Settling, settling
 from stepscope.records.stats import summarize
-from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
+from stepscope.records.trust import MAX_UNCERTAINTY, uncertainty
 from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.report.tables import col, table
@@ -78,7 +78,7 @@ def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
     unlike = {
         name: (min(levels), max(levels))
         for name, levels in steady.items()
-        if uncertainty(levels) >= MEDIAN_KNOWN_TO
+        if uncertainty(levels) >= MAX_UNCERTAINTY
     }
     if not unlike:
         return None
