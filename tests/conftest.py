@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,10 @@ settings.load_profile("slow")
 # files, each of them compiles the package again, a quarter of the CPU time of a `stepscope run`.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+STARTUP = Path(__file__).with_name("startup")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
+)
 
 # A shell starts background jobs with SIGINT ignored, and every child process inherits that: tests
 # of an interrupt would wait forever.

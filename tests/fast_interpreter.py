@@ -2,7 +2,8 @@
 
 Every call of a device function patches `triton.language` again, although the launch of the kernel
 has done so; this takes a third of the time of a kernel with small blocks. The table of NumPy dtypes
-is rebuilt at every operation.
+is rebuilt at every operation. Every result has a type with a shape and every tensor has a shape of
+its own, checked and wrapped again, although a kernel has only a few shapes: another third.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def install() -> None:
@@ -24,6 +25,8 @@ def install() -> None:
         interpreter._patch_lang = _once(interpreter, core)
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _cached_dtypes(interpreter._get_np_dtype, core)
+    if all(hasattr(core, name) for name in ("block_type", "tensor", "tuple", "constexpr")):
+        _share_shapes(core)
 
 
 def _once(interpreter: ModuleType, core: ModuleType) -> Callable[[Any], Any]:
@@ -57,3 +60,55 @@ def _cached_dtypes(find: Callable[[Any], Any], core: ModuleType) -> Callable[[An
         return find(element) if isinstance(element, core.pointer_type) else cached(element)
 
     return np_dtype
+
+
+class _Shape(NamedTuple):
+    """What the constructors of types and tensors derive from the sizes of a block."""
+
+    of_type: Any
+    numel: int
+    text: str
+    of_tensor: Any
+    constexpr_numel: Any
+
+
+def _share_shapes(core: ModuleType) -> None:
+    """Give all types and tensors of the same sizes the same shape, which nothing modifies."""
+    block_type, tensor, constexpr = core.block_type, core.tensor, core.constexpr
+    new_type, new_tensor, equal = block_type.__init__, tensor.__init__, core.tuple.__eq__
+
+    @functools.cache
+    def shape_of(sizes: tuple[int, ...]) -> _Shape:
+        example = block_type.__new__(block_type)
+        new_type(example, core.float32, list(sizes))
+        value = tensor.__new__(tensor)
+        new_tensor(value, None, example)
+        return _Shape(example.shape, example.numel, str(example.shape), value.shape, value.numel)
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(one.value if type(one) is constexpr else one for one in shape)
+        if not all(type(one) is int for one in sizes):
+            return new_type(self, element_ty, shape)
+        known = shape_of(sizes)
+        self.element_ty, self.shape, self.numel = element_ty, known.of_type, known.numel
+        self.name = f"<{known.text}, {element_ty}>"
+        self.known_shape = known
+        return None
+
+    scalar = tensor.__new__(tensor)
+    new_tensor(scalar, None, core.float32)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if not type.is_block():
+            self.shape, self.numel = scalar.shape, scalar.numel
+        elif hasattr(type, "known_shape"):
+            self.shape, self.numel = type.known_shape.of_tensor, type.known_shape.constexpr_numel
+        else:
+            new_tensor(self, handle, type)
+
+    def equal_shapes(self: Any, other: Any) -> Any:
+        return constexpr(True) if other is self else equal(self, other)
+
+    block_type.__init__, tensor.__init__ = init_type, init_tensor
+    core.tuple.__eq__ = equal_shapes

@@ -7,6 +7,7 @@ hashes, so text from a record could never run even if it were not escaped.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -303,7 +304,9 @@ def prose(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
+@functools.cache
 def _templates() -> Environment:
+    """The environment of all pages: it keeps the templates that it has compiled."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(
