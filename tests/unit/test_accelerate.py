@@ -1,4 +1,4 @@
-"""`stepscope.accelerate` on models that look like those it knows, and on those it must not touch."""
+"""`stepscope.accelerate` on models that it knows, and on those that only look like them."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_weights_changed_by_hand_are_used(write: str) -> None:
 
 def test_an_optimizer_that_writes_through_data() -> None:
     class DataSGD(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, _: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.data.add_(parameter.grad.data, alpha=-group["lr"])

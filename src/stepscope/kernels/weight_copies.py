@@ -57,8 +57,8 @@ class WeightCopies:
     def invalidate(self, weight: Tensor) -> None:
         """Copy this weight again before its next use, whether a change of it is detected or not."""
         for position in self._positions.get(id(weight), ()):
-            if position.group.holds(position.number, weight):
-                position.group.mark_changed(position.number)
+            if position.group.holds(position.member, weight):
+                position.group.mark_changed(position.member)
 
     def _position_of(self, weight: Tensor) -> _Position | None:
         positions = self._positions.get(id(weight), ())

@@ -146,7 +146,9 @@ class _Attention:
         if shared and not any(hasattr(module, name) for name in _NORMS):
             return rotated_parts_(parts, *self._tables.of(cos, sin), heads, key_heads)
         sizes = [weight.shape[0] for weight in weights]
-        q, k, v = (part.unflatten(-1, (-1, d_head)) for part in torch.split(parts, sizes, -1))
+        q, k, v = (
+            part.view(*part.shape[:-1], -1, d_head) for part in torch.split(parts, sizes, -1)
+        )
         q, k = (
             getattr(module, name, nn.Identity())(part)
             for name, part in zip(_NORMS, (q, k), strict=True)

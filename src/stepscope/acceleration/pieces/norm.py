@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
-from stepscope.kernels.norm import WIDEST, plain_rms_norm, rms_norm
+from stepscope.kernels.norm import MAX_COLUMNS, plain_rms_norm, rms_norm
 
 PIECE = "RMSNorm"
 _SCALES = (1.0, 1e-3)
@@ -47,7 +47,7 @@ def _may_be_norm(module: nn.Module) -> bool:
         len(parameters) == 1
         and weight is not None
         and weight.dim() == 1
-        and weight.shape[0] <= WIDEST
+        and weight.shape[0] <= MAX_COLUMNS
         and not any(True for _ in module.children())
         and "norm" in type(module).__name__.lower()
         and "batch" not in type(module).__name__.lower()
