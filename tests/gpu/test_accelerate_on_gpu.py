@@ -42,7 +42,7 @@ def _gpt2() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: _decoder("Llama", num_key_value_heads=2, tie_word_embeddings=True),
     "llama, eager attention": lambda: _decoder("Llama", attn_implementation="eager"),
-    "mistral": lambda: _decoder("Mistral", num_key_value_heads=2),
+    "mistral": lambda: _decoder("Mistral", num_key_value_heads=2, sliding_window=None),
     "qwen2": lambda: _decoder("Qwen2", num_key_value_heads=2),
     "qwen3": lambda: _decoder("Qwen3", num_key_value_heads=2, head_dim=64),
     "gemma": lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=64),
@@ -61,7 +61,7 @@ def batches(steps: int) -> list[dict[str, Tensor]]:
 def losses(name: str, fused: bool, graph: str = "off") -> list[float]:
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-9, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-11, fused=True)
     if fused:
         stepscope.accelerate(model, optimizer)
     step = stepscope.TrainStep(model, optimizer, max_grad_norm=1.0, graph=graph)

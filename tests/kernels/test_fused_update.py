@@ -234,6 +234,8 @@ def mixed() -> list[nn.Parameter]:
 def test_torch_updates_what_the_kernel_does_not_support(
     flags: dict[str, Any], launches: list[int]
 ) -> None:
+    if flags.get("fused") and DEVICE == "cuda":
+        pytest.skip("torch's fused AdamW refuses gradients with other strides on a GPU")
     ours, theirs = mixed(), mixed()
     optimizer, reference = AdamW(ours, **flags), AdamW(theirs, **flags)
     fused(optimizer)

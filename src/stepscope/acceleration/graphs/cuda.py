@@ -7,6 +7,7 @@ which it was created, and a capture must not wait for another stream.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -52,6 +53,7 @@ class CudaGraphs:
         self._device = torch.device("cuda", device.index or 0)
         self._stream = torch.cuda.Stream(self._device, priority=_FIRST)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[_Recording] = weakref.WeakSet()
 
     @property
     def generation(self) -> int:
@@ -74,6 +76,9 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         state = torch.cuda.get_rng_state(self._device)
+        if not self._alive:
+            # A pool whose graphs are gone cannot be captured into again.
+            self._pool = torch.cuda.graph_pool_handle()
         recording = _Recording(self._pool)
         try:
             with self.on_side_stream(), _own_workspaces():
@@ -83,10 +88,15 @@ class CudaGraphs:
                     recording.end()
                 except BaseException:
                     recording.abort(self._device)
+                    if not self._alive:
+                        # torch releases the pool only with a graph that was completed.
+                        with suppress(RuntimeError):
+                            torch._C._cuda_releasePool(self._device.index, self._pool)
                     raise
         except BaseException:
             recover_generator(self._device, state)
             raise
+        self._alive.add(recording)
         return recording, result
 
     def pool_bytes(self) -> int:
