@@ -190,7 +190,11 @@ def write_losses(
         options = {"BLOCK": block, "num_warps": max(1, block // _COLUMNS_PER_WARP)}
     else:
         kernel, run = cross_entropy_rows_kernel, _RUN_BYTES // logits.element_size()
-        options = {"RUNS": _TURN_BYTES // _RUN_BYTES, "RUN": run, "num_warps": _WARPS}
+        options = {
+            "BLOCK_RUNS": _TURN_BYTES // _RUN_BYTES,
+            "BLOCK_RUN": run,
+            "num_warps": _WARPS,
+        }
     kernel[(rows,)](
         logits,
         targets,
