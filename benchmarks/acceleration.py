@@ -273,6 +273,8 @@ class Bench:
             return self._our_step(form)
         model, loss_fn = self.model(), loss_function(self.row)
         if form == "liger":
+            if len(self.args.forms) > 1:
+                raise SkippedError("Liger patches classes, which changes other forms: run it alone")
             _apply_liger(model, self.row)
         elif form == "compile-blocks":
             _compile_blocks(model)

@@ -1,4 +1,5 @@
-"""ShardedOptimizer reproduces the updates of the given optimizer bit for bit."""
+"""ShardedOptimizer reproduces the updates of the given optimizer bit for bit, where torch itself
+does."""
 
 from __future__ import annotations
 
@@ -51,9 +52,37 @@ def different_elements(world: World) -> dict[tuple[str, str, torch.dtype], int]:
             for form in forms:
                 own = parameters(dtype)
                 sharded = ShardedOptimizer(own, kind, form=form, bucket_mb=1e-3, **options)
-                pairs = zip(trained(sharded, own), expected, strict=True)
+                pairs = list(zip(trained(sharded, own), expected, strict=True))
+                if depends_on_position(kind, options, dtype, expected):
+                    pairs = [(a, b) for a, b in pairs if not nearly_equal(a, b)]
                 different[name, form, dtype] = sum(int((a != b).sum()) for a, b in pairs)
     return different
+
+
+def depends_on_position(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    expected: list[Tensor],
+) -> bool:
+    """Return whether torch's own update of an element depends on where it is in its tensor. On x86
+    the vectorized loop rounds differently than the loop for the last elements."""
+    moved = [nn.Parameter(nn.functional.pad(p.flatten(), (3, 0))) for p in parameters(dtype)]
+    optimizer = kind(moved, **options)
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        for p, shape in zip(moved, SHAPES, strict=True):
+            gradient = torch.randn(shape).to(dtype) * 0.1
+            p.grad = nn.functional.pad(gradient.flatten(), (3, 0))
+        optimizer.step()
+    pairs = zip(moved, expected, strict=True)
+    return any(not torch.equal(p.detach()[3:].view(e.shape), e) for p, e in pairs)
+
+
+def nearly_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether all elements agree within two roundings of the largest one in each step."""
+    allowed = 2 * STEPS * torch.finfo(a.dtype).eps * b.abs().max()
+    return bool((a - b).abs().max() <= allowed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -224,7 +224,7 @@ def test_an_autotuned_matmul_matches_torch(
     transposed: tuple[bool, bool], wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The fastest kernel always replaces torch's choice.
-    monkeypatch.setattr(autotune, "GAIN", 2.0)
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 2.0)
 
     def random_matrix(rows: int, columns: int, transpose: bool) -> torch.Tensor:
         shape = (columns, rows) if transpose else (rows, columns)

@@ -36,7 +36,7 @@ def test_forms_take_turns_and_missing_ones_are_skipped(tmp_path: Path) -> None:
         ("plain", True),
     ]  # fmt: skip
     assert all(line["median_ms"] > 0 and line["steps"] >= 5 for line in lines if "steps" in line)
-    assert lines[1]["skipped"] == "Liger patches Hugging Face models"
+    assert lines[1]["skipped"] == "Liger patches classes, which changes other forms: run it alone"
     assert "no tensor is on a CUDA device" in lines[2]["explain"]
     rows = [line.split() for line in printed.splitlines()]
     assert [row[1] for row in rows[1:]] == forms

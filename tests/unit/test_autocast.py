@@ -97,7 +97,7 @@ def test_the_finding_explains_why_a_norm_reduces_in_float32() -> None:
     )
     assert (
         "the actual inputs of the norms of the tiny model is off by at most 3.7 % when accumulated"
-        " in bfloat16 and by 0.5 % in float16, against 2e-5 % in float32" in said
+        " in bfloat16 and by 0.5 % in float16, against 2e−5 % in float32" in said
     )
     assert "A norm's reductions" not in findings([autocast_record()])
 

@@ -115,7 +115,11 @@ def test_flags_of_a_script_are_not_renamed() -> None:
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
     output = desk("show", "new", "--full")
     assert output.code == 0
-    for part in ("Backward over forward", "closest to the limit", "first step takes 300 ms"):
+    for part in (
+        "Backward pass over forward pass",
+        "closest to the limit",
+        "first step takes 300 ms",
+    ):
         assert part in " ".join(output.out.split())
     only = desk("show", "new", "--study", "warmup")
     assert "first step" in " ".join(only.out.split())

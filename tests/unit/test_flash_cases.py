@@ -87,8 +87,8 @@ def test_an_invalid_shape_is_rejected(text: str) -> None:
     ("flags", "message"),
     [
         ({"attention": ("sdpa_flash",), "dtype": ("float32",)}, "does not support float32"),
-        ({"attention": ("flex",), "head": (32,)}, "flex is compiled for d 64 and 128"),
-        ({"attention": ("tiled",), "seq": (8192,)}, "tiled stops at length 4096"),
+        ({"attention": ("flex",), "head_dim": (32,)}, "flex is compiled for d 64 and 128"),
+        ({"attention": ("tiled",), "context": (8192,)}, "tiled stops at length 4096"),
     ],
 )
 def test_an_empty_grid_is_rejected(flags: dict[str, object], message: str) -> None:

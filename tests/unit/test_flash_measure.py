@@ -42,7 +42,7 @@ def measured(**flags: Any) -> Measurement:
 
 
 def grid(attention: str, **flags: Any) -> Measurement:
-    flags = {"dtype": ("float32",), "seq": (64,), "head": (16,), "shape": ()} | flags
+    flags = {"dtype": ("float32",), "context": (64,), "head_dim": (16,), "shape": ()} | flags
     return measured(part=("grid",), attention=(attention,), **flags)
 
 

@@ -96,13 +96,13 @@ print("swiglu backward", wide_loads(
 print("rotary", wide_loads(
     triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(
-    triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 13, BLOCK_H=32, BLOCK_HALF=64))
+    triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 14, BLOCK_H=32, BLOCK_HALF=64))
 for name, moments, chance, copied in (
     ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
     ("chance", tl.uint16, True, False),
 ):
     print("adamw", name, wide_loads(
-        triton_adamw.adamw_table_kernel, ["*i64", "*i32", f, i], PARAMETER=tl.float32,
+        triton_adamw.adamw_table_kernel, ["*i64", "*i32", f, i, f], PARAMETER=tl.float32,
         GRADIENT=tl.float32, MOMENTS=moments, COPY=tl.bfloat16, ALIGNED=True, CHANCE=chance,
         COPIED=copied))
 print("adamw one", wide_loads(

@@ -177,6 +177,7 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     threads, line = done.stderr.splitlines()
     text = json.loads(line)
     assert threads == "threads 1"
+    assert text.pop("verdict")["step_ms"] == text["step_ms"]
     (record,) = read_records(Path(text["records"]))
     assert text == {
         "page": str((command.out / "train.html").resolve()),

@@ -26,7 +26,7 @@ from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.model import cost
 from stepscope.model.config import precision
-from stepscope.optim import fused, in_backward
+from stepscope.optim import in_backward, launches
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
 from stepscope.studies.step.races import RACES as ALL_RACES
@@ -52,7 +52,7 @@ def kernels_that_only_return(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for module, name in ((launching, "supports_dtype"), (norm, "supports_dtype")):
         monkeypatch.setattr(module, name, lambda _: True)
-    for optimizer in (fused, in_backward):
+    for optimizer in (launches, in_backward):
         monkeypatch.setattr(optimizer, "supports_dtype", lambda _: True)
 
 

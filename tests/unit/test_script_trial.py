@@ -153,7 +153,7 @@ def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, so
 
 
 def test_early_end_of_a_script_is_reported(script: Path) -> None:
-    planned = trial(script, 7, data="workers")
+    planned = trial(script, 7, dtype="bfloat16")
     assert planned.program is not None
     with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
         measure_script_trial(planned, planned.program, QuietBench())

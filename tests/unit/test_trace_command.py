@@ -69,7 +69,8 @@ def test_export_of_nsight_gives_the_same_tables(
 ) -> None:
     assert run(tmp_path, nsight_file(tmp_path / "report.sqlite")) == 0
     output = capsys.readouterr().out
-    assert "cutlass_80_simt_sgemm" in output
+    # Long names are cut in the middle.
+    assert "cutlass_80_simt_" in output
     assert "synchronisation: the host waits" in output
 
 
@@ -259,7 +260,7 @@ def test_kernel_class_has_one_colour_in_every_figure() -> None:
     shared = set(drawn) & set(CLASSES)
     assert len(shared) > 1
     assert {name: stacked[name] for name in shared} == {name: drawn[name] for name in shared}
-    assert {name: CLASSES.index(name) for name in shared} == {n: drawn[n] for n in shared}
+    assert len({drawn[name] for name in shared}) == len(shared)
     assert len(CURVES) >= len(CLASSES)
 
 

@@ -64,12 +64,20 @@ def accelerate(
     if inner in _COPIES:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
-    copies = _COPIES[inner] = WeightCopies()
+    switch = getattr(inner, "set_fused", None)
+    copies = WeightCopies() if switch is None else inner.copies
+    assert isinstance(copies, WeightCopies)
+    _COPIES[inner] = copies
     report.on_undo(lambda: _COPIES.pop(inner, None))
     _invalidate_after_backward(inner, copies, report)
     _use_sdpa(inner, report)
     patterns = tuple(exclude)
-    for replacement in _find(inner, copies, report):
+    if switch is not None:
+        # A model of `stepscope.model` has its own fused layers.
+        switch(True)
+        report.notes.append("fused layers       all")
+        report.on_undo(lambda: switch(False))
+    for replacement in _find(inner, copies, report) if switch is None else ():
         if excluded(replacement.name, type(replacement.module), patterns):
             report.left.append(Left(replacement.piece, replacement.name, "excluded"))
         else:

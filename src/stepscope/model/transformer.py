@@ -152,6 +152,13 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
         self.head = Head(config.d_model, config.vocab, device=device, dtype=dtype)
 
+    def set_fused(self, on: bool) -> None:
+        """Switch the fused layers and fused projections on or off."""
+        self.joined = on
+        for module in self.modules():
+            if isinstance(module, Embedding | RMSNorm | SwiGLU | CausalSelfAttention):
+                module.fused = on
+
     def forward(
         self,
         tokens: Tensor,  # (batch, seq)
