@@ -65,7 +65,7 @@ def _entry(records: Sequence[Record]) -> RunEntry:
 
 
 def shots(every: bool) -> Iterator[tuple[int, str, bool]]:
-    """Yield width, colour scheme and whether each page is shown so in the documentation."""
+    """Yield width, color scheme and whether each page is shown so in the documentation."""
     for width in SIZES:
         for scheme in ("light", "dark"):
             shown = (width, scheme) == (1280, "light")

@@ -38,7 +38,7 @@ TEXTS = (
 )
 WRONG = (None, [], {}, "", 0, True, [[[[]]]])
 _LONGEST_LINE = 60_000
-_MOST_OF_A_STUDY = 40
+_MAX_OF_A_STUDY = 40
 _PARTS = ("config", "notes", "attachments", "series", "quantities", "ceilings", "readings")
 
 Json = dict[str, Any]
@@ -53,7 +53,7 @@ def real_records() -> dict[str, list[Json]]:
             if len(line) > _LONGEST_LINE:
                 continue
             record = json.loads(line)
-            if "run" in record and len(by_study[record["study"]]) < _MOST_OF_A_STUDY:
+            if "run" in record and len(by_study[record["study"]]) < _MAX_OF_A_STUDY:
                 by_study[record["study"]].append(record)
     by_study["own"] = [json.loads(encode(own_record()))]
     return {study: records for study, records in by_study.items() if records}

@@ -239,7 +239,7 @@ FAMILIES: dict[str, Variants] = {
 EXACT = ("attention in float32", "attention in bfloat16", "dispatch by auto", "fused kernels")
 """Families that are bit-identical in every process; in the others cuBLAS or timing chooses kernels.
 """
-MOST_VARIANTS = max(map(len, FAMILIES.values()))
+MAX_VARIANTS = max(map(len, FAMILIES.values()))
 
 
 def main(number: int, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: sorting, expanding, filtering, colour schemes; it loads nothing."""
+"""The page in a real browser: sorting, expanding, filtering, color schemes; it loads nothing."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ LEAST_CONTRAST = """() => {
   const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
   const behind = (element) => {
     for (let e = element; e; e = e.parentElement) {
-      const colour = parse(getComputedStyle(e).backgroundColor);
-      if (colour.length === 3 || colour[3] > 0) return colour;
+      const color = parse(getComputedStyle(e).backgroundColor);
+      if (color.length === 3 || color[3] > 0) return color;
     }
     throw new Error("no background");
   };

@@ -132,7 +132,7 @@ def test_eval_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "stepscope"])
-def test_weights_written_by_hand_are_honoured(optimizer: str) -> None:
+def test_weights_written_by_hand_are_honored(optimizer: str) -> None:
     def act(training: Training, number: int) -> None:
         if number in (7, 14):
             with torch.no_grad():
@@ -160,7 +160,7 @@ def test_loaded_optimizer_state_captures_again() -> None:
     assert compare("fused", act).statistics.captured == 2
 
 
-def test_a_seed_set_between_steps_is_honoured() -> None:
+def test_a_seed_set_between_steps_is_honored() -> None:
     def act(_: Training, number: int) -> None:
         if number in (5, 11):
             torch.manual_seed(number)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import launch_cases
-from launch_cases import EXACT, FAMILIES, MOST_VARIANTS, Results, clear_caches, draw
+from launch_cases import EXACT, FAMILIES, MAX_VARIANTS, Results, clear_caches, draw
 from stepscope.attention import attention
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
@@ -58,7 +58,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Res
         return loaded
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return {k: v for part in pool.map(child, range(MOST_VARIANTS)) for k, v in part.items()}
+        return {k: v for part in pool.map(child, range(MAX_VARIANTS)) for k, v in part.items()}
 
 
 @pytest.mark.parametrize(("family", "one", "other"), PAIRS, ids=lambda name: name)

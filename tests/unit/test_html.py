@@ -161,11 +161,11 @@ def test_only_long_tables_have_a_filter(page: str) -> None:
     assert Reader(page).attributes("data-filter") == ["benchmark-2", "kernels"]
 
 
-def test_the_style_sheet_names_every_colour_of_the_figures(page: str) -> None:
+def test_the_style_sheet_names_every_color_of_the_figures(page: str) -> None:
     style = re.findall(r"<style>(.*?)</style>", page, re.S)[0]
     light, _, dark = style.partition("prefers-color-scheme: dark")
-    for colour, name in VARIABLES.items():
-        assert f"{name}: {colour};" in light
+    for color, name in VARIABLES.items():
+        assert f"{name}: {color};" in light
         assert re.search(rf"{name}: #[0-9a-f]{{6}};", dark)
 
 

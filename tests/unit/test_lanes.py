@@ -50,7 +50,7 @@ def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
     return drawn
 
 
-def test_a_group_with_a_style_has_that_colour() -> None:
+def test_a_group_with_a_style_has_that_color() -> None:
     late = LaneSpan(start=1, end=2, label="s", group="softmax", style=2)
     other = LaneSpan(start=2, end=3, label="o", group="other", style=8)
     fills = [box[3] for box in boxes(lanes_svg(timeline(Lane(label="d", stretches=(late, other)))))]
@@ -69,7 +69,7 @@ def test_intervals_are_drawn_at_their_times() -> None:
     assert origin + total < WIDTH
 
 
-def test_groups_have_colours_and_a_legend() -> None:
+def test_groups_have_colors_and_a_legend() -> None:
     drawing = lanes_svg(STEP)
     fills = {tip.split(":")[0]: fill for tip, _, _, fill in boxes(drawing)}
     assert len({fills["k"], fills["s"], fills["host"], fills["forward"]}) == 4

@@ -27,7 +27,7 @@ def texts(drawing: str) -> list[str]:
     return [element.text or "" for element in root.iter(f"{SVG}text")]
 
 
-def colour_of(text: str, drawing: str) -> str | None:
+def color_of(text: str, drawing: str) -> str | None:
     root = ElementTree.fromstring(drawing)
     matches = [element for element in root.iter(f"{SVG}text") if element.text == text]
     assert len(matches) == 1
@@ -70,8 +70,8 @@ def test_a_name_that_would_overlap_a_curve_moves_to_the_legend() -> None:
     early = Curve(label="early", x=(1.0, 2.0), y=(1.0, 2.0))
     late = Curve(label="late", x=(1.0, 5.0), y=(1.0, 5.0))
     apart = Curve(label="late", x=(1.0, 5.0), y=(4.0, 4.0))
-    assert colour_of("early", svg(figure(early, late))) == "var(--ink, #1d1f24)"
-    assert colour_of("early", svg(figure(early, apart))) == f"var(--curve-1, {CURVES[0]})"
+    assert color_of("early", svg(figure(early, late))) == "var(--ink, #1d1f24)"
+    assert color_of("early", svg(figure(early, apart))) == f"var(--curve-1, {CURVES[0]})"
 
 
 def test_a_limit_is_drawn_and_named() -> None:
@@ -80,7 +80,7 @@ def test_a_limit_is_drawn_and_named() -> None:
     assert "stroke-dasharray" in drawing
 
 
-def test_colours_are_variables_and_there_are_no_inline_styles() -> None:
+def test_colors_are_variables_and_there_are_no_inline_styles() -> None:
     for shown in (step_figure(), mfu_figure(), warmup_figure()):
         drawing = svg(shown)
         bare = re.findall(r'"(#[0-9a-f]{6})"', drawing)
@@ -227,14 +227,14 @@ def test_names_are_spread_apart_in_order(positions: list[float]) -> None:
 
 
 def heights(drawing: str) -> dict[str, list[float]]:
-    """Heights of the bars by colour, in points."""
-    by_colour: dict[str, list[float]] = {}
+    """Heights of the bars by color, in points."""
+    by_color: dict[str, list[float]] = {}
     for path in ElementTree.fromstring(drawing).iter(f"{SVG}path"):
-        colour = re.search(r"--curve-\d", path.get("fill", ""))
-        if colour and path.get("clip-path"):
+        color = re.search(r"--curve-\d", path.get("fill", ""))
+        if color and path.get("clip-path"):
             ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d", ""))]
-            by_colour.setdefault(colour.group(), []).append(max(ys) - min(ys))
-    return by_colour
+            by_color.setdefault(color.group(), []).append(max(ys) - min(ys))
+    return by_color
 
 
 def test_stacks_are_stacked() -> None:
@@ -290,7 +290,7 @@ def test_a_style_gives_a_curve_the_same_look_in_every_figure() -> None:
     first = Curve(label="first", x=(1.0, 2.0), y=(0.0, 0.0))
     ours = Curve(label="ours", x=(1.0, 2.0), y=(1.0, 1.0), style=4)
     for drawing in (svg(figure(first, ours)), svg(figure(ours, first))):
-        assert colour_of("ours", drawing) == f"var(--curve-5, {CURVES[4]})"
+        assert color_of("ours", drawing) == f"var(--curve-5, {CURVES[4]})"
     for kind in ("bars", "stacks", "areas"):
         drawn = figure(first, ours, kind=kind)
         assert styles(drawn) == [0, 4]

@@ -189,7 +189,7 @@ def test_a_result_refers_to_the_original_class() -> None:
     assert type(returned[0]) is cell["Point"]
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -208,7 +208,7 @@ def test_the_unsendable_part_is_named() -> None:
     assert why_not({"a": [1, generator]}, "none") == f"'a': item 1: {reason}"
     partial = functools.partial(print, generator)
     assert why_not(partial, "none") == f"its argument 0: {reason}"
-    assert why_not([1, "two", Colour.RED], "none") is None
+    assert why_not([1, "two", Color.RED], "none") is None
     local = defined("import enum\nclass Local(enum.Enum):\n    A = 1\n")["Local"]
     assert "Local is an Enum" in (why_not(local, "none") or "")
 

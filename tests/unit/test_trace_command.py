@@ -250,7 +250,7 @@ def test_blocks_are_complete() -> None:
             assert shown == pytest.approx(1.0)
 
 
-def test_kernel_class_has_one_colour_in_every_figure() -> None:
+def test_kernel_class_has_one_color_in_every_figure() -> None:
     summary = summarize(training_step(blocks=3, steps=2).read())
     blocks = trace_blocks(summary, "x")
     (stack,) = (block for block in blocks if isinstance(block, Figure))

@@ -28,7 +28,7 @@ from stepscope.records.schema import Lint
 from stepscope.report.blocks import Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.report.verdict import MOST_LINES, WIDTH, segments, sentences, verdict_lines
+from stepscope.report.verdict import MAX_LINES, WIDTH, segments, sentences, verdict_lines
 from stepscope.studies.page import make_page, study_answers, verdict_of
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -117,7 +117,7 @@ def test_the_verdict_of_a_program_fits_a_terminal(path: Path) -> None:
     assert verdict is not None
     assert verdict.step is not None
     lines = verdict_lines(verdict)
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     assert max(map(len, lines)) <= WIDTH
     assert sum(part.ms for part in verdict.parts) == pytest.approx(verdict.step.value, rel=1e-6)
     assert sum(one.columns for one in segments(verdict.parts)) == WIDTH

@@ -48,9 +48,9 @@ from stepscope.errors import StepscopeError, first_cause
 
 _IDLE_CALLS = 100
 """Calls without use after which a graph makes room for another."""
-_MOST_CAPTURES = 5
+_MAX_CAPTURES = 5
 """Captures of one key after which it stays eager: what it depends on keeps changing."""
-_MOST_KEYS = 256
+_MAX_KEYS = 256
 _UNSTABLE_CALLS = 20
 """Eager calls beyond the warm-up after which the reason is said: something changes every time."""
 
@@ -82,7 +82,7 @@ class _Graph(NamedTuple):
     written: list[Tensor]
     """Parameters that it updates."""
     recopies: bool
-    """True if it repeats all copies of weights, so that a write by hand is honoured."""
+    """True if it repeats all copies of weights, so that a write by hand is honored."""
     generation: int
 
 
@@ -255,7 +255,7 @@ class Captured:
         key = (call.key, self._state.modes(), tuple(gradients))
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= _MOST_KEYS:
+            if len(self._entries) >= _MAX_KEYS:
                 self._drop_one_key()
             entry = self._entries[key] = _Entry()
         self._entries.move_to_end(key)
@@ -369,8 +369,8 @@ class Captured:
         kwargs: Mapping[str, Any],
     ) -> str | None:
         """Capture the step, which executes nothing; return why that was not possible."""
-        if entry.captures >= _MOST_CAPTURES:
-            entry.refused = f"what it uses changed after each of {_MOST_CAPTURES} captures"
+        if entry.captures >= _MAX_CAPTURES:
+            entry.refused = f"what it uses changed after each of {_MAX_CAPTURES} captures"
             return entry.refused
         if self.graphs >= self._max_graphs and not self._evicted():
             return f"there are {self._max_graphs} graphs already (max_graphs)"

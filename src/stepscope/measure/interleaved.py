@@ -19,7 +19,7 @@ STEP, WALL = "step", "wall"
 MAX_ROUNDS = 200
 _LEAD = 2.0
 """Factor on the median issue time of the CPU: the issue time varies on a busy machine."""
-_MOST_LEAD_MS = 20.0
+_MAX_LEAD_MS = 20.0
 
 
 def time_interleaved(
@@ -79,7 +79,7 @@ def time_interleaved(
 def _lead(samples: Samples, name: str) -> float:
     values, warmup = samples.collected.get((STEP, name, "host"), ([], []))
     issued = values or warmup
-    return min(_MOST_LEAD_MS, _LEAD * statistics.median(issued)) if issued else 0.0
+    return min(_MAX_LEAD_MS, _LEAD * statistics.median(issued)) if issued else 0.0
 
 
 def _time_single(

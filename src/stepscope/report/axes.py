@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_MOST_TICKS = 8
+_MAX_TICKS = 8
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -21,17 +21,17 @@ def log_ticks(values: Sequence[float], limits: tuple[float, float], *, own: bool
     1-2-5 steps or decades."""
     distinct = sorted(set(values))
     doubled = all(math.log2(value).is_integer() for value in distinct)
-    if own and (len(distinct) <= _MOST_TICKS or doubled):
-        return distinct[:: math.ceil(len(distinct) / _MOST_TICKS)]
+    if own and (len(distinct) <= _MAX_TICKS or doubled):
+        return distinct[:: math.ceil(len(distinct) / _MAX_TICKS)]
     low, high = limits
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1.0, 2.0, 5.0), (1.0,)):
         ticks = [f * 10.0**e for e in range(first, last + 1) for f in factors]
         ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= _MOST_TICKS:
+        if len(ticks) <= _MAX_TICKS:
             break
-    if len(ticks) > _MOST_TICKS:
-        ticks = ticks[:: math.ceil(len(ticks) / _MOST_TICKS)]
+    if len(ticks) > _MAX_TICKS:
+        ticks = ticks[:: math.ceil(len(ticks) / _MAX_TICKS)]
     return ticks if len(ticks) >= 2 else linear_ticks(low, high)
 
 

@@ -67,7 +67,7 @@ class Curve(Data, frozen=True):
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     style: int | None = None
-    """Number of the colour and marker, so that a name looks the same in several figures; by
+    """Number of the color and marker, so that a name looks the same in several figures; by
     default, the index of the curve in the figure."""
 
     def __post_init__(self) -> None:
@@ -109,14 +109,14 @@ class Figure(Data, tag="figure", frozen=True):
 
 
 class LaneSpan(Data, frozen=True):
-    """An interval of a lane; its group determines its colour."""
+    """An interval of a lane; its group determines its color."""
 
     start: float
     end: float
     label: str
     group: str = ""
     style: int | None = None
-    """Number of the colour of the group; by default, the index of the group."""
+    """Number of the color of the group; by default, the index of the group."""
 
 
 class Lane(Data, frozen=True):
@@ -125,7 +125,7 @@ class Lane(Data, frozen=True):
     label: str
     stretches: tuple[LaneSpan, ...]
     look: Literal["named", "grouped", "gaps"] = "grouped"
-    """`named`: intervals show their names. `grouped`: one colour per group. `gaps`: idle time."""
+    """`named`: intervals show their names. `grouped`: one color per group. `gaps`: idle time."""
 
 
 class Timeline(Data, tag="timeline", frozen=True):

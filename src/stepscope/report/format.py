@@ -28,7 +28,7 @@ _PREFIXES: Sequence[tuple[float, str]] = tuple(
 _PERCENT: Scale = (0.01, " %")
 _LEAST_PERCENT = 0.5e-4
 """Below this value four decimals would be zeros."""
-_MOST_DECIMALS = 12
+_MAX_DECIMALS = 12
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -193,7 +193,7 @@ def _scaled(value: float, scale: Scale, digits: int) -> str:
 def _decimals(value: float, digits: int) -> int:
     if value == 0 or not math.isfinite(value):
         return 0
-    return min(max(0, digits - 1 - _exponent(value, digits)), _MOST_DECIMALS)
+    return min(max(0, digits - 1 - _exponent(value, digits)), _MAX_DECIMALS)
 
 
 def _exponent(value: float, digits: int) -> int:

@@ -49,9 +49,9 @@ FILTER_FROM = 20
 TALL_FROM = 40
 """Tables with more rows than this scroll in a separate box."""
 
-MOST_FIGURE_ROWS = 60
+MAX_FIGURE_ROWS = 60
 LONG_TEXT = 28
-_MOST_WARNINGS = 3
+_MAX_WARNINGS = 3
 _LEAST_FRAME = 5e-4
 """Frames below this share of their flame graph are not drawn."""
 
@@ -184,7 +184,7 @@ class Builder:
 
         anchor = self.anchor(figure.name)
         numbers = data_table(figure)
-        shown = 0 < len(numbers.rows) <= MOST_FIGURE_ROWS
+        shown = 0 < len(numbers.rows) <= MAX_FIGURE_ROWS
         drawing = Markup(svg(figure, prefix=f"{anchor}-svg"))
         data = self.table(numbers)._replace(title="", caption="", filtered=False) if shown else None
         return FigureView(anchor, figure.title, figure.caption, drawing, data)
@@ -211,7 +211,7 @@ def lead_blocks(section: Section) -> list[Block]:
     findings = [block for block in section.blocks if isinstance(block, Finding)]
     plain = [one for one in findings if one.tone != "warn"]
     answer = next((one for one in plain if one.tone == "good"), None) or next(iter(plain), None)
-    warnings = [one for one in findings if one.tone == "warn"][:_MOST_WARNINGS]
+    warnings = [one for one in findings if one.tone == "warn"][:_MAX_WARNINGS]
     pictures = [block for block in section.blocks if isinstance(block, Figure | Timeline | Flame)]
     flame_first = sorted(pictures, key=lambda one: not isinstance(one, Flame))
     return [one for one in (answer, *warnings, *flame_first[:1]) if one is not None]

@@ -16,7 +16,7 @@ from stepscope.report.axes import linear_ticks
 from stepscope.report.blocks import Lane, LaneSpan, Timeline
 from stepscope.report.format import number, tick
 from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
-from stepscope.report.svg import CURVES, GRID, IDLE, INK, PAPER, SOFT, colour_numbers, inline_svg
+from stepscope.report.svg import CURVES, GRID, IDLE, INK, PAPER, SOFT, color_numbers, inline_svg
 
 WIDTH = 600.0
 _LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
@@ -28,9 +28,9 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
     """Draw the timeline; `prefix` must be unique among the drawings of the page."""
     lanes = [_drawable(lane) for lane in timeline.lanes]
     lanes = [lane for lane in lanes if lane.stretches]
-    colours = _colours(lanes)
+    colors = _colors(lanes)
     left = width_of([short(lane.label) for lane in lanes]) + 10
-    legend_rows, keys = _legend(colours, left)
+    legend_rows, keys = _legend(colors, left)
     top = legend_rows * LEGEND_ROW + (4 if legend_rows else 0)
     height = top + len(lanes) * (_LANE + _GAP) + _AXIS
     root = Element("svg", {"viewBox": f"0 0 {WIDTH:g} {height:g}"})
@@ -47,8 +47,8 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
             for span in lane.stretches:
                 x = left + (span.start - first) * scale
                 wide = (span.end - span.start) * scale
-                box = _box(lane, span, x, y, wide, colours, timeline.x_label)
-                box.extend(_name(lane, span, x, y, wide, left, colours))
+                box = _box(lane, span, x, y, wide, colors, timeline.x_label)
+                box.extend(_name(lane, span, x, y, wide, left, colors))
                 root.append(box)
     else:
         root.append(_text("no data", WIDTH / 2, height / 2, SOFT, "middle"))
@@ -72,31 +72,31 @@ def _drawable(lane: Lane) -> Lane:
     return Lane(label=lane.label, stretches=drawable, look=lane.look)
 
 
-def _colours(lanes: list[Lane]) -> dict[tuple[str, str], str]:
-    """Colour of every group: by its style, its meaning, or its index among the groups."""
-    colours: dict[tuple[str, str], str] = {}
+def _colors(lanes: list[Lane]) -> dict[tuple[str, str], str]:
+    """Color of every group: by its style, its meaning, or its index among the groups."""
+    colors: dict[tuple[str, str], str] = {}
     for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
         groups = {
             span.group: span.style for lane in lanes if lane.look == look for span in lane.stretches
         }
-        numbers = colour_numbers(list(groups), list(groups.values()))
+        numbers = color_numbers(list(groups), list(groups.values()))
         if look == "gaps":
             numbers = list(range(len(groups)))
-        for group, colour in zip(groups, numbers, strict=True):
-            colours[look, group] = palette[colour % len(palette)]
-    return colours
+        for group, color in zip(groups, numbers, strict=True):
+            colors[look, group] = palette[color % len(palette)]
+    return colors
 
 
-def _legend(colours: dict[tuple[str, str], str], left: float) -> tuple[int, list[Element]]:
+def _legend(colors: dict[tuple[str, str], str], left: float) -> tuple[int, list[Element]]:
     elements: list[Element] = []
-    x, rows = left, 1 if colours else 0
-    for (look, group), colour in colours.items():
+    x, rows = left, 1 if colors else 0
+    for (look, group), color in colors.items():
         text = short(group) if look == "grouped" else f"idle: {short(group)}"
         needed = _KEY + 6 + width_of([text]) + 12
         if x > left and x + needed > WIDTH:
             x, rows = left, rows + 1
         y = (rows - 1) * LEGEND_ROW
-        elements.append(_rectangle(x, y + 2, _KEY, _KEY, colour))
+        elements.append(_rectangle(x, y + 2, _KEY, _KEY, color))
         elements.append(_text(text, x + _KEY + 5, y + 2 + _KEY / 2, INK))
         x += needed
     return rows, elements
@@ -126,13 +126,13 @@ def _box(
     x: float,
     y: float,
     wide: float,
-    colours: dict[tuple[str, str], str],
+    colors: dict[tuple[str, str], str],
     unit: str,
 ) -> Element:
     named = lane.look == "named"
-    colour = PAPER if named else colours[lane.look, span.group]
+    color = PAPER if named else colors[lane.look, span.group]
     group = Element("g")
-    box = _rectangle(x, y, max(wide, 0.4), _LANE, colour)
+    box = _rectangle(x, y, max(wide, 0.4), _LANE, color)
     if named:
         box.attrib.update({"stroke": SOFT, "stroke-width": "0.7"})
     group.append(box)
@@ -150,7 +150,7 @@ def _name(
     y: float,
     wide: float,
     left: float,
-    colours: dict[tuple[str, str], str],
+    colors: dict[tuple[str, str], str],
 ) -> Iterator[Element]:
     """The name inside its box; next to it if it does not fit and the lane is free; else cut."""
     text, middle = clean(span.label), y + _LANE / 2
@@ -163,19 +163,19 @@ def _name(
             yield _text(text, x - 4, middle, INK, "end")
             return
     if letters >= min(len(text), 5) and text:
-        light = lane.look != "named" and colours[lane.look, span.group] != GRID
+        light = lane.look != "named" and colors[lane.look, span.group] != GRID
         fitting = text if len(text) <= letters else f"{text[: letters - 1]}…"
         yield _text(fitting, x + wide / 2, middle, PAPER if light else INK, "middle")
 
 
-def _rectangle(x: float, y: float, wide: float, high: float, colour: str) -> Element:
+def _rectangle(x: float, y: float, wide: float, high: float, color: str) -> Element:
     size = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{wide:.2f}", "height": f"{high:.2f}"}
-    return Element("rect", size | {"fill": colour})
+    return Element("rect", size | {"fill": color})
 
 
-def _text(text: str, x: float, y: float, colour: str, anchor: str = "start") -> Element:
+def _text(text: str, x: float, y: float, color: str, anchor: str = "start") -> Element:
     # The middle of lowercase letters is a third of the font size above the baseline.
     position = {"x": f"{x:.2f}", "y": f"{y + FONT_SIZE * 0.34:.2f}", "font-size": f"{FONT_SIZE:g}"}
-    element = Element("text", position | {"fill": colour, "text-anchor": anchor})
+    element = Element("text", position | {"fill": color, "text-anchor": anchor})
     element.text = text
     return element

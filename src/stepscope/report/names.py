@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.report.axes import spread_apart
 from stepscope.report.blocks import Figure
 from stepscope.report.format import tick
-from stepscope.report.svg import CURVES, INK, PAPER, colour_numbers
+from stepscope.report.svg import CURVES, INK, PAPER, color_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,14 +47,14 @@ def width_of(texts: Sequence[str]) -> float:
 
 
 def styles(figure: Figure) -> list[int]:
-    """Number of the colour and marker of each curve."""
-    return colour_numbers(
+    """Number of the color and marker of each curve."""
+    return color_numbers(
         [curve.label for curve in figure.curves], [curve.style for curve in figure.curves]
     )
 
 
 def hatch(style: int) -> str:
-    """Hatching that distinguishes an area from an earlier one of the same colour."""
+    """Hatching that distinguishes an area from an earlier one of the same color."""
     return "" if style < len(CURVES) else "///"
 
 
@@ -127,12 +127,12 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
 
     keys: list[Any] = []
     for style in styles(figure):
-        colour = CURVES[style % len(CURVES)]
+        color = CURVES[style % len(CURVES)]
         if figure.kind != "lines":
-            keys.append(Patch(facecolor=colour, edgecolor=PAPER, linewidth=0.3, hatch=hatch(style)))
+            keys.append(Patch(facecolor=color, edgecolor=PAPER, linewidth=0.3, hatch=hatch(style)))
         else:
             marker = MARKERS[style % len(MARKERS)]
-            keys.append(Line2D([], [], color=colour, marker=marker, markersize=4.6))
+            keys.append(Line2D([], [], color=color, marker=marker, markersize=4.6))
     canvas = axes.get_figure(root=True)
     assert canvas is not None
     # A legend drops names that begin with an underscore, hence the placeholders.

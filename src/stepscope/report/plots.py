@@ -1,7 +1,7 @@
 """Draw a figure as inline SVG with matplotlib's object interface.
 
-The colours are those of `svg.py`, which maps them to CSS variables. Every curve has a distinct
-marker besides its colour, and its name at its end if it fits, otherwise in a legend. Margins are
+The colors are those of `svg.py`, which maps them to CSS variables. Every curve has a distinct
+marker besides its color, and its name at its end if it fits, otherwise in a legend. Margins are
 computed here: matplotlib's layout engine would draw everything twice.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 446.0, 238.0
 """Size in points, the units of the drawing."""
 
-_MOST_MARKERS = 32
-_MOST_BAR_NUMBERS = 12
+_MAX_MARKERS = 32
+_MAX_BAR_NUMBERS = 12
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "stepscope",
@@ -191,7 +191,7 @@ def _lines(axes: Axes, curves: list[list[Point]], styles: list[int]) -> None:
             color=CURVES[style % len(CURVES)],
             linewidth=1.5,
             elinewidth=0.9,
-            marker=MARKERS[style % len(MARKERS)] if len(points) <= _MOST_MARKERS else "",
+            marker=MARKERS[style % len(MARKERS)] if len(points) <= _MAX_MARKERS else "",
             markersize=5.2,
             markeredgecolor=PAPER,
             markeredgewidth=0.6,
@@ -204,7 +204,7 @@ def _bars(axes: Axes, curves: list[list[Point]], styles: list[int]) -> None:
     width = 0.76 / len(curves)
     if any(p.y < 0 for points in curves for p in points):
         axes.axhline(0, color=SOFT, linewidth=0.6)
-    with_numbers = sum(len(points) for points in curves) <= _MOST_BAR_NUMBERS
+    with_numbers = sum(len(points) for points in curves) <= _MAX_BAR_NUMBERS
     for index, (style, points) in enumerate(zip(styles, curves, strict=True)):
         shift = (index - (len(curves) - 1) / 2) * width
         axes.bar(
@@ -264,7 +264,7 @@ def _stacks(axes: Axes, curves: list[list[Point]], floors: Floors, styles: list[
     tops: dict[float, float] = {}
     for p in _tops(curves, floors):
         tops[p.x] = max(tops.get(p.x, 0.0), p.y)
-    for x, top in tops.items() if len(tops) <= _MOST_BAR_NUMBERS else ():
+    for x, top in tops.items() if len(tops) <= _MAX_BAR_NUMBERS else ():
         axes.annotate(
             number(float(top), 3),
             (x, top),

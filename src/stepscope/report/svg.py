@@ -1,7 +1,7 @@
-"""Convert an SVG file for embedding in a page: its colours, ids, size and description.
+"""Convert an SVG file for embedding in a page: its colors, ids, size and description.
 
-A figure is drawn in the colours of the light scheme. Each of them becomes a CSS variable with that
-colour as the fallback, so that the same drawing follows the page into dark mode and also works
+A figure is drawn in the colors of the light scheme. Each of them becomes a CSS variable with that
+color as the fallback, so that the same drawing follows the page into dark mode and also works
 standalone. Styles become presentation attributes, because the page's content security policy
 forbids inline styles.
 """
@@ -24,9 +24,9 @@ CURVES = (
     "#5a7414",
 )
 MEASURED, LOST, IDEAL, COMMUNICATION, IDLE, UNATTRIBUTED = 0, 1, 2, 3, 4, 6
-"""Number of the colour of each meaning, the same in the bar of the verdict and in every figure."""
+"""Number of the color of each meaning, the same in the bar of the verdict and in every figure."""
 FREE = (0, 5, 8, 7, 6)
-"""Numbers of the colours of everything else in a figure with meanings."""
+"""Numbers of the colors of everything else in a figure with meanings."""
 _MEANINGS = {
     "measured": MEASURED,
     "lost": LOST,
@@ -42,7 +42,7 @@ _MEANINGS = {
 }
 INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
 
-VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES, start=1)} | {
+VARIABLES = {color: f"--curve-{number}" for number, color in enumerate(CURVES, start=1)} | {
     INK: "--ink",
     SOFT: "--soft",
     GRID: "--grid",
@@ -59,8 +59,8 @@ _FILE_FONT = "Helvetica, Arial, sans-serif"
 _FONT = re.compile(r"^(?:(\w+)\s+)?([\d.]+)px\b")
 
 
-def colour_numbers(labels: Sequence[str], styles: Sequence[int | None]) -> list[int]:
-    """Number of the colour of each label: its style, that of its meaning, or the next one."""
+def color_numbers(labels: Sequence[str], styles: Sequence[int | None]) -> list[int]:
+    """Number of the color of each label: its style, that of its meaning, or the next one."""
     meanings = [_MEANINGS.get(label) for label in labels]
     others = FREE if any(one is not None for one in meanings) else range(len(CURVES))
     numbers, taken = [], 0
@@ -93,7 +93,7 @@ def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> st
 
 
 def standalone_svg(drawing: str) -> str:
-    """Convert an inline drawing to a standalone file with the light colours and their background,
+    """Convert an inline drawing to a standalone file with the light colors and their background,
     since not every viewer supports CSS variables and none has those of the page."""
     plain = _WITH_FALLBACK.sub(r"\1", drawing)
     width, height = (float(size) + 2 * _FILE_MARGIN for size in _VIEW_BOX.search(plain).groups())  # type: ignore[union-attr]
@@ -106,8 +106,8 @@ def standalone_svg(drawing: str) -> str:
 
 
 def _variable(match: re.Match[str]) -> str:
-    colour = match.group()
-    return f"var({VARIABLES[colour]}, {colour})" if colour in VARIABLES else colour
+    color = match.group()
+    return f"var({VARIABLES[color]}, {color})" if color in VARIABLES else color
 
 
 def _strip_namespaces(root: ElementTree.Element) -> None:

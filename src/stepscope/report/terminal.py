@@ -24,7 +24,7 @@ _LEAD = 2 / 3
 """Maximum share of the width for the repeated key columns."""
 _NARROWEST_KEY = 20
 _KEY_LINES = 2
-_MOST_LINES = 6
+_MAX_LINES = 6
 """Most lines of a key, and of any other text; the page has all of it."""
 _WIDEST_WORD = 28
 """Minimum width of a text column (unless all texts are shorter) before the table is split; extra
@@ -75,8 +75,8 @@ def print_findings(findings: Iterable[Finding], console: Console | None = None) 
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for finding in findings:
-        sign, colour = _TONES[finding.tone]
-        grid.add_row(_text(sign, f"bold {colour}"), _text(finding.sentence))
+        sign, color = _TONES[finding.tone]
+        grid.add_row(_text(sign, f"bold {color}"), _text(finding.sentence))
     console.print(grid)
 
 
@@ -280,7 +280,7 @@ def _grid(
         )
     cells = [
         _cut_column(
-            [row[index] for row in texts], width, _KEY_LINES if index in keys else _MOST_LINES
+            [row[index] for row in texts], width, _KEY_LINES if index in keys else _MAX_LINES
         )
         for index, width in zip(part, widths, strict=True)
     ]

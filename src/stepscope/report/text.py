@@ -24,7 +24,7 @@ from stepscope.report.figure_data import data_table
 from stepscope.report.format import cell_text, header
 from stepscope.report.verdict import verdict_markdown
 
-MOST_FIGURE_ROWS = 12
+MAX_FIGURE_ROWS = 12
 """A figure with more points than this is only named in Markdown, without its data."""
 
 _TONES = {"good": "✓", "info": "•", "warn": "⚠"}
@@ -130,7 +130,7 @@ def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
 
 def _md_figure(figure: Figure) -> str:
     table = data_table(figure)
-    if figure.curves and len(table.rows) <= MOST_FIGURE_ROWS:
+    if figure.curves and len(table.rows) <= MAX_FIGURE_ROWS:
         return markdown(table)
     return _md_unshown(figure)
 

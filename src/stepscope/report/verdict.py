@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 80
-MOST_LINES = 20
+MAX_LINES = 20
 _BAR_UNITS = 1000.0
 """The width of the bar in units of its own; the page scales it."""
-_MOST_CODE_LINES = 2
+_MAX_CODE_LINES = 2
 _BARS = {
     "ideal": "█",
     "lost": "▓▚",
@@ -211,22 +211,22 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
         lines.append("")
         for rank, change in enumerate(verdict.changes, start=1):
             lines.append(_cut(f"{rank}. {change.title}: {gain_text(change)}", width))
-            lines += [_cut(f"   {line}", width) for line in change.lines[:_MOST_CODE_LINES]]
+            lines += [_cut(f"   {line}", width) for line in change.lines[:_MAX_CODE_LINES]]
             if change.warning:
                 lines.append(_cut(f"   warning: {change.warning}", width))
     if verdict.next_command:
         lines.append(_cut(f"Next: {verdict.next_command}", width))
-    if len(lines) > MOST_LINES:
+    if len(lines) > MAX_LINES:
         lines = [line for line in lines if line]
-    if len(lines) > MOST_LINES:
+    if len(lines) > MAX_LINES:
         # The page has the code of every change.
         second = {f"   {line}" for change in verdict.changes for line in change.lines[1:]}
         lines = [line for line in lines if line not in second]
-    return ["".join(c if c.isprintable() else " " for c in line) for line in lines[:MOST_LINES]]
+    return ["".join(c if c.isprintable() else " " for c in line) for line in lines[:MAX_LINES]]
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
-    """The verdict in colour where the terminal has some."""
+    """The verdict in color where the terminal has some."""
     from rich.console import Console as RichConsole
     from rich.text import Text
 

@@ -29,7 +29,7 @@ from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "head and loss"
 _LOGITS = "logits"
-_MOST_READS = 2
+_MAX_READS = 2
 _TRANSFORMED = {
     "final_logit_softcapping": "logit soft-capping",
     "logit_scale": "scaled logits",
@@ -129,7 +129,7 @@ class _Deferral:
         return (
             owner.training
             # Deferring logits that the program reads only costs time.
-            and self._reads < _MOST_READS
+            and self._reads < _MAX_READS
             and torch.is_grad_enabled()
             and not torch._C._are_functorch_transforms_active()
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stepscope.advisor.scope.memory import OperatorCount, WatchedLedger
-from stepscope.advisor.scope.stages import MOST_OPERATORS, most_operators
+from stepscope.advisor.scope.stages import MAX_OPERATORS, most_operators
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.device import Device
 from stepscope.measure.modules import any_compiled
@@ -25,7 +25,7 @@ class StepCount:
         """Memory ledger; None if there is no valid one."""
         self.operators: int | None = None
         """Operators of the counted step, if one was counted."""
-        self._most = MOST_OPERATORS
+        self._most = MAX_OPERATORS
         self._notes = notes
         self._bare: OperatorCount | None = None
         self._earlier: WatchedLedger | None = None

@@ -30,9 +30,9 @@ from stepscope.records.schema import Reading
 
 ISSUED_STEPS = 5
 """Steps in which the host's issue time is measured, on a GPU."""
-MOST_RECOUNTS = 8
+MAX_RECOUNTS = 8
 """Repetitions of the memory count if the counted step also ran a validation."""
-MOST_RAISED = 3
+MAX_RAISED = 3
 """Exceptions in counted or traced steps before giving up: the recorder may be the cause."""
 _ENDED_EARLY = {"recording_failed", "trace_missing"}
 """Notes with the reason why a recording ended before the program."""
@@ -232,7 +232,7 @@ class Recorder:
             self.count.end()
             self._open.close()
             more = self._evaluated > self.usual_evaluations and not self.count.too_many
-            if more and self._recounts < MOST_RECOUNTS:
+            if more and self._recounts < MAX_RECOUNTS:
                 # Count the next step too; if the program ends before, this count is used.
                 self._recounts += 1
                 return
@@ -274,7 +274,7 @@ class Recorder:
 
     def _raised_often(self, stage: Stage) -> bool:
         self._raised[stage] += 1
-        return self._raised[stage] >= MOST_RAISED
+        return self._raised[stage] >= MAX_RAISED
 
     @property
     def cut_short(self) -> str:

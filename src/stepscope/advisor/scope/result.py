@@ -29,7 +29,7 @@ from stepscope.studies.program.cases import STUDY_NAME, InspectedCase
 from stepscope.studies.program.setting import OptimizerSetting, Setting
 from stepscope.torch_tools.triton_available import tf32_is_enabled
 
-_MOST_SAVED = 200
+_MAX_SAVED = 200
 """Tensors saved for backward listed in a record, the largest first."""
 
 
@@ -198,7 +198,7 @@ def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
     alike = [
         msgspec.structs.replace(tensor, times=times) for tensor, times in Counter(saved).items()
     ]
-    return sorted(alike, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+    return sorted(alike, key=lambda tensor: -tensor.bytes)[:_MAX_SAVED]
 
 
 def _put(target: dict[str, tuple[float, str]], unit: str, **values: float | None) -> None:

@@ -24,7 +24,7 @@ class Stage(Enum):
     DONE = "done"
 
 
-MOST_OPERATORS = 60_000
+MAX_OPERATORS = 60_000
 """Operators per step that are always counted, which takes a few seconds."""
 _OPERATOR_S = 150e-6
 """Seconds to count an operator, trace it once and read it from the trace (measured on a server
@@ -35,7 +35,7 @@ _SHARE = 0.25
 
 def most_operators(own_s: float) -> int:
     """Return how many operators may be counted and traced in a program that runs for `own_s`."""
-    return max(MOST_OPERATORS, int(_SHARE * own_s / _OPERATOR_S))
+    return max(MAX_OPERATORS, int(_SHARE * own_s / _OPERATOR_S))
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):

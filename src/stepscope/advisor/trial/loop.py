@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 _PIN_MEMORY_POSITION = 6
 """Position of `pin_memory` among DataLoader's positional arguments after the data set."""
 Applied = Counter[str]
@@ -36,7 +36,7 @@ def set_gradients_to_none(applied: Applied) -> None:
 def use_loader_workers(applied: Applied) -> None:
     """Give worker processes to DataLoaders that have none."""
     plain = DataLoader.__init__
-    workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))
+    workers = max(1, min(_MAX_WORKERS, (os.cpu_count() or 2) - 1))
 
     def init(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
         if not keywords.get("num_workers") and len(arguments) < 5:

@@ -10,7 +10,7 @@ from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
 
 _OUTSIDE = ("outside",)
 _MEMORY_SHARE = 0.9
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 _PINNED = (
     "DataLoader(…, pin_memory=True, num_workers=4)",
     "batch = batch.to(device, non_blocking=True)",
@@ -69,7 +69,7 @@ def _workers_on_cpu(facts: Facts) -> Prediction | str:
     if facts.cores < 2:
         return "there is no second core for a worker"
     free = max(0, facts.cores - facts.threads)
-    workers = min(_MOST_WORKERS, free or facts.cores - 1)
+    workers = min(_MAX_WORKERS, free or facts.cores - 1)
     overlappable = max(0.0, facts.step_ms - facts.data_ms)
     left = max(0.0, facts.data_ms / workers - overlappable) if free else facts.data_ms / facts.cores
     hidden = max(0.0, facts.data_ms - left)

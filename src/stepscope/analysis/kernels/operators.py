@@ -383,7 +383,7 @@ _COMMUNICATION = re.compile(
 )
 _INDUCTOR_NAMES = re.compile(r"^triton_\w{3}_fused_?(.*?)_?\d*$")
 _KNOWN = MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS
-_MOST_WORDS = max(name.count("_") for name in _KNOWN) + 1
+_MAX_WORDS = max(name.count("_") for name in _KNOWN) + 1
 
 
 def operator_class(name: str) -> Class | None:
@@ -441,7 +441,7 @@ def inductor_parts(name: str) -> list[str]:
     at = 0
     while at < len(words):
         # The longest known name that starts here; a name may itself start with an underscore.
-        for end in range(min(len(words), at + _MOST_WORDS), at, -1):
+        for end in range(min(len(words), at + _MAX_WORDS), at, -1):
             part = "_".join(words[at:end])
             if part in _KNOWN:
                 break

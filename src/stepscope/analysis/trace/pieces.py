@@ -14,10 +14,10 @@ PIECE_BYTES = 256 << 10
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _BARE_LIST = re.compile(rb"\s*\[")
 _LIST_OF_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
-_MOST_HEAD = 1 << 20
-_MOST_TAIL = 1 << 12
-_MOST_BRACKETS = 16
-_MOST_BRACES = 256
+_MAX_HEAD = 1 << 20
+_MAX_TAIL = 1 << 12
+_MAX_BRACKETS = 16
+_MAX_BRACES = 256
 
 
 class Cut(NamedTuple):
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 def open_end(data: bytes | bytearray) -> Cut | None:
     """Return the list of events of a truncated file, up to the break."""
     bare = _BARE_LIST.match(data)
-    opened = bare or _LIST_OF_EVENTS.search(data, 0, _MOST_HEAD)
+    opened = bare or _LIST_OF_EVENTS.search(data, 0, _MAX_HEAD)
     return None if opened is None else Cut(data, opened.end(), len(data), bare is not None)
 
 
@@ -59,7 +59,7 @@ def without_tail(piece: bytes) -> Iterator[bytes]:
     """Yield the piece up to each of its last closing braces, from the end: a truncated event has a
     few, and more if its name contains some."""
     end = len(piece)
-    for _ in range(_MOST_BRACES):
+    for _ in range(_MAX_BRACES):
         end = piece.rfind(b"}", 0, end)
         if end < 0:
             return
@@ -68,12 +68,12 @@ def without_tail(piece: bytes) -> Iterator[bytes]:
 
 def possible_cuts(data: bytes | bytearray) -> Iterator[Cut]:
     """Yield candidate positions of the list, which ends with one of the last brackets."""
-    opened = _BARE_LIST.match(data) or _LIST_OF_EVENTS.search(data, 0, _MOST_HEAD)
+    opened = _BARE_LIST.match(data) or _LIST_OF_EVENTS.search(data, 0, _MAX_HEAD)
     if opened is None:
         return
     end = len(data)
-    least = max(opened.end(), end - _MOST_TAIL)
-    for _ in range(_MOST_BRACKETS):
+    least = max(opened.end(), end - _MAX_TAIL)
+    for _ in range(_MAX_BRACKETS):
         end = data.rfind(b"]", least, end)
         if end < 0:
             return

@@ -20,7 +20,7 @@ from stepscope.analysis.trace.work import DeviceWork
 
 Floats: TypeAlias = NDArray[np.float64]
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
-_MOST_NUMBERS = 1 << 62
+_MAX_NUMBERS = 1 << 62
 _GROUP = re.compile(r"group \d+(/|$)")
 
 
@@ -164,7 +164,7 @@ def _joint(*keys: Ints) -> Ints:
     joint, most = np.zeros(len(keys[0]), np.int64), 1
     for key in keys:
         values = int(key.max()) + 2
-        if most * values >= _MOST_NUMBERS:
+        if most * values >= _MAX_NUMBERS:
             known, joint = np.unique(joint, return_inverse=True)
             most = len(known)
         joint, most = joint * values + key + 1, most * values

@@ -117,7 +117,7 @@ def _paged(console: Console, full: bool) -> Iterator[None]:
     if not (full and console.is_terminal):
         yield
         return
-    # Colours, and no pager for what fits the screen.
+    # Colors, and no pager for what fits the screen.
     os.environ.setdefault("LESS", "-FRX")
     with console.pager(styles=True):
         yield

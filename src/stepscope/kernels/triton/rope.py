@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepscope.torch_tools.triton_available import on_its_device
 
-_MOST_PAIRS = 4096
+_MAX_PAIRS = 4096
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back
     batch, seq, width = x.shape
     half = width // heads // 2
     block_half = triton.next_power_of_2(half)
-    block_heads = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // block_half))
+    block_heads = min(triton.next_power_of_2(heads), max(1, _MAX_PAIRS // block_half))
     rotary_turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
         x,
         out,

@@ -163,7 +163,7 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
 
 
 def _meaning(cause: str) -> str:
-    """What a part beyond the minimum means; it determines the colour."""
+    """What a part beyond the minimum means; it determines the color."""
     if cause.startswith(IDLE):
         return "idle"
     if cause == COMMUNICATION:

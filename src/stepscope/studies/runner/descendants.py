@@ -18,7 +18,7 @@ WORKER = "STEPSCOPE_WORKER"
 """The environment variable with the mark of a worker's processes."""
 _PREFIX = "STEPSCOPE_STARTED_"
 _PROCESSES = Path("/proc")
-_MOST_ROUNDS = 20
+_MAX_ROUNDS = 20
 """Rounds of killing: a process may start another one while it is being killed."""
 
 
@@ -34,7 +34,7 @@ def tagged(mark: str) -> dict[str, str]:
 def end_tagged(mark: str, spare: Collection[int] = ()) -> None:
     """Kill every process that was started with this mark. Needs /proc: without it no process is
     matched, and ending the process group has to suffice."""
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         processes = [process for process in _started_with(mark) if process not in spare]
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):

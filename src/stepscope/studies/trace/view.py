@@ -13,8 +13,8 @@ from stepscope.report.blocks import Block, Curve, Figure, Lane, LaneSpan, Table,
 from stepscope.report.tables import col, table
 from stepscope.studies.trace.findings import trace_findings
 
-MOST_KERNELS = 40
-MOST_MODULES = 40
+MAX_KERNELS = 40
+MAX_MODULES = 40
 _IDLE = "device idle"
 CLASS_STYLES: dict[str, int] = {
     "matmul": 0,
@@ -27,7 +27,7 @@ CLASS_STYLES: dict[str, int] = {
     "communication": 3,
     "other": 17,
 }
-"""Style of each class of work, the same in every figure. Styles from 9 are hatched; the colours of
+"""Style of each class of work, the same in every figure. Styles from 9 are hatched; the colors of
 lost, ideal and idle time are not used."""
 IDLE_STYLES = (4, 13)
 """Idle time, by cause: plain, then hatched."""
@@ -180,7 +180,7 @@ def _lane(row: Row) -> Lane:
 
 def kernel_table(summary: Summary, name: str) -> Table:
     busy = sum(row.ms for row in summary.kernels)
-    shown = summary.kernels[:MOST_KERNELS]
+    shown = summary.kernels[:MAX_KERNELS]
     more = len(summary.kernels) - len(shown)
     spread = {
         "average": "average_us",
@@ -212,7 +212,7 @@ def kernel_table(summary: Summary, name: str) -> Table:
             col("count", lambda row: row.count, "count", hint="in one step"),
             *(col(title, attrgetter(field), unit="µs") for title, field in spread.items()),
         ],
-        caption=f"{more} more take {sum(r.ms for r in summary.kernels[MOST_KERNELS:]):.3g} ms."
+        caption=f"{more} more take {sum(r.ms for r in summary.kernels[MAX_KERNELS:]):.3g} ms."
         if more
         else "",
     )
@@ -243,7 +243,7 @@ def module_table(summary: Summary, name: str) -> Table:
     return table(
         f"{name}-modules",
         "Parts of the model by time",
-        sorted(parts.values(), key=lambda part: -part.ms)[:MOST_MODULES],
+        sorted(parts.values(), key=lambda part: -part.ms)[:MAX_MODULES],
         [
             col("part", lambda part: part.module),
             col("phase", lambda part: part.phase),
