@@ -234,8 +234,8 @@ def mixed() -> list[nn.Parameter]:
 def test_torch_updates_what_the_kernel_does_not_support(
     flags: dict[str, Any], launches: list[int]
 ) -> None:
-    if flags.get("fused") and DEVICE == "cuda":
-        pytest.skip("torch's fused AdamW refuses gradients with other strides on a GPU")
+    # torch's own fused update refuses a gradient with other strides than its parameter on a GPU.
+    strided = not (flags.get("fused") and DEVICE == "cuda")
     ours, theirs = mixed(), mixed()
     optimizer, reference = AdamW(ours, **flags), AdamW(theirs, **flags)
     fused(optimizer)
@@ -243,13 +243,12 @@ def test_torch_updates_what_the_kernel_does_not_support(
         for params in (ours, theirs):
             for parameter in params:
                 parameter.grad = torch.full_like(parameter, 0.5 + step)
-            if step == 1:
-                # A gradient with other strides than its parameter.
+            if step == 1 and strided:
                 params[1].grad = torch.zeros(len(params[1]), 2, device=DEVICE)[:, 0]
         optimizer.step()
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert launches == [2, 1, 2]
+    assert launches == [2, 1 if strided else 2, 2]
 
 
 def test_sparse_gradients_raise_as_in_torch() -> None:

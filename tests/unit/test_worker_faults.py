@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from command_line import CommandLine
 from planted_study import RAW_LINES
-from stepscope.errors import UsageError
-from stepscope.studies.runner.process import Lines, WorkerProcess
+from stepscope.studies.runner.process import Lines
 
 RUN = ("--device", "cpu", "--no-report")
 
@@ -117,19 +115,6 @@ def write_models(folder: Path) -> None:
     (folder / "lab_exits.py").write_text("raise SystemExit('not a library')\n")
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A real worker that can import the models; one process checks all of them."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", path)
-        process = WorkerProcess("cpu")
-    yield process
-    process.stop()
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -142,23 +127,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         ("lab_syntax:build", "lab_syntax cannot be imported: SyntaxError"),
         ("lab_exits:build", "lab_exits cannot be imported: SystemExit"),
     ],
-)
-def test_a_worker_refuses_a_model_that_cannot_be_built(
-    worker: WorkerProcess, model: str, message: str
-) -> None:
-    with pytest.raises(UsageError) as refused:
-        worker.check_model(model, 400.0)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("lab_models:fails", "RuntimeError: no weights"),
-        ("lab_exits:build", "lab_exits cannot be imported: SystemExit"),
-    ],
-    ids=["fails", "exits"],
 )
 def test_a_model_that_cannot_be_built_is_refused_before_ceilings_are_measured(
     tmp_path: Path, model: str, message: str

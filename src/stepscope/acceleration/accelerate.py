@@ -27,8 +27,7 @@ from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_COPIES: weakref.WeakKeyDictionary[nn.Module, WeightCopies] = weakref.WeakKeyDictionary()
-"""Weight copies of every accelerated model."""
+_ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def accelerate(
@@ -61,14 +60,14 @@ def accelerate(
             f"dtype={dtype} is not supported", "use torch.bfloat16, torch.float16 or None"
         )
     inner = _unwrapped(model)
-    if inner in _COPIES:
+    if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
     switch = getattr(inner, "set_fused", None)
     copies = WeightCopies() if switch is None else inner.copies
     assert isinstance(copies, WeightCopies)
-    _COPIES[inner] = copies
-    report.on_undo(lambda: _COPIES.pop(inner, None))
+    _ACCELERATED.add(inner)
+    report.on_undo(lambda: _ACCELERATED.discard(inner))
     _invalidate_after_backward(inner, copies, report)
     _use_sdpa(inner, report)
     patterns = tuple(exclude)
@@ -89,12 +88,6 @@ def accelerate(
     if sample is not None:
         check_on(model, sample)
     return report
-
-
-def weight_copies(model: nn.Module) -> WeightCopies | None:
-    """Return the weight copies of an accelerated model. Whoever replays a captured step refreshes
-    them first: the replay reads them without looking whether the weights have changed."""
-    return _COPIES.get(_unwrapped(model))
 
 
 def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:

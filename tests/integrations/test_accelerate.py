@@ -1,0 +1,90 @@
+"""`stepscope.accelerate` on models of transformers: what is replaced, and the same gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepscope
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "programs"))
+import common  # noqa: F401
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 200
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+GROUPED = {"num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+DECODER = {"residual block": 2, "attention": 2, "RMSNorm": 5, "head and loss": 2}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "Llama": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
+    "Mistral": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
+    "Qwen2": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
+    "Qwen3": (
+        "ForCausalLM",
+        SIZES | GROUPED | {"head_dim": 16},
+        DECODER | {"RMSNorm": 9, "gated MLP": 2, "embedding": 1},
+    ),
+    "Gemma": ("ForCausalLM", SIZES | GROUPED | {"head_dim": 16}, DECODER | {"linear": 6}),
+    "Phi": ("ForCausalLM", SIZES, {"embedding": 1, "linear": 13}),
+    "GPTNeoX": ("ForCausalLM", SIZES, {"head and loss": 2, "embedding": 1, "linear": 8}),
+    "GPT2": ("LMHeadModel", GPT2, {"head and loss": 2, "embedding": 2, "linear": 8}),
+    "Bert": ("ForMaskedLM", SIZES | NO_DROPOUT, {"embedding": 2, "linear": 14}),
+}
+
+
+def created(family: str) -> nn.Module:
+    kind, sizes, _ = CASES[family]
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, family + kind)(
+        getattr(transformers, f"{family}Config")(**sizes)
+    )
+    return model.train()
+
+
+def gradients(model: nn.Module, autocast: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    named = model.named_parameters()
+    return loss.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", CASES)
+def test_loss_and_gradients_are_those_of_the_original(family: str, autocast: bool) -> None:
+    model = created(family)
+    keys = list(model.state_dict())
+    loss, expected = gradients(model, autocast)
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        fused_loss, actual = gradients(model, autocast)
+        assert actual.keys() == expected.keys()
+        torch.testing.assert_close(fused_loss, loss, rtol=1e-3 if autocast else 1e-5, atol=0)
+        for name, gradient in expected.items():
+            error = (actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+            assert error < (3e-2 if autocast else 1e-5), name
+    assert {piece: len(names) for piece, names in report.replaced.items()} == CASES[family][2]
+    assert report.unchecked == 0
+    assert list(model.state_dict()) == keys
+    report.undo()
+    assert torch.equal(gradients(model, autocast)[0], loss)
+    assert not any("forward" in vars(module) for module in model.modules())
