@@ -31,7 +31,9 @@ GPT2 = {
     "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
-DECODER = {"residual block": 2, "attention": 2, "RMSNorm": 5, "head and loss": 2}
+DECODER = {
+    "residual block": 2, "attention": 2, "causal mask": 1, "RMSNorm": 5, "head and loss": 2,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Llama": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
     "Mistral": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
@@ -88,3 +90,51 @@ def test_loss_and_gradients_are_those_of_the_original(family: str, autocast: boo
     report.undo()
     assert torch.equal(gradients(model, autocast)[0], loss)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_recomputes_the_same(reentrant: bool) -> None:
+    model = created("Llama")
+    loss, expected = gradients(model, autocast=False)
+    report = stepscope.accelerate(model)
+    gradients(model, autocast=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(2):
+        fused_loss, actual = gradients(model, autocast=False)
+        torch.testing.assert_close(fused_loss, loss)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
+    assert "residual block" in report.replaced
+
+
+def test_a_mask_that_only_a_capture_builds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import import_utils
+
+    from stepscope.acceleration.pieces import attention, causal_masks
+    from stepscope.attention import attention as attention_function
+
+    model = created("Llama")
+    stepscope.accelerate(model)
+    loss, expected = gradients(model, autocast=False)
+    calls: list[bool] = []
+
+    def attend(*args: Any, is_causal: bool, **options: Any) -> Tensor:
+        calls.append(is_causal)
+        return attention_function(*args, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(attention, "attention", attend)
+    # As during a capture on a GPU.
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    monkeypatch.setattr(causal_masks, "_is_capturing", lambda _: True)
+    captured_loss, actual = gradients(model, autocast=False)
+    assert calls == [True, True]
+    torch.testing.assert_close(captured_loss, loss)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient)
+    # A mask of the caller stays: it may differ in the next batch.
+    tokens = torch.randint(VOCAB, (2, 17))
+    mask = torch.ones_like(tokens)
+    mask[:, :5] = 0
+    output = model(input_ids=tokens, labels=tokens, attention_mask=mask)
+    assert len(calls) == 2
+    assert output.loss.isfinite()

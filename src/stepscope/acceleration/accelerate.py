@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stepscope.acceleration.patches import Patch, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
+    causal_masks,
     embedding,
     gated_mlp,
     head_loss,
@@ -27,6 +28,8 @@ from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_NOT_COMPARED = (head_loss.PIECE, causal_masks.PIECE)
+"""Pieces that change nothing alone: the logits are compared with the loss, masks with attention."""
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -80,7 +83,7 @@ def accelerate(
         if excluded(replacement.name, type(replacement.module), patterns):
             report.left.append(Left(replacement.piece, replacement.name, "excluded"))
         else:
-            checked = replacement.piece == head_loss.PIECE
+            checked = replacement.piece in _NOT_COMPARED
             report.add(Patch(replacement, checked, report.reject))
     _set_dtype(inner, dtype, report)
     if optimizer is not None:

@@ -112,7 +112,7 @@ class FusedUpdate:
 
     def __init__(self, optimizer: Adam, copies: WeightCopies | None) -> None:
         self.optimizer = optimizer
-        self._copies = copies
+        self.copies = copies
         self._launches = FusedLaunches(copies)
         self._torch_init_group: Callable[..., Any] = optimizer._init_group
         self._pending: list[TensorUpdate] = []
@@ -166,11 +166,10 @@ class FusedUpdate:
                 delattr(self.optimizer, name)
         for handle in self._handles:
             handle.remove()
-        if not self._prepared:
-            return
-        delattr(self.optimizer, _AMP_SCALING)
-        if self._amp_scaling is not None:
-            setattr(self.optimizer, _AMP_SCALING, self._amp_scaling)
+        if self._prepared:
+            delattr(self.optimizer, _AMP_SCALING)
+            if self._amp_scaling is not None:
+                setattr(self.optimizer, _AMP_SCALING, self._amp_scaling)
         for group in self._groups:
             if not _has_device_counts(group):
                 for parameter in group["params"]:
@@ -299,9 +298,9 @@ class FusedUpdate:
         self._scaling = _Scaling()
         if self._captured_by_torch:
             self._captured_by_torch = False
-            if self._copies is not None:
+            if self.copies is not None:
                 # Replays change the weights without their version counters.
-                self._copies.refresh(all_of_them=True)
+                self.copies.refresh(all_of_them=True)
 
     def _checked(self, check: Any) -> Any:
         """Return torch's check of a capture, which passes if the step counts are on the device."""
@@ -314,11 +313,9 @@ class FusedUpdate:
 
     def _with_counts_of_torch(
         self, optimizer: Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         """Return the state with step counts on the host where torch has them there."""
         del optimizer
-        if not self._prepared:
-            return None
         state = dict(state_dict["state"])
         for index in _indices_with_host_counts(state_dict["param_groups"]):
             if index in state:

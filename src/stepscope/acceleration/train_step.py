@@ -22,6 +22,7 @@ from stepscope.acceleration.capture import Captured
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.optimizers import control_of
+from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
 
@@ -40,8 +41,11 @@ class TrainStep:
     loss of its own batch. `max_grad_norm` clips the norm of the gradients. `dtype` runs forward and
     loss under autocast; None keeps the caller's autocast. `scheduler.step()` is called after each
     update. `graph="auto"` captures what can be captured, "on" raises if something cannot, "off"
-    runs eagerly. An `InBackwardAdamW` updates during the backward, which needs `accumulate=1`,
-    no clipping and no scaler.
+    runs eagerly.
+
+    The optimizer that `accelerate` fused updates each parameter during the backward pass, unless
+    something needs all gradients at once (clipping, accumulation, a scaler) or
+    `update_in_backward=False`. So does an `InBackwardAdamW`, which refuses the former.
 
     The loss is a new tensor on the device without autograd history. Gradients are None after an
     update.
@@ -58,6 +62,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None = None,
         scheduler: Any = None,
         dtype: torch.dtype | None = None,
+        update_in_backward: bool = True,
         graph: Literal["auto", "on", "off"] = "auto",
         warmup: int = 3,
         max_graphs: int = 8,
@@ -76,6 +81,7 @@ class TrainStep:
         self._accumulate, self._graph = accumulate, graph
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._pending = 0
+        self._in_backward = self._optimizer_in_backward(update_in_backward)
         self._eager_update = self._why_eager_update()
         self._captured = Captured(
             self._run,
@@ -84,7 +90,7 @@ class TrainStep:
             pool_bytes=pool_bytes,
             modules=[model],
             # An update outside of the graph may change its constants.
-            optimizer=optimizer if self._eager_update is None else [],
+            optimizer=(self._in_backward or optimizer) if self._eager_update is None else [],
             written_between=self._eager_update is not None,
             required=graph == "on",
             on_failure=self._forget_scaling,
@@ -95,6 +101,8 @@ class TrainStep:
     def __call__(self, batch: Any) -> Tensor:
         """Run one batch; every `accumulate` batches, update the parameters."""
         batch = self._on_device(batch)
+        if isinstance(self._in_backward, UpdateInBackward):
+            self._in_backward.link()
         self._pending += 1
         last = self._pending == self._accumulate
         try:
@@ -106,6 +114,8 @@ class TrainStep:
             raise
         if last:
             self._pending = 0
+            # Schedulers look for this mark of `optimizer.step()`.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
             if self.scheduler is not None:
                 self.scheduler.step()
         return loss.detach()
@@ -120,6 +130,8 @@ class TrainStep:
         if self._graph == "off":
             return 'eager: graph="off"'
         parts = [self._captured.explain()]
+        if self._in_backward is not None:
+            parts.append("parameters are updated in the backward pass")
         if self._eager_update is not None:
             parts.append(f"the update runs eagerly: {self._eager_update}")
         return "; ".join(parts)
@@ -161,7 +173,7 @@ class TrainStep:
                 self._scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if self._scaler is None:
-            self.optimizer.step()
+            (self._in_backward or self.optimizer).step()
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -186,9 +198,19 @@ class TrainStep:
         return torch.autocast(self._device().type, self._dtype)
 
     def _update_in_backward(self) -> AbstractContextManager[Any]:
-        if isinstance(self.optimizer, InBackwardAdamW) and not self.optimizer.attaches:
-            return self.optimizer.attached()
+        if self._in_backward is not None and not self._in_backward.attaches:
+            return self._in_backward.attached()
         return nullcontext()
+
+    def _optimizer_in_backward(self, wanted: bool) -> InBackwardAdamW | None:
+        """Return what updates during the backward pass; None if the update follows it."""
+        if isinstance(self.optimizer, InBackwardAdamW):
+            return self.optimizer
+        needs_all = self._max_grad_norm is not None or self._accumulate > 1 or self._scaler
+        if needs_all or not wanted:
+            return None
+        found = update_in_backward(self.optimizer)
+        return None if isinstance(found, str) else found
 
     def _device(self) -> torch.device:
         return next((one.device for one in self._parameters), torch.device("cpu"))

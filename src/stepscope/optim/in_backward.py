@@ -287,7 +287,7 @@ class InBackwardAdamW(FusedAdamW):
         members: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if kernel_takes(parameter, parameter):
+                if parameter.requires_grad and kernel_takes(parameter, parameter):
                     members.setdefault(parameter.device, []).append((parameter, group))
         for device, of_device in members.items():
             self._per_device.append(self._create_device_parameters(device, of_device))
