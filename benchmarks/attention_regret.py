@@ -6,7 +6,8 @@
 
 A shape has a dtype, head dimension, length, heads, key heads and a causal mask or none. The time is
 that of a forward and a backward pass through the public call; calls follow each other without
-synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret is auto's time over that of the fastest implementation, less one. Needs a GPU.
+synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret
+is the time of auto over that of the fastest implementation, less one. Needs a GPU.
 """
 
 from __future__ import annotations
