@@ -64,7 +64,7 @@ class Row(NamedTuple):
     name: str
     family: str
     build: Callable[[bool], nn.Module]
-    """Create the model on the host; True for the size of a CPU."""
+    """Create the model; True for the size of a CPU."""
     shape: Shape
     tiny: Shape = Shape(2, 16, 64)
 
@@ -253,7 +253,9 @@ class Bench:
     def model(self, native: bool = False) -> nn.Module:
         torch.manual_seed(SEED)
         try:
-            plain = self.row.build(self.args.tiny)
+            # Random weights of a large model take long on the host.
+            with self.device:
+                plain = self.row.build(self.args.tiny)
         except (ImportError, RuntimeError) as error:
             # A library that does not match the version of torch raises when it is imported.
             raise SkippedError(first_cause(error)) from error
