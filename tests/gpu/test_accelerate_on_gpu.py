@@ -91,3 +91,19 @@ def test_every_replacement_passes_its_comparison(name: str) -> None:
     assert report.unchecked == 0
     assert {left.reason for left in report.left} <= {"it computes something else"}
     assert {"residual block", "attention", "RMSNorm", "head and loss"} <= report.replaced.keys()
+
+
+def test_a_captured_decoder_uses_the_causal_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepscope.acceleration.pieces import attention
+
+    captured: list[bool] = []
+    attend = attention.attention
+
+    def recorded(*args: Any, is_causal: bool, **options: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(is_causal)
+        return attend(*args, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(attention, "attention", recorded)
+    losses("llama", fused=True, graph="auto")
+    assert captured == [True, True]
