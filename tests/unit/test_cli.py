@@ -21,7 +21,7 @@ from stepscope.cli.common import with_new_names
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
-from stepscope.records.schema import Lint, Record
+from stepscope.records.schema import FailedCheck, Record
 from stepscope.records.store import Store
 from stepscope.studies.registry import all_studies
 
@@ -141,6 +141,7 @@ def test_show_prints_all_of_one_record(desk: Desk) -> None:
     assert json.loads(desk("show", record.id).out)["id"] == record.id
     (value,) = parsed(desk("show", record.id, "--json"))["records"]
     assert value["case"] == record.case
+    assert value["lints"] == value["failed_checks"] == []
     facts = parsed(desk("show", "new", "--json"))
     assert len(facts["records"]) == 4
     assert facts["verdict"]["step_ms"] == pytest.approx(110)
@@ -287,9 +288,9 @@ def test_gate_fails_only_beyond_its_limit(desk: Desk, limit: str, code: int) -> 
 
 def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
     """The same benchmark twice, both flagged: a third slower, but no verdict."""
-    busy = Lint(code="busy-machine", message="threads waited for a core")
+    busy = FailedCheck(code="busy-machine", message="threads waited for a core")
     for name, step in (("one", 100.0), ("two", 133.0)):
-        saved = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
+        saved = [msgspec.structs.replace(r, failed_checks=(busy,)) for r in run_of(name, step=step)]
         fill(desk.store, {name: saved})
     output = desk("compare", "one", "two")
     assert (output.code, "slower" in output.out) == (0, False)
@@ -305,9 +306,9 @@ def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
 
 
 def test_certain_slowdown_outweighs_undecided_cases(desk: Desk) -> None:
-    busy = Lint(code="busy-machine", message="threads waited for a core")
+    busy = FailedCheck(code="busy-machine", message="threads waited for a core")
     first, *rest = run_of("mixed", step=133.0)
-    fill(desk.store, {"mixed": [msgspec.structs.replace(first, lints=(busy,)), *rest]})
+    fill(desk.store, {"mixed": [msgspec.structs.replace(first, failed_checks=(busy,)), *rest]})
     output = desk("compare", "base", "mixed", "--fail-above", "3%")
     assert output.code == 3
     assert "beyond 3%: benchmark small_c512" in output.out

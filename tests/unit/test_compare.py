@@ -16,7 +16,7 @@ from stepscope.analysis.compare import (
     inconclusive,
 )
 from stepscope.errors import StepscopeError
-from stepscope.records.schema import Lint, Reading, Record, Series
+from stepscope.records.schema import FailedCheck, Reading, Record, Series
 
 
 def step(median: float, **changes: Any) -> Record:
@@ -294,7 +294,7 @@ def test_a_busy_machine_gives_no_verdict(
 
 
 def test_a_stored_lint_or_noisy_samples_give_no_verdict() -> None:
-    flagged = step(150.0, lints=(Lint(code="busy-machine", message="planted"),))
+    flagged = step(150.0, failed_checks=(FailedCheck(code="busy-machine", message="planted"),))
     values = (206.0, 812.0, 999.0, 230.0) * 2
     noisy = record(series=(Series(name="step", unit="ms", values=values, clock="device"),))
     for new in (flagged, noisy):

@@ -217,9 +217,9 @@ class TestGrid:
         assert finding([saw], "flash.own-kernels").records == (saw.id,)
         fallen = [saw, flash_record(seq=512, attachments={"kernels": other})]
         assert not findings(fallen, "flash.own-kernels")
-        lint = finding(fallen, "flash.lint")
-        assert (lint.values["lint"], lint.values["times"]) == ("other-kernel", 1)
-        assert lint.records == (fallen[1].id,)
+        failed = finding(fallen, "flash.failed-check")
+        assert (failed.values["check"], failed.values["times"]) == ("other-kernel", 1)
+        assert failed.records == (fallen[1].id,)
 
     def test_saved_bytes_are_compared_with_the_prediction(self) -> None:
         def saving(extra: float, name: str) -> Record:
@@ -322,11 +322,11 @@ class TestGrid:
         match = finding(records, "flash.highest-rate").values
         assert match["limit"] == "six bfloat16 matmuls"
         assert match["limit_rate"] == pytest.approx(100e12)
-        assert not findings(records, "flash.lint")
+        assert not findings(records, "flash.failed-check")
         drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
         assert [mark.value for mark in drawn.marks] == pytest.approx([50.0, 100.0])
         plain = [flash_record(dtype="float32", both=0.125, ceilings=limits)]
-        assert finding(plain, "flash.lint").values["lint"] == "above-ceiling"
+        assert finding(plain, "flash.failed-check").values["check"] == "above-ceiling"
 
     def test_kernels_are_counted_by_name(self) -> None:
         ran = {"forward": "forward_kernel", "backward": "query_kernel"}
@@ -442,6 +442,6 @@ def test_wording_of_saved_bytes_and_lints() -> None:
         "The bytes saved for backward match the prediction from the shapes exactly in 0 of 1 cells;"
         " cells of triton differ by at most 1.00 KiB (triton 1,1,4096,64 bfloat16)."
     )
-    lint = finding(records, "flash.lint")
-    assert lint.sentence.startswith("Check other-kernel failed 1×, first: triton ran ")
-    assert lint.sentence.endswith(".")
+    failed = finding(records, "flash.failed-check")
+    assert failed.sentence.startswith("Check other-kernel failed 1×, first: triton ran ")
+    assert failed.sentence.endswith(".")

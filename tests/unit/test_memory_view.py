@@ -22,7 +22,7 @@ from stepscope.records.memory import (
     SavedTensor,
     Standing,
 )
-from stepscope.records.schema import Lint, Quantity, Record
+from stepscope.records.schema import FailedCheck, Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory.rows import Accounted, accounted, leading
@@ -296,7 +296,8 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
 
 def test_only_the_cost_of_recording_is_doubted_on_a_busy_machine() -> None:
     busy = msgspec.structs.replace(
-        memory_record(), lints=(Lint(code="busy-machine", message="threads waited for cores"),)
+        memory_record(),
+        failed_checks=(FailedCheck(code="busy-machine", message="threads waited for cores"),),
     )
     shown = tempered(find_study("memory").view([busy]), [busy])
     doubted = [b.code for b in shown if isinstance(b, Finding) and "inconclusive" in b.sentence]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.limits import achieved_flops, mfu
-from stepscope.analysis.lints import lint_record
 from stepscope.analysis.trace.collectives import times_last
 from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
@@ -311,11 +311,11 @@ def _missing(watched: Watched, several: bool) -> Iterator[Finding]:
 
 
 def _failed_checks(lead: Watched) -> Iterator[Finding]:
-    for lint in lint_record(lead.record):
+    for check in check_record(lead.record):
         yield Finding(
-            code="inspect.lint",
-            values={"lint": lint.code},
-            text=f"{lint.message[0].upper()}{lint.message[1:]}.",
+            code="inspect.failed-check",
+            values={"check": check.code},
+            text=f"{check.message[0].upper()}{check.message[1:]}.",
             tone="warn",
             timed=False,
         )

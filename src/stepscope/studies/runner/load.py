@@ -10,7 +10,7 @@ import psutil
 
 SHORT_BY = 0.10
 """Share of a case's cores used by other work from which times are too long; the same as in the
-lint `busy-machine`."""
+check `busy-machine`."""
 _FIRST_LOOK_S, _LOOK_S = 0.25, 1.0
 _NOT_WORK = ("idle", "iowait", "guest", "guest_nice")
 """Guest time is already part of `user`."""
