@@ -48,7 +48,7 @@ def test_the_slow_example_is_analyzed(tmp_path: Path) -> None:
     assert watched.record.find("step", "device") is not None
     assert {"forward", "backward", "optimizer"} <= {line.phase for line in summary.lines}
     assert any(use.module == "blocks.*/attention" for use in summary.uses)
-    assert summary.idle_of("synchronisation") > 0
+    assert summary.idle_of("synchronization") > 0
     assert ledger is not None
     # The cuBLAS workspace is not in the ledger: measuring it would disturb the program.
     assert abs(ledger.highest.unattributed) < 128 << 20

@@ -129,14 +129,15 @@ def watched_with(**changes: object) -> Watched:
         min_size=1,
         max_size=8,
     ),
-    residual=st.floats(-1, 1),
+    unattributed=st.floats(-1, 1),
 )
 def test_shares_of_kernels_have_one_total(
-    lines: list[tuple[str, str, float]], residual: float
+    lines: list[tuple[str, str, float]], unattributed: float
 ) -> None:
     """Holds even if a ledger does not add up."""
     ledger_lines = tuple(
-        LedgerLine(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
+        LedgerLine(phase=p, kind=k, ms=ms)
+        for p, k, ms in (*lines, ("", "unattributed", unattributed))
     )
     lead = watched_with(lines=ledger_lines)
     texts = [one.text for one in inspected_findings([lead])]

@@ -135,11 +135,14 @@ def test_the_error_of_the_prediction_is_reported() -> None:
 def test_an_unattributed_part_is_shown_and_reported() -> None:
     closed = memory_record(peak=1000)
     holed = memory_record(peak=1000, lines={"parameters": 300})
-    assert cases_of([closed])[0].residual_share == 0
-    assert cases_of([holed])[0].residual_share == pytest.approx(0.2)
+    assert cases_of([closed])[0].unattributed_share == 0
+    assert cases_of([holed])[0].unattributed_share == pytest.approx(0.2)
     ledger_finding = by_code([holed])["account"]
     assert "leaves at most 20.0 % of the peak unattributed" in ledger_finding.text
-    assert (ledger_finding.values["residual"], ledger_finding.tone) == (pytest.approx(0.2), "warn")
+    assert (ledger_finding.values["unattributed"], ledger_finding.tone) == (
+        pytest.approx(0.2),
+        "warn",
+    )
     ledger = table([holed], "memory-ledger")
     assert ("unattributed", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)

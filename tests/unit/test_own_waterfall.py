@@ -56,7 +56,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         ("backward", "communication", 0.5),
         ("outside", "reduction", 0.125),
         ("idle", "host launches late", 2.0),
-        ("", "residual", 0.125),
+        ("", "unattributed", 0.125),
     )
     least = {"matmuls": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
@@ -99,14 +99,14 @@ ledgers = st.lists(st.tuples(PHASES, KINDS, st.floats(0, 100)), max_size=12)
 
 @given(
     lines=ledgers,
-    residual=st.floats(-20, 20),
+    unattributed=st.floats(-20, 20),
     matmuls=st.floats(0, 100),
     update=st.floats(0, 100),
     step_ms=st.floats(0.1, 1000),
 )
 def test_parts_are_shares_of_the_step(
     lines: list[tuple[str, str, float]],
-    residual: float,
+    unattributed: float,
     matmuls: float,
     update: float,
     step_ms: float,
@@ -114,7 +114,9 @@ def test_parts_are_shares_of_the_step(
     """Parts are non-negative and add up to the step: no share or sum of shares exceeds it."""
     assert SUMMARY is not None
     least = {"matmuls": matmuls, "update": update}
-    parts = parts_of(with_lines(SUMMARY, *lines, ("", "residual", residual)), least, step_ms)
+    parts = parts_of(
+        with_lines(SUMMARY, *lines, ("", "unattributed", unattributed)), least, step_ms
+    )
     every = [*parts.least.values(), *parts.beyond.values()]
     assert min(every) >= -1e-12 * step_ms
     assert sum(every) == pytest.approx(step_ms)

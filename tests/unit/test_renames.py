@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 
 from sample_records import record
 from stepscope.records.renames import with_former_names
@@ -24,6 +25,42 @@ def upgraded(**parts: Any) -> Record:
 def test_lints_become_failed_checks() -> None:
     busy = FailedCheck(code="busy-machine", message="threads waited for a core")
     assert upgraded(lints=[msgspec.to_builtins(busy)]).failed_checks == (busy,)
+
+
+LINES = {
+    ("", "residual"): "unattributed",
+    ("idle", "host: nothing was launched"): "CPU: nothing was launched",
+    ("idle", "synchronisation: the host waits"): "synchronization: the CPU waits for the GPU",
+    ("forward", "matmul"): "matmul",
+}
+BAR = {"start": 0.0, "end": 1.0, "label": "host", "group": "host"}
+
+
+def test_lines_and_rows_of_a_trace_have_new_names() -> None:
+    profile = {
+        "lines": [{"phase": phase, "kind": kind, "ms": 1.0} for phase, kind in LINES],
+        "timeline": [
+            {"label": "host", "bars": [BAR | {"label": "host", "group": "forward"}]},
+            {"label": "device idle", "bars": [BAR]},
+        ],
+    }
+    upgrade = upgraded(attachments={"profile": profile}).attachments["profile"]
+    assert [line["kind"] for line in upgrade["lines"]] == list(LINES.values())
+    cpu, idle = upgrade["timeline"]
+    assert (cpu["label"], cpu["bars"][0]["label"]) == ("CPU", "host")
+    assert (idle["bars"][0]["label"], idle["bars"][0]["group"]) == ("CPU", "CPU")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"profile": 7},
+        {"profile": {"lines": 7, "timeline": [7, {"label": "device idle", "bars": [7]}]}},
+        {"profile": {"lines": [7, {"kind": ["residual"]}], "timeline": None}},
+    ],
+)
+def test_malformed_attachments_are_unchanged(part: Json) -> None:
+    assert upgraded(attachments=part).attachments == part
 
 
 def test_json_has_the_former_names_too() -> None:

@@ -67,7 +67,7 @@ def test_parts_keep_the_total_and_are_at_most_seven(spent: dict[str, float]) -> 
     st.lists(
         st.tuples(
             st.sampled_from(["forward", "optimizer", "idle", "outside", ""]),
-            st.sampled_from(["matmul", "softmax", "copy/cast", "communication", "residual"]),
+            st.sampled_from(["matmul", "softmax", "copy/cast", "communication", "unattributed"]),
             st.floats(min_value=-1, max_value=1e4),
         ),
         max_size=12,

@@ -100,7 +100,7 @@ class TestWaterfall:
             optimizer__copy_cast=1.0,
             backward__communication=0.5,
             idle__host=6.0,
-            __residual=0.25,
+            __unattributed=0.25,
         )
         step = Step(MODEL, 1, 4, FLOAT32)
         water = waterfall(summary, step, rate=1e9, bandwidth=1e9)
@@ -159,7 +159,7 @@ class TestWaterfall:
             "backward__copy_cast",
             "optimizer__optimizer",
             "idle__host",
-            "__residual",
+            "__unattributed",
         )
         summary = planted(**dict(zip(names, times, strict=True)))
         water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)

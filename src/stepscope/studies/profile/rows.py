@@ -57,7 +57,7 @@ class Traced(NamedTuple):
         return median_ms(self.record, "issue", "host")
 
     def host_share(self) -> float:
-        return self.summary.idle_of("host") / self.summary.wall_ms
+        return self.summary.idle_of("CPU") / self.summary.wall_ms
 
     @property
     def idle_without_profiler(self) -> float | None:

@@ -145,12 +145,10 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
                 hint="what the trace does not explain",
             ),
             col("kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"),
-            col(
-                "host", partial(idle, "host"), "percent", hint="idle: nothing was launched in time"
-            ),
+            col("CPU", partial(idle, "CPU"), "percent", hint="idle: nothing was launched in time"),
             col(
                 "waits",
-                partial(idle, "synchronisation"),
+                partial(idle, "synchronization"),
                 "percent",
                 hint="idle while the CPU waits",
             ),

@@ -113,7 +113,7 @@ def _fitted(spent: dict[str, float], step_ms: float) -> dict[str, float]:
 def _cause(phase: str, kind: str) -> str:
     if phase == "idle":
         return f"{IDLE}{kind}"
-    if kind == "residual":
+    if kind == "unattributed":
         return UNEXPLAINED
     if kind == "communication":
         return COMMUNICATION
