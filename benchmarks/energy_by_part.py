@@ -8,10 +8,10 @@
 At its power cap a device takes as long for a step as the step's energy lasts, so the energy is the
 cost of a part. Each part is a CUDA graph that is replayed for two seconds without a pause, after
 the clock has settled. The parts run one after the other here: overlap and cache hits in the step
-show as the difference between the sum and the full step. The GEMMs also run in the peer's variant,
-which shows the gain of fused projections, stored copies and wide gradients. With --layers fewer
-blocks run, and time and energy are scaled up by the work of each part. With --out, measured races
-replace those in the file. About a minute per race on an H200.
+show as the difference between the sum and the full step. The GEMMs also run in the variant of the
+baseline, which shows the gain of fused projections, stored copies and wide gradients. With --layers
+fewer blocks run, and time and energy are scaled up by the work of each part. With --out, measured
+races replace those in the file. About a minute per race on an H200.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WINDOW_S = 2.0
 RACES = tuple(
     name for name, spec in ALL_RACES.items() if spec.dtype == "bfloat16" and spec.checkpoint == NONE
 )
-OURS, NARROW_FORMATS = "ours", "narrow"
+OURS, NARROW_FORMATS = "stepscope", "low-precision"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 
 

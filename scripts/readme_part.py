@@ -56,8 +56,8 @@ def _figures(results: Path) -> str:
         title="",
         columns=(
             Column(title="on one H200"),
-            Column(title="ours"),
-            Column(title="the other"),
+            Column(title="Stepscope"),
+            Column(title="baseline"),
             Column(title="speedup", kind="number"),
             Column(title="interleaved", kind="number"),
         ),

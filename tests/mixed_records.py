@@ -195,7 +195,7 @@ def mixed_records() -> dict[str, list[Record]]:
             loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
             waterfall_record("start"),
             waterfall_record("graph", replay=0.5),
-            step_race_record(peaks={"peer": 70.0, "ours": 60.0}),
+            step_race_record(peaks={"baseline": 70.0, "stepscope": 60.0}),
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
             loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),

@@ -203,7 +203,7 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     assert (
         "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
         " passes 6.2 %. The parts add up to 40.0 J. With only products, attention and AdamW the"
-        " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The peer's"
+        " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The baseline's"
         " variant of the GEMMs takes 1.25 times the energy."
     ) in text
     assert (

@@ -220,7 +220,7 @@ class TestParts:
 
     def test_without_a_counter_every_line_reports_it(self) -> None:
         """The full step has run once: it is built and warmed up before it is measured."""
-        racer = next(one for one in racers("tiny-64") if one.side == "ours")
+        racer = next(one for one in racers("tiny-64") if one.side == "stepscope")
         small = {"n_layers": 1, "vocab": 100}
         racer = racer._replace(workload=msgspec.structs.replace(racer.workload, overrides=small))
         lines = list(energy_by_part.lines_of("tiny-64", racer, QuietBench.device))
@@ -272,8 +272,11 @@ class TestForm:
         for name in energy_by_part.RACES:
             mine = energy_by_part.our_racer(name)
             assert mine in racers(name)
-            policy = "keeps gates " if name == "2.7b-2048" else ""
-            assert mine.name == f"ours: eager auto joined {policy}updates in backward graph"
+            policy = "saves gates " if name == "2.7b-2048" else ""
+            assert (
+                mine.name
+                == f"stepscope: eager auto fused projections {policy}optimizer-in-backward graph"
+            )
             setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
             assert setting.gradients == torch.float32
             narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
@@ -287,7 +290,8 @@ class TestForm:
 
     def test_attention_and_number_of_blocks_can_be_chosen(self) -> None:
         mine = energy_by_part.our_racer("2.7b-2048", "sdpa_cudnn", 8)
-        assert mine.name == "ours: eager sdpa_cudnn joined keeps gates updates in backward graph"
+        words = "sdpa_cudnn fused projections saves gates optimizer-in-backward graph"
+        assert mine.name == f"stepscope: eager {words}"
         setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
         assert (setting.config.n_layers, setting.config.d_model) == (8, 2560)
         assert (setting.tokens, setting.keep, setting.attention) == (8192, GATES, "sdpa_cudnn")

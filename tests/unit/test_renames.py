@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from sample_records import record
+from stepscope.records.jsonl import read_records
 from stepscope.records.renames import with_former_names
 from stepscope.records.schema import FailedCheck, Record, decode, encode
+from stepscope.studies.base import Study
+from stepscope.studies.registry import viewables
 
 Json = dict[str, Any]
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def upgraded(**parts: Any) -> Record:
@@ -63,7 +68,52 @@ def test_malformed_attachments_are_unchanged(part: Json) -> None:
     assert upgraded(attachments=part).attachments == part
 
 
+VARIANTS = {
+    "ours": "stepscope",
+    "peer: block default checkpointed": "baseline: block default checkpointed",
+    "ours: eager auto joined searched keeps gates updates in backward graph": (
+        "stepscope: eager auto fused projections autotuned GEMMs saves gates"
+        " optimizer-in-backward graph"
+    ),
+    "narrow: eager auto joined narrow stream narrow updates in backward graph": (
+        "low-precision: eager auto fused projections low-precision stream"
+        " low-precision optimizer-in-backward graph"
+    ),
+    "spare": "low-memory",
+    "": "",
+}
+
+
+@pytest.mark.parametrize(("former", "name"), VARIANTS.items())
+def test_sides_of_a_comparison_have_new_names(former: str, name: str) -> None:
+    series = [{"name": "step", "unit": "ms", "values": [1], "variant": former}]
+    attachments = {"best": {former: former}, "heats": {former: {"ms": 1.0}}, "excluded": 7}
+    config = {"kind": "race", "race": "xl-512", "racers": [[former, {}], 7]}
+    upgrade = upgraded(study="step", series=series, attachments=attachments, config=config)
+    assert upgrade.series[0].variant == name
+    assert upgrade.attachments == {
+        "best": {name: name},
+        "heats": {name: {"ms": 1.0}},
+        "excluded": 7,
+    }
+    assert upgrade.config["racers"] == [[name, {}], 7]
+    plain = upgraded(study="ddp", series=series, attachments=attachments)
+    assert (plain.series[0].variant, plain.attachments) == (former, attachments)
+
+
 def test_json_has_the_former_names_too() -> None:
     busy = FailedCheck(code="busy-machine", message="planted")
     raw = with_former_names(msgspec.to_builtins(record(failed_checks=(busy,))))
     assert raw["lints"] == raw["failed_checks"] != ()
+
+
+def test_upgraded_cases_have_the_key_of_their_settings() -> None:
+    """A run of today is compared with an older one by this key."""
+    records = [*read_records(RESULTS / "step_h200.jsonl"), *read_records(RESULTS / "h200.jsonl")]
+    for one in records:
+        study = viewables()[one.study]
+        # The oldest comparisons do not store what selected their variants.
+        stored = one.config.get("kind") != "race" or "forms" in one.config
+        if isinstance(study, Study) and stored:
+            (result,) = study.results([one])
+            assert result.case.key == one.case

@@ -106,8 +106,8 @@ QUANTITIES: dict[str, dict[str, Json]] = {
     },
     "step": {
         "entropy": {"name": "entropy"},
-        "ours.joules": {"name": "joules", "variant": "ours"},
-        "narrow.sm_clock_mhz": {"name": "sm_clock_mhz", "variant": "narrow"},
+        "ours.joules": {"name": "joules", "variant": "stepscope"},
+        "narrow.sm_clock_mhz": {"name": "sm_clock_mhz", "variant": "low-precision"},
     },
 }
 
@@ -141,8 +141,8 @@ SERIES: dict[str, dict[str, Json]] = {
     },
     "levers": {"slow": {"name": "step", "variant": "slow"}},
     "parallel-against-torch": {
-        "ours.step": {"name": "step", "variant": "ours"},
-        "theirs.cpu": {"name": "cpu", "variant": "theirs"},
+        "ours.step": {"name": "step", "variant": "stepscope"},
+        "theirs.cpu": {"name": "cpu", "variant": "baseline"},
     },
     "rehearsal": {
         "step": {"name": "step"},
@@ -154,8 +154,8 @@ SERIES: dict[str, dict[str, Json]] = {
     "sharding": {"torch ZeRO.optimizer": {"name": "optimizer", "variant": "torch ZeRO"}},
     "step": {
         "step": {"name": "step"},
-        "ours: eager auto": {"name": "step", "variant": "ours: eager auto"},
-        "peer: block.consecutive": {"name": "consecutive", "variant": "peer: block"},
+        "ours: eager auto": {"name": "step", "variant": "stepscope: eager auto"},
+        "peer: block.consecutive": {"name": "consecutive", "variant": "baseline: block"},
         "loss": {"name": "loss"},
     },
 }
@@ -266,11 +266,14 @@ def test_notes_with_a_prefix_are_collected_by_their_suffix() -> None:
         "breaks",
         "recompiled",
     }
-    assert decoded.attachments["best"] == {"ours": "ours: eager auto", "peer": "peer: block"}
+    assert decoded.attachments["best"] == {
+        "stepscope": "stepscope: eager auto",
+        "baseline": "baseline: block",
+    }
     (of_ours,) = decoded.required("heats", dict[str, Heat]).values()
     assert (of_ours.ms, of_ours.peak_bytes) == (4.0, 5.0)
-    assert decoded.attachments["excluded"] == {"peer: model": "failed: RuntimeError"}
-    assert decoded.attachments["no_run_off"] == {"peer": "MemoryError"}
+    assert decoded.attachments["excluded"] == {"baseline: model": "failed: RuntimeError"}
+    assert decoded.attachments["no_run_off"] == {"baseline": "MemoryError"}
     assert decoded.attachments["kernels"] == {"forward": "forward_kernel; [x]"}
     assert decoded.attachments["refused"] == {
         "torch ZeRO": "no such collective",

@@ -120,7 +120,7 @@ def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
     slower = sum(pair.ratio < 1.0 for pair in by_cpu)
     faster = len(by_gpu) - len(lost)
     yield finding(
-        "flash.fastest-peer",
+        "flash.fastest-baseline",
         f"Compared with the fastest other implementation at each of {counted(len(pairs), 'shape')}"
         f" (timed one after the other, not interleaved), Stepscope is faster at {faster} of"
         f" {len(by_gpu)} GPU-bound shapes"

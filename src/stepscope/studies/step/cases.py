@@ -59,8 +59,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     attentions: tuple[str, ...] = ATTENTIONS
     """Attention implementations of the torch.compile variants."""
     forms: tuple[str, ...] = ()
-    """Compare only the variants whose name contains one of these strings, such as 'peer: block'
-    (torch.compile of each block) 'updates in backward'."""
+    """Compare only the variants whose name contains one of these strings, such as
+    'baseline: block' (torch.compile of each block) 'optimizer-in-backward'."""
     heat_seconds: float = 300.0
     """Time limit for trying the variants in seconds; those not tried by then are left out."""
     form_seconds: float = 400.0
