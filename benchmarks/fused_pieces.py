@@ -234,9 +234,9 @@ def full_feed_forward(shape: Shape, device: torch.device) -> Race:
         gate, up = functional.linear(x, w1), functional.linear(x, w3)
         return functional.linear(functional.silu(gate) * up, w2)
 
-    def ours(keep: str) -> Function:
+    def ours(policy: str) -> Function:
         copies = WeightCopies()
-        return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, keep))
+        return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, policy))
 
     inputs, grads = [x, *wide, back], [torch.randn_like(x)]
     variants = variants_of(autocast(plain), ours("all"), inputs, grads)

@@ -70,11 +70,11 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
     return math.ceil(m / rows) * math.ceil(n / columns)
 
 
-def block_ms(config: ModelConfig, tokens: int, *, joined: bool) -> float:
+def block_ms(config: ModelConfig, tokens: int, *, fused_projections: bool) -> float:
     """Forward, input gradient and weight gradient of every GEMM of a block."""
     return sum(
         gemm_ms(one.rows, one.columns, one.depth)
-        for one in step_matmuls(config, tokens, joined=joined)
+        for one in step_matmuls(config, tokens, fused_projections=fused_projections)
         if one.name != HEAD
     )
 
@@ -83,7 +83,7 @@ def budget(spec: RaceSpec, *, ours: bool) -> Budget:
     config = with_overrides(find_size(spec.size, spec.table), context=spec.context)
     dtypes, tokens = precision(spec.dtype), spec.batch * spec.context
     layers, weights = config.n_layers, parameters(config)
-    block = block_ms(config, tokens, joined=ours)
+    block = block_ms(config, tokens, fused_projections=ours)
     head = 3 * gemm_ms(tokens, config.vocab, config.d_model)
     listed = operations(config, spec.batch, spec.context, dtypes)
     passes = sum(one.instances * one.bytes for one in listed if one.kind == "memory")

@@ -18,7 +18,7 @@
 #
 # Races, energy, compile-by and loss accept names after a colon, to record only these:
 # race-512:xl-512,small-512; compile-by:fp32;
-# loss:as-made,narrow-stream only trains these rungs, each with all rungs below it.
+# loss:low-precision-grads,narrow-stream only trains these rungs, each with all rungs below it.
 #
 #   RESULTS     folder of the records (results); each part has a file until all are concatenated
 #   WORK        folder of intermediate files (stepscope-out/step)

@@ -287,12 +287,20 @@ def test_a_capture_with_unprepared_gradients_raises() -> None:
         },
         {
             "fused_projections": True,
-            "optimizer": ("stepscope-as-made",),
+            "optimizer": ("stepscope-low-precision-grads",),
             "autotune_gemms": True,
             "graph": True,
         },
     ],
-    ids=["fused", "fused projections", "inputs", "in backward", "graph", "autotuned", "as made"],
+    ids=[
+        "fused",
+        "fused projections",
+        "inputs",
+        "in backward",
+        "graph",
+        "autotuned",
+        "low-precision gradients",
+    ],
 )
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure", "bfloat16-master"]
@@ -362,8 +370,8 @@ def test_the_text_is_learned_in_every_precision(device: CudaDevice) -> None:
     flags = StepFlags(
         part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
         loss_rungs=(
-            "bf16", "flash", "fused-loss", "fused-pieces", "joined", "fused-optimizer",
-            "in-backward", "graph", "searched", "master",
+            "bf16", "flash", "fused-loss", "fused-pieces", "fused-projections", "fused-optimizer",
+            "in-backward", "graph", "autotune-gemms", "master",
         ),
     )  # fmt: skip
     from stepscope.studies.registry import find_study

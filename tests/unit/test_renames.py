@@ -101,10 +101,34 @@ def test_sides_of_a_comparison_have_new_names(former: str, name: str) -> None:
     assert (plain.series[0].variant, plain.attachments) == (former, attachments)
 
 
+def test_settings_have_new_names() -> None:
+    former = {"joined": True, "keep": "gates", "searched": False, "size": "small"}
+    names = {"fused_projections": True, "activation_policy": "gates", "autotune_gemms": False}
+    step = former | {"optimizer": "stepscope-as-made"}
+    upgrade = upgraded(
+        study="step",
+        config=former | {"rung": "joined", "racers": [["ours", step]]},
+        case="so-far-joined_small_c8_adamw=stepscope-as-made_fused_joined_searched_keep=gates_b1",
+    )
+    grads = {"optimizer": "stepscope-low-precision-grads"}
+    assert upgrade.config == {
+        **names,
+        "size": "small",
+        "rung": "fused-projections",
+        "racers": [["ours", names | {"size": "small"} | grads]],
+    }
+    assert upgrade.case == (
+        "so-far-fused-projections_small_c8_adamw=stepscope-low-precision-grads_fused"
+        "_fused-projections_autotune-gemms_activation-policy=gates_b1"
+    )
+
+
 def test_json_has_the_former_names_too() -> None:
     busy = FailedCheck(code="busy-machine", message="planted")
-    raw = with_former_names(msgspec.to_builtins(record(failed_checks=(busy,))))
+    config = {"fused_projections": True, "batch": 4}
+    raw = with_former_names(msgspec.to_builtins(record(failed_checks=(busy,), config=config)))
     assert raw["lints"] == raw["failed_checks"] != ()
+    assert raw["config"].items() >= (config | {"joined": True}).items()
 
 
 def test_upgraded_cases_have_the_key_of_their_settings() -> None:

@@ -72,7 +72,11 @@ class TestRacers:
             racers("small-512", forms=("baseline",))
 
     def test_variants_save_less_where_peak_memory_is_compared(self) -> None:
-        policies = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
+        policies = {
+            (r.side, r.workload.activation_policy)
+            for r in racers("2.7b-2048")
+            if r.workload.fused_projections
+        }
         assert policies == {
             ("stepscope", "norms"),
             ("stepscope", "gates"),
@@ -80,7 +84,7 @@ class TestRacers:
             ("low-precision", "gates"),
             ("low-memory", "inputs"),
         }
-        assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
+        assert {r.workload.activation_policy for r in racers("xl-2048")} == {"all"}
 
     def test_the_long_context_has_the_fused_loss_on_both_sides_and_no_graph(self) -> None:
         variants = racers("8b-32768")
@@ -90,7 +94,7 @@ class TestRacers:
         model = variants[0].workload.model()
         assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
         assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
-        thrifty = next(r.workload for r in variants if r.workload.keep == "inputs-16")
+        thrifty = next(r.workload for r in variants if r.workload.activation_policy == "inputs-16")
         assert thrifty.kept().count("gates") == 18
 
     def test_a_case_with_its_racers_survives_json(self) -> None:

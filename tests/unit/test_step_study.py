@@ -72,7 +72,7 @@ class TestLadder:
         # torch.compile fuses the operations itself.
         assert workloads["compile", "so far"].fused is False
         best = workloads["graph", "so far"]
-        assert (best.compile, best.fused, best.joined) == ("no", True, True)
+        assert (best.compile, best.fused, best.fused_projections) == ("no", True, True)
         assert best.optimizer == "stepscope-in-backward"
 
     def test_climbed_has_one_step_per_rung_in_ladder_order(self) -> None:
@@ -408,11 +408,13 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
 
 def test_one_rung_can_be_trained_again() -> None:
     all_cases = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
-    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("as-made",)))
-    assert [case.rung for case in again] == ["as-made"]
+    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("low-precision-grads",)))
+    assert [case.rung for case in again] == ["low-precision-grads"]
     assert again[0] in all_cases
     with pytest.raises(UsageError, match="rung"):
-        STUDY.cases(StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("as-made",)))
+        STUDY.cases(
+            StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("low-precision-grads",))
+        )
 
 
 def test_ladders_are_separate_by_size() -> None:

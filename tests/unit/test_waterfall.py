@@ -291,7 +291,12 @@ class TestView:
         assert "stores no logits" in remedy("memory-bound operations", short)
         assert "stores no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
         best = replaced(
-            half, attention="auto", loss="fused", fused=True, joined=True, searched=True
+            half,
+            attention="auto",
+            loss="fused",
+            fused=True,
+            fused_projections=True,
+            autotune_gemms=True,
         )
         assert remedy("matmuls below the ceiling", best) == "larger GEMMs: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)

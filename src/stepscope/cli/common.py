@@ -84,6 +84,7 @@ _OF_STEPS = {
 _OF_ATTENTION = {"--head": "--head-dim", "--seq": "--context", "--tile-head": "--tile-head-dim"}
 RENAMED_FLAGS: dict[str, dict[str, str]] = {
     "run": _OF_STEPS,
+    "run step": _OF_STEPS,
     "run attention": _OF_ATTENTION,
     "run flash": _OF_ATTENTION,
     "run compile": _OF_STEPS | {"--head": "--head-dim", "--seq": "--attention-context"},
@@ -97,14 +98,29 @@ RENAMED_FLAGS: dict[str, dict[str, str]] = {
 }
 """Former spellings of flags by command, accepted with a warning for one version."""
 
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "run step": {
+        "joined": "fused-projections",
+        "searched": "autotune-gemms",
+        "as-made": "low-precision-grads",
+    },
+    "run": {"stepscope-as-made": "stepscope-low-precision-grads"},
+    "predict": {"stepscope-as-made": "stepscope-low-precision-grads"},
+}
+"""Former values of flags by command, accepted with a warning for one version."""
+
 
 def new_name(word: str, command: str) -> str:
-    """A word with the new name of its flag, with a warning if it has a former one."""
+    """Return a word of the command line with the current name of its flag or value; a former name
+    gives a warning."""
     flag, sign, value = word.partition("=")
-    new = RENAMED_FLAGS.get(command, {}).get(flag.replace("_", "-"))
+    former, new = flag, RENAMED_FLAGS.get(command, {}).get(flag.replace("_", "-"))
+    if new is None:
+        former, new = word, RENAMED_VALUES.get(command, {}).get(word)
+        sign = value = ""
     if new is None:
         return word
-    log(f"{flag} is now {new}; the former name is removed in the next version")
+    log(f"{former} is now {new}; the former name is removed in the next version")
     return f"{new}{sign}{value}"
 
 

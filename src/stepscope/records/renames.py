@@ -15,6 +15,30 @@ Rules = tuple[tuple[str, str], ...]
 
 FIELDS = {"lints": "failed_checks"}
 """Fields of a record: former name and name."""
+_SETTINGS = {
+    "joined": "fused_projections",
+    "keep": "activation_policy",
+    "searched": "autotune_gemms",
+}
+"""Settings of a case."""
+_RUNGS = {
+    "joined": "fused-projections",
+    "searched": "autotune-gemms",
+    "as-made": "low-precision-grads",
+}
+_VALUES = {
+    "optimizer": {"stepscope-as-made": "stepscope-low-precision-grads"},
+    "rung": _RUNGS,
+}
+"""Values of settings."""
+_KEYS: Rules = (
+    *((rf"\b((?:first|alone|so-far)-){old}(?=_)", rf"\1{new}") for old, new in _RUNGS.items()),
+    (r"(?<=[_=])stepscope-as-made(?=_|$)", "stepscope-low-precision-grads"),
+    (r"(?<=_)joined(?=_|$)", "fused-projections"),
+    (r"(?<=_)searched(?=_|$)", "autotune-gemms"),
+    (r"(?<=_)keep=", "activation-policy="),
+)
+"""Parts of the keys of cases."""
 _SIDES = {
     "ours": "stepscope",
     "peer": "baseline",
@@ -54,6 +78,10 @@ _BARS = {"host": "CPU", "synchronisation": "synchronization", "no launch": "unat
 def upgrade_from_3(raw: Json) -> Json:
     """Upgrade the decoded JSON of a record."""
     upgraded: Json = _with_new_keys(raw, FIELDS)
+    if "config" in raw:
+        upgraded["config"] = _settings(raw["config"])
+    if isinstance(raw.get("case"), str):
+        upgraded["case"] = _replaced(raw["case"], _KEYS)
     upgrade = _UPGRADES.get(str(raw.get("study")))
     if upgrade is not None:
         upgraded |= upgrade(upgraded)
@@ -67,7 +95,22 @@ def with_former_names(raw: Mapping[str, Any]) -> Json:
     """Add the former names of fields to the JSON of a record, for programs that read them; they
     are removed in the next version."""
     former = {old: raw[new] for old, new in FIELDS.items() if new in raw}
-    return {**raw, **former}
+    config = raw.get("config", {})
+    settings = {old: config[new] for old, new in _SETTINGS.items() if new in config}
+    return {**raw, **former, "config": {**config, **settings}}
+
+
+def _settings(config: Any) -> Any:
+    """Upgrade the settings of a case, and of the steps that it compares."""
+    if isinstance(config, list):
+        return [_settings(entry) for entry in config]
+    if not isinstance(config, dict):
+        return config
+    upgraded = {}
+    for key, value in config.items():
+        new = _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+        upgraded[_SETTINGS.get(key, key)] = _settings(new) if key == "racers" else new
+    return upgraded
 
 
 def _compared_steps(raw: Json) -> Json:

@@ -139,7 +139,7 @@ def variant(w: Workload) -> str:
     settings = unusual_settings(
         w,
         *("table", "attention", "compile", "optimizer", "compile_mode", "loss"),
-        *("fused", "joined", "searched", "keep", "graph"),
+        *("fused", "fused_projections", "autotune_gemms", "activation_policy", "graph"),
     )
     return ", ".join((*settings, *(f"{k} {value}" for k, value in sorted(w.overrides.items()))))
 

@@ -43,8 +43,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
-    fused-pieces, joined (fused projections), fused-optimizer, in-backward, graph, searched
-    (autotuned GEMMs), as-made (gradients in the dtype of the matmuls), narrow-stream, master,
+    fused-pieces, fused-projections, fused-optimizer, in-backward, graph, autotune-gemms,
+    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master,
     checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""

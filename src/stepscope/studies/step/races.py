@@ -13,7 +13,7 @@ from stepscope.kernels.activation_policy import ALL, GATES, INPUTS, NORMS
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.studies.step.ladder import start
-from stepscope.studies.training.flags import AS_MADE, IN_BACKWARD
+from stepscope.studies.training.flags import IN_BACKWARD, LOW_PRECISION_GRADS
 from stepscope.studies.training.workload import Workload
 
 SCOPES = ("block", "model")
@@ -86,10 +86,16 @@ class Racer(NamedTuple):
             w.compile if w.compile != "no" else "eager",
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
-            *(["fused projections"] if w.joined else ["fused pieces"] if w.fused else []),
-            *(["autotuned GEMMs"] if w.searched else []),
+            *(
+                ["fused projections"]
+                if w.fused_projections
+                else ["fused pieces"]
+                if w.fused
+                else []
+            ),
+            *(["autotuned GEMMs"] if w.autotune_gemms else []),
             *(["low-precision stream"] if precision(w.dtype).narrow_stream else []),
-            *([] if w.keep == ALL else [f"saves {w.keep}"]),
+            *([] if w.activation_policy == ALL else [f"saves {w.activation_policy}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
             *([_UPDATES[w.optimizer]] if w.optimizer in _UPDATES else []),
             *(["graph"] if w.graph else []),
@@ -99,7 +105,7 @@ class Racer(NamedTuple):
 
 _UPDATES = {
     IN_BACKWARD: "optimizer-in-backward",
-    AS_MADE: "low-precision optimizer-in-backward",
+    LOW_PRECISION_GRADS: "low-precision optimizer-in-backward",
 }
 
 
@@ -154,35 +160,46 @@ def racers(
 
 
 def _stepscope_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
-    fused = msgspec.structs.replace(ours, fused=True, joined=True)
+    fused = msgspec.structs.replace(ours, fused=True, fused_projections=True)
     overlapped = msgspec.structs.replace(fused, optimizer=IN_BACKWARD)
     if spec.checkpoint != NONE:
         # Save as much as fits; only one matmul of some blocks is recomputed.
-        for keep in (f"{INPUTS}-{spec.thrifty}", INPUTS):
-            yield _racer("stepscope", overlapped, keep=keep)
+        for policy in (f"{INPUTS}-{spec.thrifty}", INPUTS):
+            yield _racer("stepscope", overlapped, activation_policy=policy)
         yield _racer("stepscope", ours, compile="block", checkpoint=spec.checkpoint)
         return
-    keep = GATES if spec.less_memory else ALL
-    yield _racer("stepscope", overlapped, keep=keep, graph=True)
+    policy = GATES if spec.less_memory else ALL
+    yield _racer("stepscope", overlapped, activation_policy=policy, graph=True)
     if spec.less_memory:
-        yield _racer("stepscope", overlapped, keep=NORMS, graph=True, searched=True)
+        yield _racer(
+            "stepscope", overlapped, activation_policy=NORMS, graph=True, autotune_gemms=True
+        )
     for attention in ("auto", spec.other_attention):
         yield _racer(
-            "stepscope", overlapped, keep=keep, graph=True, searched=True, attention=attention
+            "stepscope",
+            overlapped,
+            activation_policy=policy,
+            graph=True,
+            autotune_gemms=True,
+            attention=attention,
         )
-    yield _racer("stepscope", fused, keep=keep, graph=True)
+    yield _racer("stepscope", fused, activation_policy=policy, graph=True)
     if spec.less_memory:
-        yield _racer("stepscope", overlapped, keep=keep)
+        yield _racer("stepscope", overlapped, activation_policy=policy)
     yield _racer("stepscope", ours, compile="block", graph=True)
     # Gradients and residual stream in other dtypes than PyTorch's: compared in a separate row.
-    narrow = msgspec.structs.replace(overlapped, keep=keep, graph=True, optimizer=AS_MADE)
+    narrow = msgspec.structs.replace(
+        overlapped, activation_policy=policy, graph=True, optimizer=LOW_PRECISION_GRADS
+    )
     yield _racer("low-precision", narrow)
     most = NORMS if spec.less_memory else ALL
-    narrow = msgspec.structs.replace(narrow, dtype=f"{spec.dtype}-stream", searched=True, keep=most)
+    narrow = msgspec.structs.replace(
+        narrow, dtype=f"{spec.dtype}-stream", autotune_gemms=True, activation_policy=most
+    )
     for attention in ("auto", spec.other_attention):
         yield _racer("low-precision", narrow, attention=attention)
     if spec.less_memory:
-        yield _racer("low-memory", overlapped, keep=INPUTS)
+        yield _racer("low-memory", overlapped, activation_policy=INPUTS)
 
 
 def _racer(side: str, workload: Workload, **changes: object) -> Racer:

@@ -261,10 +261,14 @@ def remedy(cause: Cause, fall: Fall) -> str:
         if w.attention == "reference" and lost >= 0.5 * fall.water.parts[cause]:
             return "flash attention, which does half of the work under a causal mask"
         others = [
-            *(["fused QKV and gate/up projections"] if w.compile == "no" and not w.joined else []),
+            *(
+                ["fused QKV and gate/up projections"]
+                if w.compile == "no" and not w.fused_projections
+                else []
+            ),
             *(
                 ["autotuned GEMMs"]
-                if w.compile == "no" and not w.searched and fall.on_device
+                if w.compile == "no" and not w.autotune_gemms and fall.on_device
                 else []
             ),
         ]
