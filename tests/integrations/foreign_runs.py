@@ -14,7 +14,7 @@ from typing import Any
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"
@@ -127,8 +127,8 @@ class Inspected:
         return read_records(path)
 
     @property
-    def watched(self) -> Watched:
-        return Watched(self.records[0])
+    def watched(self) -> ProgramRecord:
+        return ProgramRecord(self.records[0])
 
 
 def inspect(program: Program, *words: str, name: str = "") -> Inspected:

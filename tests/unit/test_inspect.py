@@ -14,7 +14,7 @@ import pytest
 
 from command_line import CommandLine
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.trusted import banner
 
 TRAINING = """
@@ -74,7 +74,7 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     assert re.fullmatch(text, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
     saved = page.with_name("train.rank-0.trace.json.gz")
@@ -133,7 +133,7 @@ def test_saved_activation_is_named_by_its_source_line(command: CommandLine, scri
     script.write_text(OWN_FILE)
     command("inspect", "--warmup", "2", "--steps", "5", "--traced", "2", str(script))
     (record,) = read_records(command.out / "net.jsonl")
-    account = Watched(record).account
+    account = ProgramRecord(record).account
     assert account is not None
     line = 1 + next(n for n, text in enumerate(OWN_FILE.splitlines()) if "# saved" in text)
     assert {one.code for one in account.saved if one.operator == "sigmoid"} == {f"net.py:{line}"}
@@ -182,8 +182,8 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     assert text == {
         "page": str((command.out / "train.html").resolve()),
         "records": str((command.out / "train.jsonl").resolve()),
-        "step_ms": Watched(record).step_ms,
-        "traced_ms": Watched(record).summary.wall_ms,  # type: ignore[union-attr]
+        "step_ms": ProgramRecord(record).step_ms,
+        "traced_ms": ProgramRecord(record).summary.wall_ms,  # type: ignore[union-attr]
         "peak_bytes": record.quantity("peak_bytes"),
         "reason": "",
         "exit_code": 7,

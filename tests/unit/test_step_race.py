@@ -118,7 +118,7 @@ class TestRacers:
         assert STUDY.decode(older).racers == case.racers
 
 
-class Watched(CpuDevice):
+class ReleaseCountingDevice(CpuDevice):
     """Counts how often the memory of a variant was released."""
 
     released = 0
@@ -129,7 +129,7 @@ class Watched(CpuDevice):
 
 class Silent:
     def __init__(self) -> None:
-        self.device = Watched()
+        self.device = ReleaseCountingDevice()
 
     def progress(self, done: int, total: int, what: str) -> None: ...
 

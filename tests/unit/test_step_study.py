@@ -390,7 +390,7 @@ class TestPage:
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         blocks = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
         assert isinstance(blocks["step-waterfall"], Timeline)
-        assert blocks["step-waterfall-2"].lanes[-1].stretches[0].end == 0.5
+        assert blocks["step-waterfall-2"].lanes[-1].spans[0].end == 0.5
         assert "as a graph" in blocks["step-waterfall-2"].title
         without = self.blocks(waterfall_record("graph"))
         assert "as a graph" not in without["step-waterfall"].title

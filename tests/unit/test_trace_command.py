@@ -256,7 +256,7 @@ def test_kernel_class_has_one_color_in_every_figure() -> None:
     (stack,) = (block for block in blocks if isinstance(block, Figure))
     (lanes,) = (block for block in blocks if isinstance(block, Timeline))
     stacked = {curve.label: curve.style for curve in stack.curves}
-    drawn = {s.group: s.style for lane in lanes.lanes for s in lane.stretches}
+    drawn = {s.group: s.style for lane in lanes.lanes for s in lane.spans}
     shared = set(drawn) & set(CLASSES)
     assert len(shared) > 1
     assert {name: stacked[name] for name in shared} == {name: drawn[name] for name in shared}

@@ -18,7 +18,7 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 PART = "rank-*.jsonl"
 """File name pattern of a rank's part."""
@@ -26,7 +26,7 @@ PART = "rank-*.jsonl"
 
 def with_profile(record: Record, folder: Path) -> Record:
     """Add the summary of the trace to the record, and check it."""
-    watched, notes, series = Watched(record), dict(record.notes), record.series
+    watched, notes, series = ProgramRecord(record), dict(record.notes), record.series
     attachments = dict(record.attachments)
     trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes and not trace.is_file():

@@ -9,7 +9,7 @@ import msgspec
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
-from stepscope.model.checkpointing import NONE, stretches
+from stepscope.model.checkpointing import NONE, segment_sizes
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
 
@@ -166,4 +166,4 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def segments(self) -> tuple[int, ...]:
         """Return the blocks per checkpointed segment of each level, outermost first."""
-        return stretches(self.checkpoint, self.model.n_layers)
+        return segment_sizes(self.checkpoint, self.model.n_layers)

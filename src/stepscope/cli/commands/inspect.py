@@ -18,7 +18,7 @@ import tyro
 
 from stepscope.advisor.inspect.background import Background
 from stepscope.advisor.inspect.order import Order
-from stepscope.advisor.inspect.rendezvous import Meeting, meet
+from stepscope.advisor.inspect.rendezvous import SharedDirectory, shared_directory
 from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words
@@ -98,14 +98,14 @@ def main(words: list[str]) -> int:
     name = f"{target}-module" if options.module else Path(target).stem
     page = _page_of_this_machine(options.page or options.out / f"{name}.html")
     require_writable(page, "give another path with --page")
-    meeting = meet()
-    if meeting.alone:
+    shared = shared_directory()
+    if shared.alone:
         rank = os.environ.get("RANK", "0")
-        log(f"rank {rank} is recorded separately from the other ranks: {meeting.alone}")
+        log(f"rank {rank} is recorded separately from the other ranks: {shared.alone}")
     try:
-        return _run(order, meeting, page if meeting.leads else None, options)
+        return _run(order, shared, page if shared.leads else None, options)
     finally:
-        meeting.leave()
+        shared.leave()
 
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
@@ -136,13 +136,13 @@ def _page_of_this_machine(page: Path) -> Path:
     return page.with_name(f"{page.stem}.node-{os.environ.get('GROUP_RANK', '0')}{page.suffix}")
 
 
-def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOptions) -> int:
+def _run(order: Order, shared: SharedDirectory, page: Path | None, options: InspectOptions) -> int:
     from stepscope.advisor.inspect.child import Child, describe_end, end_alike
     from stepscope.advisor.inspect.gather import parts
     from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
 
-    folder = meeting.folder
-    ranks = 1 if meeting.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    folder = shared.folder
+    ranks = 1 if shared.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     writing: Background[Outcome] | None = None
 
     def write_when_there() -> None:
@@ -194,7 +194,7 @@ def _write(
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_facts, verdict_lines
     from stepscope.studies.page import make_page
-    from stepscope.studies.program.rows import Watched
+    from stepscope.studies.program.rows import ProgramRecord
     from stepscope.studies.trusted import banner
 
     saved: Path | None = None
@@ -210,7 +210,7 @@ def _write(
         why = str(error) if isinstance(error, StepscopeError) else one_line(error)
         text = f"{why}; the records are in {saved}" if saved else why
         return _failed(text, options, saved)
-    ranks = [Watched(record) for record in records]
+    ranks = [ProgramRecord(record) for record in records]
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]

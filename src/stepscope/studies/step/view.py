@@ -36,7 +36,7 @@ from stepscope.studies.views.builders import (
     curve,
     ratio_cell,
 )
-from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
+from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
 """Points of a loss curve and windows of its deviation; each point is the mean of its steps."""
@@ -55,7 +55,7 @@ def view(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
             for index, ladder in enumerate(climbed, start=1)
             for block in _ladder_blocks(ladder, f"-{index}" if len(climbed) > 1 else "")
         ),
-        *waterfall_blocks(list(_falls(results)), "step"),
+        *waterfall_blocks(list(_waterfalls(results)), "step"),
         *_loss_blocks(curves),
         *heat_table(raced),
         *failed_table("step", others),
@@ -103,7 +103,7 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
     )
 
 
-def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
+def _waterfalls(results: Sequence[Result[StepCase]]) -> Iterator[StepWaterfall]:
     for record, case in results_of(results, WaterfallCase):
         trace = record.attachment("profile", Trace)
         if trace is None:
@@ -111,8 +111,8 @@ def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
         if record.find("replay") is None:
             # Without a replay the times are those of the eager step.
             case = msgspec.structs.replace(case, graph=False)
-        if (fall := fall_of(record, case, trace)) is not None:
-            yield fall
+        if (traced := step_waterfall(record, case, trace)) is not None:
+            yield traced
 
 
 def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:

@@ -164,7 +164,7 @@ def _overstated(row: Row, summary: Summary) -> bool:
 
 
 def _lane(row: Row) -> Lane:
-    stretches = tuple(
+    spans = tuple(
         LaneSpan(
             start=bar.start,
             end=bar.end,
@@ -175,7 +175,7 @@ def _lane(row: Row) -> Lane:
         for bar in row.bars
     )
     look = _LOOKS.get(row.label, "grouped")
-    return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
+    return Lane(label=row.label, spans=spans, look=look)  # type: ignore[arg-type]
 
 
 def kernel_table(summary: Summary, name: str) -> Table:

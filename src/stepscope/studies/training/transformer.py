@@ -55,7 +55,7 @@ class TransformerStep(TrainingStep):
             device=device.torch_device if shares is None else "meta",
             dtype=getattr(torch, policy.weights),
             fused=workload.fused,
-            checkpoint=workload.stretches(),
+            checkpoint=workload.segment_sizes(),
             fused_projections=workload.fused_projections,
             activation_policy=workload.kept(),
             narrow_stream=policy.narrow_stream,

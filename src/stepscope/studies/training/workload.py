@@ -12,8 +12,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model import cost
-from stepscope.model.checkpointing import NONE, stretches
-from stepscope.model.checkpointing import run_again as blocks_again
+from stepscope.model.checkpointing import NONE, recomputed_blocks, segment_sizes
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
@@ -91,7 +90,7 @@ class Workload(Case, frozen=True, kw_only=True):
                     "a user's model supports --checkpoint no or 1",
                 )
             check_dtype(self.own, self.dtype)
-        self.stretches()
+        self.segment_sizes()
         self._check_layer_options()
 
     def _check_layer_options(self) -> None:
@@ -129,9 +128,9 @@ class Workload(Case, frozen=True, kw_only=True):
         shape = self.shape
         return 1 if shape is None else shape.n_layers
 
-    def stretches(self) -> tuple[int, ...]:
+    def segment_sizes(self) -> tuple[int, ...]:
         """Blocks of each checkpointed segment, outermost first."""
-        return stretches(self.checkpoint, self.layers)
+        return segment_sizes(self.checkpoint, self.layers)
 
     def kept(self) -> tuple[str, ...]:
         """The activation policy of each block: what it saves for backward."""
@@ -203,9 +202,9 @@ class Workload(Case, frozen=True, kw_only=True):
             *(["cublas"] if self.autotune_gemms else []),
         )
 
-    def run_again(self) -> float:
+    def recomputations(self) -> float:
         """Average number of times that a block is recomputed in the backward pass."""
-        return blocks_again(self.stretches(), self.layers) / self.layers
+        return recomputed_blocks(self.segment_sizes(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:
         """FLOPs, tokens and parameters, known before the step runs."""
