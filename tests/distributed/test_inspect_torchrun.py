@@ -44,7 +44,7 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
             "2",
             "--steps",
             "2",
-            "--traced",
+            "--profiled-steps",
             "2",
             "--out",
             str(tmp_path / "out"),

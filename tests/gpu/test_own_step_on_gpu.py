@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def inspected(tmp_path: Path, script: str, *words: str) -> ProgramRecord:
     command = [
-        sys.executable, "-m", "stepscope", "inspect", "--stop", "--out", str(tmp_path),
+        sys.executable, "-m", "stepscope", "inspect", "--stop-early", "--out", str(tmp_path),
         str(EXAMPLES / script), "--device", "cuda", "--steps", "60", *words,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"
 HOOK = ROOT / "benchmarks" / "independent_hook.py"
 STEPS = 16
-PLAN = ("--warmup", "2", "--steps", "5", "--traced", "2")
+PLAN = ("--warmup", "2", "--steps", "5", "--profiled-steps", "2")
 """Eleven steps are recorded, so the last steps of a program run unobserved."""
 TIMEOUT_S = 600
 

@@ -45,6 +45,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
         text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80
         assert all(f"\n  {name} " in text for name in COMMANDS)
         assert all(f"\n  {code} " in text for code in (0, 1, 2, 3, 4, 130))
     assert main(["--version"]) == 0
@@ -53,12 +54,14 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     assert f"stepscope {command}" in text
     assert "{None}" not in text
     assert "\nexamples:\n" in text
@@ -73,11 +76,14 @@ def test_every_command_has_help_with_examples(
 
 @pytest.mark.parametrize("study", all_studies())
 def test_the_help_of_every_study_documents_its_flags(
-    study: str, capsys: pytest.CaptureFixture[str]
+    study: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["run", study, "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    text = " ".join(shown.replace("│", " ").split())
     for flag in all_studies()[study].flags.__struct_fields__:
         assert f"--{flag.replace('_', '-')}" in text
     assert "(default: '')" not in text
@@ -89,6 +95,8 @@ def test_the_help_of_every_study_documents_its_flags(
     [
         ("inspect", "--timed=5", "--steps=5"),
         ("inspect", "--keep", "--keep-traces"),
+        ("inspect", "--traced=2", "--profiled-steps=2"),
+        ("inspect", "--stop", "--stop-early"),
         ("advise", "--within", "--total-timeout"),
         ("predict", "--keep=gates", "--activation-policy=gates"),
         ("run flash", "--head", "--head-dim"),

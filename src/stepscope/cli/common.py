@@ -44,12 +44,12 @@ def parse(
     """Parse command-line words into the options class `kind`; exit with 2 if they are invalid."""
     import tyro
 
-    from stepscope.cli.option_help import option_registry
+    from stepscope.cli.option_help import option_registry, wrapped_usage
 
     text = _described(description)
     if examples:
         text += "\n\nexamples:\n" + "\n".join(map(_example, examples))
-    with option_registry():
+    with option_registry(), wrapped_usage():
         return tyro.cli(
             kind,
             args=list(words),
@@ -91,6 +91,9 @@ RENAMED_FLAGS: dict[str, dict[str, str]] = {
     "predict": _OF_STEPS,
     "inspect": {
         "--timed": "--steps",
+        "--traced": "--profiled-steps",
+        "--stop": "--stop-early",
+        "--no-stop": "--no-stop-early",
         "--keep": "--keep-traces",
         "--no-keep": "--no-keep-traces",
     },
@@ -105,7 +108,6 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
         "as-made": "low-precision-grads",
     },
     "run": {"stepscope-as-made": "stepscope-low-precision-grads"},
-    "predict": {"stepscope-as-made": "stepscope-low-precision-grads"},
 }
 """Former values of flags by command, accepted with a warning for one version."""
 

@@ -44,11 +44,11 @@ class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     """First steps of the script, which are not recorded."""
     steps: int = 10
     """Steps that are timed, without a profiler."""
-    traced: int = 3
-    """Steps that are traced with torch.profiler, after the timed ones."""
+    profiled_steps: int = 3
+    """Steps that are recorded with torch.profiler, after the timed ones."""
     memory: bool = True
     """Record the memory of one step, tensor by tensor. This resets CUDA's peak statistics."""
-    stop: bool = False
+    stop_early: bool = False
     """End the script, with exit code 0, as soon as its steps are recorded."""
     keep_traces: bool = False
     """Keep the traces and memory snapshots next to the page."""
@@ -86,7 +86,7 @@ def main(words: list[str]) -> int:
         "writes its own (NAME.node-0.html, ...).",
         (
             "stepscope inspect train.py --batch-size 8",
-            "stepscope inspect --stop --page first.html train.py config/small.yaml",
+            "stepscope inspect --stop-early --page first.html train.py config/small.yaml",
             "stepscope inspect -m mylab.train --steps 100",
             "torchrun --nproc-per-node 2 -m stepscope inspect train.py",
         ),
@@ -111,10 +111,11 @@ def main(words: list[str]) -> int:
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
         raise no_such_file(target, "script", "give a module after -m")
-    if options.steps < 1 or options.traced < 1 or options.warmup < 0:
+    if options.steps < 1 or options.profiled_steps < 1 or options.warmup < 0:
         raise UsageError(
-            f"--warmup is {options.warmup}, --steps {options.steps} and --traced {options.traced}",
-            "at least one step must be timed and one traced, and --warmup must be 0 or above",
+            f"--warmup is {options.warmup}, --steps {options.steps} and --profiled-steps"
+            f" {options.profiled_steps}",
+            "at least one step must be timed and one profiled, and --warmup must be 0 or above",
         )
     return Order(
         target=target,
@@ -122,9 +123,9 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         words=tuple(words),
         warmup=options.warmup,
         timed=options.steps,
-        traced=options.traced,
+        traced=options.profiled_steps,
         memory=options.memory,
-        stop=options.stop,
+        stop=options.stop_early,
     )
 
 
