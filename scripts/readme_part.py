@@ -82,7 +82,7 @@ def _steps(results: Path) -> Iterator[Row]:
             yield (
                 _named(race),
                 f"{duration(lead.ms)}{mfu}",
-                f"torch.compile, {duration(lead.peer_ms)}",
+                f"torch.compile, {duration(lead.baseline_ms)}",
                 lead_cell(lead),
                 ratio_cell(ratio),
             )

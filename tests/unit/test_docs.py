@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lever_records import card_record, lever_record
 from precision_records import autocast_record
 from step_records import (
     compile_record,
@@ -34,6 +33,7 @@ from study_records import (
     profile_record,
     race_record,
 )
+from technique_records import card_record, technique_record
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -137,9 +137,9 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     ]
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
-    write_records([lever_record(), card_record()], tmp_path / "levers_h200.jsonl")
+    write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
     pages = step_pages(tmp_path)
-    step, compiled, levers = (pages[n] for n in ("step.md", "compile.md", "levers-h200.md"))
+    step, compiled, techniques = (pages[n] for n in ("step.md", "compile.md", "techniques-h200.md"))
     titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
     assert titles == [
         "Against torch.compile",
@@ -152,8 +152,8 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     assert "| 2.7b-512 | block default sdpa\\_flash | 100.0 |" in step
     assert "oom | too large" in step
     assert "## Time to compile" in compiled
-    assert "## The device" in levers
-    for page in (step, compiled, levers):
+    assert "## The device" in techniques
+    for page in (step, compiled, techniques):
         assert "## More" not in page
         for target in re.findall(r"\]\((figures/[^)]+)", page):
             assert pages[target].startswith("<svg")

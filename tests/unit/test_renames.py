@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from sample_records import record
+from sample_records import record, run
 from stepscope.records.jsonl import read_records
 from stepscope.records.renames import with_former_names
 from stepscope.records.schema import FailedCheck, Record, decode, encode
+from stepscope.records.store import Store
 from stepscope.studies.base import Study
 from stepscope.studies.registry import viewables
 
@@ -121,6 +122,16 @@ def test_settings_have_new_names() -> None:
         "so-far-fused-projections_small_c8_adamw=stepscope-low-precision-grads_fused"
         "_fused-projections_autotune-gemms_activation-policy=gates_b1"
     )
+
+
+def test_a_study_has_a_new_name(tmp_path: Path) -> None:
+    upgrade = upgraded(study="levers", config={"lever": "tiling"})
+    assert (upgrade.study, upgrade.config) == ("techniques", {"technique": "tiling"})
+    with Store(tmp_path / "records.db") as store:
+        store.add_run(run())
+        store.add(upgrade)
+        store._connection.execute("UPDATE records SET study = 'levers'")
+        assert store.records(study="techniques") == (upgrade,)
 
 
 def test_json_has_the_former_names_too() -> None:

@@ -14,6 +14,7 @@ import msgspec
 from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, UsageError, printable
 from stepscope.records.jsonl import read_records, replace_file
+from stepscope.records.renames import STUDIES
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
 
@@ -86,6 +87,7 @@ RENAMED_FLAGS: dict[str, dict[str, str]] = {
     "run": _OF_STEPS,
     "run step": _OF_STEPS,
     "run attention": _OF_ATTENTION,
+    "run techniques": {"--lever": "--technique"},
     "run flash": _OF_ATTENTION,
     "run compile": _OF_STEPS | {"--head": "--head-dim", "--seq": "--attention-context"},
     "predict": _OF_STEPS,
@@ -110,6 +112,14 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "run": {"stepscope-as-made": "stepscope-low-precision-grads"},
 }
 """Former values of flags by command, accepted with a warning for one version."""
+
+
+def new_study(name: str) -> str:
+    """Return the current name of a study; a former one gives a warning."""
+    new = STUDIES.get(name, name)
+    if new != name:
+        log(f"study {name} is now {new}; the former name is removed in the next version")
+    return new
 
 
 def new_name(word: str, command: str) -> str:

@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     activation_policy: OptionalText = UNSET
     kind: OptionalText = UNSET
     length: list[Counted] | UnsetType = UNSET
-    lever: OptionalText = UNSET
+    technique: OptionalText = UNSET
     link: list[str] | UnsetType = UNSET
     loss: OptionalText = UNSET
     loss_steps: OptionalCount = UNSET

@@ -15,10 +15,13 @@ Rules = tuple[tuple[str, str], ...]
 
 FIELDS = {"lints": "failed_checks"}
 """Fields of a record: former name and name."""
+STUDIES = {"levers": "techniques"}
+"""Studies: former name and name."""
 _SETTINGS = {
     "joined": "fused_projections",
     "keep": "activation_policy",
     "searched": "autotune_gemms",
+    "lever": "technique",
 }
 """Settings of a case."""
 _RUNGS = {
@@ -78,6 +81,8 @@ _BARS = {"host": "CPU", "synchronisation": "synchronization", "no launch": "unat
 def upgrade_from_3(raw: Json) -> Json:
     """Upgrade the decoded JSON of a record."""
     upgraded: Json = _with_new_keys(raw, FIELDS)
+    if isinstance(raw.get("study"), str):
+        upgraded["study"] = STUDIES.get(raw["study"], raw["study"])
     if "config" in raw:
         upgraded["config"] = _settings(raw["config"])
     if isinstance(raw.get("case"), str):
