@@ -182,7 +182,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
     text = step_pages(tmp_path)["step.md"]
-    assert "- swiglu: compiled, it takes 1.5 (small) times as long as ours." in text
+    assert "- swiglu: compiled, it takes 1.5 (small) times as long as Stepscope's." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
     assert row.startswith("| swiglu | small | compiled | 3.000 | 0.5000 | 1.5")
