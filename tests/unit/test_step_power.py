@@ -133,7 +133,7 @@ class TestPage:
             " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
             " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
-            " 1.98 GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
+            " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit, 59.3 ms"
             " (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
@@ -187,7 +187,7 @@ def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
     quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
     (finding,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
     assert finding.text.endswith(
-        "It runs at 690 of 700 W: consecutive steps take as long as that energy lasts at the"
+        "It runs at 690 of 700 W: the duration of consecutive steps is that energy divided by the"
         " limit, 59.3 ms (± 1.2 %)."
     )
 

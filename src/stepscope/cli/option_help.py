@@ -46,17 +46,17 @@ def option_registry() -> ConstructorRegistry:
 @contextmanager
 def wrapped_usage() -> Iterator[None]:
     """Wrap the usage line of the help that is printed inside, which tyro does not."""
-    output, sys.stdout = sys.stdout, _Held(sys.stdout.isatty())
+    output, sys.stdout = sys.stdout, _CapturedOutput(sys.stdout.isatty())
     try:
         yield
     finally:
-        (held, sys.stdout) = (sys.stdout, output)
-        usage, newline, rest = held.getvalue().partition("\n")
+        (captured, sys.stdout) = (sys.stdout, output)
+        usage, newline, rest = captured.getvalue().partition("\n")
         output.write(_wrapped(usage, shutil.get_terminal_size().columns) + newline + rest)
 
 
-class _Held(io.StringIO):
-    """Output that is held back and has the colors of a terminal if the actual output is one."""
+class _CapturedOutput(io.StringIO):
+    """Captured output; it has the colors of a terminal if the actual output is one."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ class InBackwardAdamW(FusedAdamW):
 
     @property
     def attaches(self) -> bool:
-        """Whether every backward updates, not only those within `attached()`."""
+        """True if every backward updates, not only those within `attached()`."""
         return self._attach
 
     @contextmanager

@@ -24,8 +24,8 @@ _FIX = "let it run more steps"
 
 
 def record_script(order: Order) -> Record:
-    """Return the record of its timed and traced steps. Without one, raise an error with the reason
-    and, if the script failed, the last lines of its output."""
+    """Run the script and return the record of its timed and traced steps. If there is none, raise
+    an error with the reason and, if the script failed, the last lines of its output."""
     with (
         tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name,
         tempfile.TemporaryFile() as log,

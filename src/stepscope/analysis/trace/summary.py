@@ -140,7 +140,7 @@ class Summary(Piece, frozen=True):
     """Wall time of each phase in milliseconds, idle time included."""
     lines: tuple[LedgerLine, ...]
     doubt: str
-    """Why too much of the step is unattributed; empty if it is not."""
+    """Reason why too much of the step is unattributed; empty if it is not."""
     waited_ms: float
     waited_busy_ms: float
     launches: float

@@ -58,8 +58,8 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
-    """What is sharded over the ranks: none, optimizer (its state), full (parameters and gradients
-    too, as in FSDP)."""
+    """State that is sharded over the ranks: none, optimizer (its state), full (parameters and
+    gradients too, as in FSDP)."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device to predict for. On cuda the rounding of the caching allocator is included."""
     written_out: bool = False

@@ -173,7 +173,7 @@ def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Why `nvidia-smi` shows more than `memory_allocated`."""
+    """Difference between `nvidia-smi` and `memory_allocated`, by cause."""
     queried = [case for case in cases if case.driver_unattributed is not None]
     if not queried:
         return

@@ -163,7 +163,7 @@ def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
 
 
 def _meaning(cause: str) -> str:
-    """What a part beyond the minimum means; it determines the color."""
+    """Meaning of a part beyond the minimum; it determines the color."""
     if cause.startswith(IDLE):
         return "idle"
     if cause == COMMUNICATION:

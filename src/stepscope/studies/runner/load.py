@@ -27,8 +27,8 @@ def other_work(seconds: float) -> float:
 def _used_s() -> float:
     """CPU seconds of all other processes so far."""
     spent = psutil.cpu_times()._asdict()
-    everybody = sum(value for name, value in spent.items() if name not in _NOT_WORK)
-    return float(everybody - _own_s())
+    total = sum(value for name, value in spent.items() if name not in _NOT_WORK)
+    return float(total - _own_s())
 
 
 def _own_s() -> float:

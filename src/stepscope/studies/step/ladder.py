@@ -24,7 +24,7 @@ class Rung(NamedTuple):
     words: str
     changes: dict[str, Any]
     stays: bool = True
-    """Whether later rungs include this change."""
+    """True if later rungs include this change."""
 
 
 RUNGS: dict[str, Rung] = {

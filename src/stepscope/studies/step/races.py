@@ -37,7 +37,7 @@ class RaceSpec(NamedTuple):
     other_attention: str = "sdpa_cudnn"
     """Attention tried next to `auto`, whose choice assumes that the CPU is not ahead."""
     less_memory: bool = False
-    """Whether Stepscope's variants save fewer activations than they could, one of them inputs only,
+    """True if Stepscope's variants save fewer activations than they could, one of them inputs only,
     and their peak memory is compared with PyTorch's."""
 
 

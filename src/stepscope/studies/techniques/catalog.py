@@ -24,9 +24,9 @@ class Technique(NamedTuple):
     cause: Cause
     """The part of a step's waterfall that the technique shortens."""
     example: str
-    """Where it applies in a training step."""
+    """Parts of a training step to which it applies."""
     cached: bool = False
-    """Whether most loads hit caches, for whose bandwidth there is no measured ceiling."""
+    """True if most loads hit caches, for whose bandwidth there is no measured ceiling."""
 
 
 TECHNIQUES: dict[str, Technique] = {
