@@ -264,7 +264,9 @@ class Bench:
             from stepscope.model import TransformerLM
 
             assert isinstance(plain, TransformerLM)
-            fast = TransformerLM(plain.config, attention=attention, fused=True, joined=True)
+            fast = TransformerLM(
+                plain.config, attention=attention, fused=True, fused_projections=True
+            )
             fast.load_state_dict(plain.state_dict())
             plain = fast
         return plain.to(self.device).train()

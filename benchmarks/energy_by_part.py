@@ -3,15 +3,15 @@
     python benchmarks/energy_by_part.py
     python benchmarks/energy_by_part.py xl-512 2.7b-512 --out results/energy-by-part_h200.jsonl
     python benchmarks/energy_by_part.py 2.7b-2048 --attention sdpa_cudnn --layers 8
-    python benchmarks/energy_by_part.py xl-512 --as-made
+    python benchmarks/energy_by_part.py xl-512 --low-precision-grads
 
 At its power cap a device takes as long for a step as the step's energy lasts, so the energy is the
 cost of a part. Each part is a CUDA graph that is replayed for two seconds without a pause, after
 the clock has settled. The parts run one after the other here: overlap and cache hits in the step
-show as the difference between the sum and the full step. The GEMMs also run in the peer's variant,
-which shows the gain of fused projections, stored copies and wide gradients. With --layers fewer
-blocks run, and time and energy are scaled up by the work of each part. With --out, measured races
-replace those in the file. About a minute per race on an H200.
+show as the difference between the sum and the full step. The GEMMs also run in the variant of the
+baseline, which shows the gain of fused projections, stored copies and wide gradients. With --layers
+fewer blocks run, and time and energy are scaled up by the work of each part. With --out, measured
+races replace those in the file. About a minute per race on an H200.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Racer, racers
 from stepscope.studies.training.captured import captured
-from stepscope.studies.training.flags import AS_MADE
+from stepscope.studies.training.flags import LOW_PRECISION_GRADS
 from stepscope.studies.training.workload import Workload
 
 WINDOW_S = 2.0
 RACES = tuple(
     name for name, spec in ALL_RACES.items() if spec.dtype == "bfloat16" and spec.checkpoint == NONE
 )
-OURS, NARROW_FORMATS = "ours", "narrow"
+OURS, NARROW_FORMATS = "stepscope", "low-precision"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 
 
@@ -82,7 +82,7 @@ class Part:
     def flops(self, config: ModelConfig, tokens: int) -> int | None:
         if self.fused is None:
             return None
-        return sum(one.flops for one in step_matmuls(config, tokens, joined=self.fused))
+        return sum(one.flops for one in step_matmuls(config, tokens, fused_projections=self.fused))
 
 
 PARTS = (
@@ -123,8 +123,8 @@ def setting_of(workload: Workload, device: Device) -> Setting:
         workload.batch,
         device.torch_device,
         workload.attention,
-        workload.keep,
-        NARROW if workload.optimizer == AS_MADE else torch.float32,
+        workload.activation_policy,
+        NARROW if workload.optimizer == LOW_PRECISION_GRADS else torch.float32,
     )
 
 
@@ -252,7 +252,7 @@ def main() -> int:
     )
     parser.add_argument("--attention", default="auto", help="attention implementation (auto)")
     parser.add_argument(
-        "--as-made",
+        "--low-precision-grads",
         action="store_true",
         help="the variant whose gradients stay in the dtype of the GEMMs",
     )
@@ -265,10 +265,10 @@ def main() -> int:
     if unknown:
         print(f"no race with parts: {', '.join(unknown)}; choose from {', '.join(RACES)}")
         return 2
-    side = NARROW_FORMATS if options.as_made else OURS
+    side = NARROW_FORMATS if options.low_precision_grads else OURS
     try:
         chosen = {
-            name if side == OURS else f"{name}, as made": our_racer(
+            name if side == OURS else f"{name}, low-precision gradients": our_racer(
                 name, options.attention, options.layers, side
             )
             for name in wanted

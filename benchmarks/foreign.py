@@ -44,7 +44,7 @@ from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.store import Store  # noqa: E402
 from stepscope.report.text import markdown  # noqa: E402
-from stepscope.studies.program.rows import Watched  # noqa: E402
+from stepscope.studies.program.rows import ProgramRecord  # noqa: E402
 
 STEPS = 44
 """Steps of a timed run: a full recording has 20 on a CPU and up to 30 on a GPU."""
@@ -186,7 +186,7 @@ class Bench:
         hooked = json.loads(times.read_text())
         recorded = record.find("step")
         if recorded is None:
-            raise FailedError(Watched(record).missing or "the record has no step time")
+            raise FailedError(ProgramRecord(record).missing or "the record has no step time")
         same = same_steps(recorded.values, hooked[f"{recorded.clock}_ms"])
         return {
             "inspect_ms": statistics.median(recorded.values),
@@ -194,7 +194,7 @@ class Bench:
             "inspect_flops": record.quantity("flops"),
             "after_ms": statistics.median(_steps(hooked)[-AFTER:]),
             "inspect_s": took,
-            "missing": Watched(record).missing,
+            "missing": ProgramRecord(record).missing,
         } | _environment(record)
 
     def advise(self) -> Line:

@@ -88,7 +88,7 @@ def variants_of(
     return {
         "eager": both_passes(plain, inputs, grads),
         "compiled": both_passes(torch.compile(plain), inputs, grads),
-        "ours": both_passes(fused, inputs, grads),
+        "stepscope": both_passes(fused, inputs, grads),
     }
 
 
@@ -221,7 +221,7 @@ def projections(shape: Shape, device: torch.device) -> Race:
         return rotated_parts_(parts, table.cos, table.sin, shape.heads)
 
     variants = variants_of(autocast(plain), autocast(fused), [x, *weights], grads)
-    variants["ours, cublasLt"] = by_cublaslt(variants["ours"])
+    variants["stepscope, cublasLt"] = by_cublaslt(variants["stepscope"])
     return Race("projections", shape.name, variants)
 
 
@@ -234,14 +234,16 @@ def full_feed_forward(shape: Shape, device: torch.device) -> Race:
         gate, up = functional.linear(x, w1), functional.linear(x, w3)
         return functional.linear(functional.silu(gate) * up, w2)
 
-    def ours(keep: str) -> Function:
+    def ours(policy: str) -> Function:
         copies = WeightCopies()
-        return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, keep))
+        return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, policy))
 
     inputs, grads = [x, *wide, back], [torch.randn_like(x)]
     variants = variants_of(autocast(plain), ours("all"), inputs, grads)
-    variants["ours, cublasLt"] = by_cublaslt(variants["ours"])
-    variants |= {f"ours, {k}": both_passes(ours(k), inputs, grads) for k in ("gates", "inputs")}
+    variants["stepscope, cublasLt"] = by_cublaslt(variants["stepscope"])
+    variants |= {
+        f"stepscope, {k}": both_passes(ours(k), inputs, grads) for k in ("gates", "inputs")
+    }
     return Race("feed-forward", shape.name, variants)
 
 
@@ -276,9 +278,9 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
             "eager": step(torch.optim.AdamW),
             "torch's fused": step(lambda params: torch.optim.AdamW(params, fused=True)),
             "compiled": step(compiled),
-            "ours": step(FusedAdamW),
-            "ours with copies": step(copied),
-            "ours, bf16 state": step(
+            "stepscope": step(FusedAdamW),
+            "stepscope with copies": step(copied),
+            "stepscope, bf16 state": step(
                 lambda params: FusedAdamW(params, stochastic_bfloat16_state=True)
             ),
         },
@@ -321,13 +323,13 @@ def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
             reason = "out of memory" if full else f"{type(error).__name__}: {error}".splitlines()[0]
             del race.variants[name], error
             device.release()
-            yield {"way": name, "lost": reason}
+            yield {"variant": name, "lost": reason}
     timing = time_interleaved(race.variants, device, warmup=4, rounds=ROUNDS, host_ahead=True)
     samples = {(one.variant, one.clock): one.values for one in timing.series}
     for name in race.variants:
         host_ms = summarize(samples[name, "host"]).median
         yield {
-            "way": name,
+            "variant": name,
             "ms": samples[name, "device"],
             "host_ms": host_ms,
             "peak_bytes": peaks[name],
@@ -335,9 +337,11 @@ def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def formatted(lines: list[dict[str, Any]]) -> Iterator[str]:
-    ours = next((line["ms"] for line in lines if line["way"] == "ours" and "ms" in line), None)
+    ours = next(
+        (line["ms"] for line in lines if line["variant"] == "stepscope" and "ms" in line), None
+    )
     for line in lines:
-        named = f"{line['piece']:<21} {line['shape']:<18} {line['way']:<17}"
+        named = f"{line['piece']:<21} {line['shape']:<18} {line['variant']:<17}"
         if "lost" in line:
             yield f"{named} {line['lost']}"
             continue
@@ -375,7 +379,7 @@ def main() -> int:
     print(f"{device.name}, torch {torch.__version__}")
     print(
         f"{'piece':<21} {'shape':<18} {'variant':<17} {'median ms':>9} {'host ms':>8}"
-        f" {'over ours':>20} {'peak MiB':>10}"
+        f" {'relative time':>20} {'peak MiB':>10}"
     )
     wanted = options.pieces or list(PIECES)
     written = others(options.out, wanted)

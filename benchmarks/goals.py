@@ -64,8 +64,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     at_most: float | None = None
     aim: bool = False
     device: str = ""
-    side: str = "ours"
-    peer: str = ""
+    side: str = "stepscope"
+    baseline: str = ""
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ def _step_values(
 ) -> Iterator[Value]:
     by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step")))}
     for name in goal.case:
-        case = name if goal.side == "ours" else f"{name} {goal.side}"
+        case = name if goal.side == "stepscope" else f"{name} {goal.side}"
         value = measured(by_name[name]) if name in by_name else Value(case)
         yield value._replace(case=case)
 
@@ -169,8 +169,8 @@ def _step_mfu(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 def _step_memory(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     def share(race: StepRace) -> Value:
-        peer, own = race.peak("peer"), race.peak(goal.side)
-        return Value("", own / peer if own and peer else None)
+        baseline, own = race.peak("baseline"), race.peak(goal.side)
+        return Value("", own / baseline if own and baseline else None)
 
     return _step_values(goal, evidence, share)
 
@@ -183,19 +183,19 @@ def _attention_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     ran = _raced(evidence)
     ratios = {
         pair.race.case.sizes: pair.ratio
-        for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
+        for pair in compared(Comparison(goal.baseline, goal.case, goal.dtype), ran)
     }
     for sizes in goal.case:
-        yield _value(f"{goal.peer} {sizes}", ratios.get(sizes))
+        yield _value(f"{goal.baseline} {sizes}", ratios.get(sizes))
 
 
 def _attention_mean_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     """The geometric mean; not over a part of the shapes, which would be another quantity."""
     ran = _raced(evidence)
-    pairs = compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
+    pairs = compared(Comparison(goal.baseline, goal.case, goal.dtype), ran)
     complete = len(pairs) == len(goal.case)
     yield _value(
-        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(pairs) if complete else None
+        f"{goal.baseline}, {len(goal.case)} shapes", geometric_mean(pairs) if complete else None
     )
 
 
@@ -224,8 +224,8 @@ def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
 def _wrapper_step_ratio(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for record in evidence.of(AGAINST_TORCH):
         config = record.config
-        if config["theirs"] in goal.case:
-            case = f"{config['ours']}, context {config['context']}, {config['ranks']} ranks"
+        if config["baseline"] in goal.case:
+            case = f"{config['stepscope']}, context {config['context']}, {config['ranks']} ranks"
             yield _value(case, paired(record).wall)
 
 

@@ -59,9 +59,9 @@ def candidates(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
     if pair == "ddp":
         ours, theirs = copy.deepcopy(origin), copy.deepcopy(origin)
         strategies = [
-            GradientStrategy("ours", DDP(ours, "bucketed"), ours),
+            GradientStrategy("stepscope", DDP(ours, "bucketed"), ours),
             GradientStrategy(
-                "theirs", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs
+                "baseline", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs
             ),
         ]
         return [lambda strategy=strategy: one_step(world, strategy, fed) for strategy in strategies]
@@ -122,15 +122,15 @@ def record_of(
         for number, side in enumerate((STEPSCOPE, BASELINE))
         for index, kind in enumerate(("step", "cpu"))
     ]
-    ours, theirs = NAMES[pair]
+    stepscope, baseline = NAMES[pair]
     return Record(
         id=secrets.token_hex(6),
         run=run,
         study=STUDY,
         case=f"{pair}_{args.size}_c{context}_r{args.ranks}",
         config={
-            "ours": ours,
-            "theirs": theirs,
+            "stepscope": stepscope,
+            "baseline": baseline,
             "size": args.size,
             "context": context,
             "ranks": args.ranks,
@@ -148,7 +148,7 @@ def record_of(
 def print_ratio(record: Record, ratio: Paired) -> None:
     config, wall, cpu = record.config, ratio.wall, ratio.cpu
     print(
-        f"context {config['context']}, {config['ours']} / {config['theirs']}: step"
+        f"context {config['context']}, {config['stepscope']} / {config['baseline']}: step"
         f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {ratio.baseline_ms:.1f} ms,"
         f" CPU time {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]",
         flush=True,

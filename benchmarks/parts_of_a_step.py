@@ -40,7 +40,7 @@ class Setting:
     batch: int
     device: torch.device
     attention: str = "auto"
-    keep: str = ALL
+    activation_policy: str = ALL
     """Activation policy: what each block saves for the backward."""
     gradients: torch.dtype = torch.float32
     """Dtype of the weight gradients that the GEMMs of a block write."""
@@ -69,9 +69,9 @@ class Setting:
 class Operands:
     """Weights and inputs of every block, and output gradients shared by all blocks."""
 
-    def __init__(self, setting: Setting, *, joined: bool, weights: torch.dtype) -> None:
+    def __init__(self, setting: Setting, *, fused_projections: bool, weights: torch.dtype) -> None:
         config, tokens = setting.config, setting.tokens
-        self.groups = block_groups(config, joined=joined)
+        self.groups = block_groups(config, fused_projections=fused_projections)
         widths = {group.reads: group.into for group in self.groups}
         self.inputs = [
             {name: setting.random(tokens, width) for name, width in widths.items()}
@@ -96,8 +96,8 @@ class Operands:
 
 def gemms(setting: Setting) -> Call:
     """GEMMs of the fused layers and the chunked loss, from stored 16-bit copies of the weights."""
-    operands = Operands(setting, joined=True, weights=setting.narrow)
-    chunks = head_chunks(setting.config, setting.tokens, joined=True)
+    operands = Operands(setting, fused_projections=True, weights=setting.narrow)
+    chunks = head_chunks(setting.config, setting.tokens, fused_projections=True)
 
     def run() -> object:
         outputs = [
@@ -135,7 +135,7 @@ def _head(operands: Operands, chunks: tuple[int, ...]) -> Tensor:
 def peers_gemms(setting: Setting) -> Call:
     """GEMMs under autocast: a separate one per weight, which is cast before; its gradient is cast
     after. Sums of gradients of a shared input are passes and not included."""
-    operands = Operands(setting, joined=False, weights=torch.float32)
+    operands = Operands(setting, fused_projections=False, weights=torch.float32)
 
     def run() -> object:
         narrow: list[dict[str, Tensor]] = [{} for _ in setting.layers]
@@ -226,7 +226,7 @@ def passes(setting: Setting) -> Call:
     gates = [setting.random(setting.tokens, 2 * config.d_ff) for _ in setting.layers]
     grad_parts = setting.random(*stream[:2], 3 * d, scale=GRADIENT)
     grad_gated = setting.random(setting.tokens, config.d_ff, scale=GRADIENT)
-    again = setting.keep != ALL
+    again = setting.activation_policy != ALL
 
     def run() -> object:
         state, turned, gated = _Passes(setting.narrow), list[Tensor](), list[Tensor]()
@@ -241,7 +241,7 @@ def passes(setting: Setting) -> Call:
         state.norm(x, branch, weight)
         grads = [grad_read] * len(state.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
         torch.autograd.grad(state.outputs + turned, state.leaves, grads)
-        if setting.keep != NORMS:
+        if setting.activation_policy != NORMS:
             state.norms_again()
         for gate in reversed(gates):
             recomputed = torch.empty_like(grad_gated) if again else None
@@ -261,7 +261,7 @@ class Weight(NamedTuple):
 def weights(config: ModelConfig) -> Iterator[Weight]:
     d = config.d_model
     for _ in range(config.n_layers):
-        for group in block_groups(config, joined=False):
+        for group in block_groups(config, fused_projections=False):
             yield Weight((group.out, group.into), copied=True, in_block=True)
         yield from [Weight((d,))] * 2
     yield Weight((d,))

@@ -78,7 +78,7 @@ def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
             if 4 <= block // (32 * warps) <= 32:
                 values = {"_BLOCK": block, "_WARPS": warps}
                 calls[f"{block} by {warps}"] = with_values(
-                    triton_swiglu, variants["ours"], **values
+                    triton_swiglu, variants["stepscope"], **values
                 )
         yield f"swiglu {shape.name}", calls
 
@@ -98,7 +98,7 @@ def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
             for sizes in candidates:
                 values = dict(zip(names, sizes, strict=True))
                 name = " ".join(f"{key.lower()[1:]}={size}" for key, size in values.items())
-                calls[name] = with_values(triton_embedding, variants["ours"], **values)
+                calls[name] = with_values(triton_embedding, variants["stepscope"], **values)
         yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", calls
 
 

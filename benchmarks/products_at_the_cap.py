@@ -66,7 +66,7 @@ def cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
     def case_of(name: str, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Case:
         return Case(name, list(zip(left, right, strict=True)), dtype)
 
-    for group in block_groups(config, joined=True):
+    for group in block_groups(config, fused_projections=True):
         x, weight = drawn(tokens, group.into), drawn(group.out, group.into)
         grad = drawn(tokens, group.out)
         narrow, wide = torch.bfloat16, torch.float32

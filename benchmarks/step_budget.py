@@ -1,4 +1,4 @@
-"""Predicted time of a step by part, before it runs: the peer's and ours.
+"""Predicted time of a step by part, before it runs: the baseline's and ours.
 
     python benchmarks/step_budget.py [2.7b-2048 2.7b-512 xl-512 xl-2048 small-512 8b-32768]
 
@@ -31,7 +31,7 @@ DATA_SHEET = 989e12
 GAP_MS = 1e-3
 KERNELS_PER_BLOCK = 30
 ATTENTION = {"2.7b": (257e12, 300e12), "xl": (300e12, 360e12), "small": (120e12, 120e12)}
-"""FLOP/s of forward and backward together, of the peer and ours, at context 2048."""
+"""FLOP/s of forward and backward together, of the baseline and ours, at context 2048."""
 SHORT = 0.4
 """Fraction of the attention rate that remains at context 512, where there is too little work."""
 LONG_CONTEXT = 549e12
@@ -70,11 +70,11 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
     return math.ceil(m / rows) * math.ceil(n / columns)
 
 
-def block_ms(config: ModelConfig, tokens: int, *, joined: bool) -> float:
+def block_ms(config: ModelConfig, tokens: int, *, fused_projections: bool) -> float:
     """Forward, input gradient and weight gradient of every GEMM of a block."""
     return sum(
         gemm_ms(one.rows, one.columns, one.depth)
-        for one in step_matmuls(config, tokens, joined=joined)
+        for one in step_matmuls(config, tokens, fused_projections=fused_projections)
         if one.name != HEAD
     )
 
@@ -83,7 +83,7 @@ def budget(spec: RaceSpec, *, ours: bool) -> Budget:
     config = with_overrides(find_size(spec.size, spec.table), context=spec.context)
     dtypes, tokens = precision(spec.dtype), spec.batch * spec.context
     layers, weights = config.n_layers, parameters(config)
-    block = block_ms(config, tokens, joined=ours)
+    block = block_ms(config, tokens, fused_projections=ours)
     head = 3 * gemm_ms(tokens, config.vocab, config.d_model)
     listed = operations(config, spec.batch, spec.context, dtypes)
     passes = sum(one.instances * one.bytes for one in listed if one.kind == "memory")
@@ -122,13 +122,13 @@ def main() -> int:
         config = with_overrides(find_size(spec.size, spec.table), context=spec.context)
         counted = flops(config, spec.batch, spec.context).step
         totals = {}
-        for side in ("peer", "ours"):
-            predicted = budget(spec, ours=side == "ours")
+        for side in ("baseline", "stepscope"):
+            predicted = budget(spec, ours=side == "stepscope")
             totals[side] = predicted.total
             share = counted / (predicted.total * 1e-3) / DATA_SHEET
             parts = "".join(f"{value:>11.1f}" for value in predicted)
             print(f"{name:<10} {side:<5}{parts} {predicted.total:>10.1f} ms, {share:.0%} MFU")
-        print(f"{'':<10} {totals['peer'] / totals['ours']:.2f} times as fast")
+        print(f"{'':<10} {totals['baseline'] / totals['stepscope']:.2f} times as fast")
     return 0
 
 

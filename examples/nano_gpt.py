@@ -1,7 +1,7 @@
 """A training loop in the style of nanoGPT: gradient accumulation, clipping, a schedule, autocast.
 
-    stepscope inspect --stop examples/nano_gpt.py
-    stepscope inspect --stop examples/nano_gpt.py --device cuda --layers 12 --width 768
+    stepscope inspect --stop-early examples/nano_gpt.py
+    stepscope inspect --stop-early examples/nano_gpt.py --device cuda --layers 12 --width 768
 
 Autocast and the fused optimizer are used on a GPU; on a CPU the step is plain.
 """

@@ -1,7 +1,7 @@
 """A training loop with everything that makes one slow, as a first subject for `inspect`.
 
-    stepscope inspect --stop examples/slow.py
-    stepscope inspect --stop examples/slow.py --device cuda --layers 12 --width 768 --context 512
+    stepscope inspect --stop-early examples/slow.py
+    stepscope inspect --stop-early examples/slow.py --device cuda --layers 12 --width 768
 
 Eager, float32, naive attention, an optimizer that loops over tensors in Python, a loss that is read
 back in every step, and data that is created on the host and copied from pageable memory.

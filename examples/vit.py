@@ -1,7 +1,7 @@
 """A vision transformer built from torch.nn, trained from a DataLoader.
 
-    stepscope inspect --stop examples/vit.py
-    stepscope inspect --stop examples/vit.py --device cuda --width 768 --image 224 --patch 16
+    stepscope inspect --stop-early examples/vit.py
+    stepscope inspect --stop-early examples/vit.py --device cuda --width 768 --image 224 --patch 16
 
 The images are noise, created one by one as a data set would read them.
 """

@@ -62,7 +62,7 @@ def _findings(ledger: Account) -> Iterator[str]:
     peers = ledger.taken.get(BASELINE_MATMULS)
     if peers is not None:
         ratio = peers.joules / ledger.taken[PRODUCTS].joules
-        text += f" The peer's variant of the GEMMs takes {number(ratio, 3)} times the energy."
+        text += f" The baseline's variant of the GEMMs takes {number(ratio, 3)} times the energy."
     yield text
 
 
@@ -94,11 +94,11 @@ def _table(ledgers: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table
             (
                 "Energy by the device's counter, ± one increment. Other passes: norms with residual"
                 " additions, rotary embeddings, SwiGLU. The per-row loss and the embedding are not"
-                " in any part. The peer's variant: a separate GEMM for each weight, including the"
-                " casts of weights and their gradients. The parts run one after the other here; in"
-                " the step AdamW overlaps with GEMMs, and a pass may find its input in the cache."
-                " A part below the power cap runs at a higher clock than the step, which costs"
-                " energy.",
+                " in any part. The baseline's variant: a separate GEMM for each weight, including"
+                " the casts of weights and their gradients. The parts run one after the other here;"
+                " in the step AdamW overlaps with GEMMs, and a pass may find its input in the"
+                " cache. A part below the power cap runs at a higher clock than the step, which"
+                " costs energy.",
                 f"The step: {listed}.",
                 *scaled,
             )

@@ -20,7 +20,7 @@ from stepscope.studies.flash.cases import FlashFlags, Shape, left_out
 
 SECTIONS = {
     "Lengths": ("flash-rate-", "flash-lengths-"),
-    "Several heads": ("flash-shapes", "flash-fastest-peer"),
+    "Several heads": ("flash-shapes", "flash-fastest-baseline"),
     "Memory": ("flash-memory-bfloat16", "flash-memory-float32", "flash-peaks"),
     "Accuracy": ("flash-errors", "flash-error-misses"),
     "What ran": ("flash-kernels",),
@@ -96,7 +96,7 @@ def _not_measured() -> list[str]:
 
 def _by_kernels(block: Block) -> Block:
     """Keep the shapes that are limited by the GPU; the report has all of them."""
-    if not isinstance(block, Table) or block.name != "flash-fastest-peer":
+    if not isinstance(block, Table) or block.name != "flash-fastest-baseline":
         return block
     index = next(i for i, column in enumerate(block.columns) if column.title == "limited by")
     rows = tuple(row for row in block.rows if row[index] == "GPU")

@@ -69,19 +69,20 @@ def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
         f"`python benchmarks/parallel_against_torch.py --context {contexts} --out {AGAINST_TORCH}`"
         f" on {here.cpu_cores} cores of {here.cpu}, torch {here.torch}, load"
         f" {here.load_average or 0.0:.1f} at its start. Steps are interleaved in the same ranks; a"
-        " ratio is ours over torch's in one round, with the 95 % confidence interval of its median."
+        " ratio is Stepscope over torch in one round, with the 95 % confidence interval of its"
+        " median."
     )
     yield _markdown(
         [(record.config, paired(record)) for record in records],
         [
-            col("ours", lambda r: r[0]["ours"]),
-            col("torch's", lambda r: r[0]["theirs"]),
+            col("Stepscope", lambda r: r[0]["stepscope"]),
+            col("torch", lambda r: r[0]["baseline"]),
             col("size", lambda r: r[0]["size"]),
             col("context", lambda r: r[0]["context"], "count"),
             col("ranks", lambda r: r[0]["ranks"], "count"),
             col("torch's step", lambda r: r[1].baseline_ms, unit="ms"),
-            col("step, ours / torch's", lambda r: interval(r[1].wall), "number"),
-            col("CPU time, ours / torch's", lambda r: interval(r[1].cpu), "number"),
+            col("step, Stepscope / torch", lambda r: interval(r[1].wall), "number"),
+            col("CPU time, Stepscope / torch", lambda r: interval(r[1].cpu), "number"),
         ],
     )
 

@@ -1,4 +1,4 @@
-"""Benchmark of our kernels, for docs/step.md, from the output of `benchmarks/fused_pieces.py`."""
+"""Benchmark of fused kernels, for docs/step.md, from the output of `benchmarks/fused_pieces.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.text import markdown
 
 RECORDS = "pieces_h200.jsonl"
-_OURS, _COMPILED = "ours", "compiled"
+_STEPSCOPE, _COMPILED = "stepscope", "compiled"
 
 Line = dict[str, Any]
 
@@ -30,7 +30,7 @@ def pieces_section(results: Path) -> Iterator[str]:
     path = results / RECORDS
     if not path.exists():
         return
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [_with_variant(json.loads(line)) for line in path.read_text().splitlines()]
     races: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         races.setdefault((line["piece"], line["shape"]), []).append(line)
@@ -45,11 +45,18 @@ def pieces_section(results: Path) -> Iterator[str]:
     yield markdown(_table(list(races.values()))).strip()
 
 
-def _over_ours(race: Sequence[Line], variant: str) -> Ratio | None:
-    samples = {line["way"]: line["ms"] for line in race if "ms" in line}
-    if _OURS not in samples or variant not in samples:
+def _with_variant(line: Line) -> Line:
+    """Files of older versions have `way`, with `ours` for Stepscope."""
+    if "way" not in line:
+        return line
+    return line | {"variant": line["way"].replace("ours", _STEPSCOPE)}
+
+
+def _over_stepscope(race: Sequence[Line], variant: str) -> Ratio | None:
+    samples = {line["variant"]: line["ms"] for line in race if "ms" in line}
+    if _STEPSCOPE not in samples or variant not in samples:
         return None
-    return paired_ratio(samples[_OURS], samples[variant])
+    return paired_ratio(samples[_STEPSCOPE], samples[variant])
 
 
 def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
@@ -58,41 +65,41 @@ def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
         ratios = {
             race[0]["shape"]: ratio
             for race in races
-            if race[0]["piece"] == piece and (ratio := _over_ours(race, _COMPILED)) is not None
+            if race[0]["piece"] == piece and (ratio := _over_stepscope(race, _COMPILED)) is not None
         }
         if ratios:
             listed = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in ratios.items())
             slower = any(ratio.low <= 1 for ratio in ratios.values())
             reason = f" It stays: {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
-            yield f"{piece}: compiled, it takes {listed} times as long as ours.{reason}"
+            yield f"{piece}: compiled, it takes {listed} times as long as Stepscope's.{reason}"
 
 
 def _table(races: Sequence[Sequence[Line]]) -> Table:
     return Table(
         name="pieces",
-        title="Our kernels against eager and torch.compile",
+        title="Stepscope's kernels against eager and torch.compile",
         columns=(
             Column(title="piece"),
             Column(title="shape"),
             Column(title="variant"),
             Column(title="time", kind="number", unit="ms"),
-            Column(title="host", kind="number", unit="ms", hint="time to issue the work"),
-            Column(title="over ours", kind="number", unit="×"),
+            Column(title="CPU", kind="number", unit="ms", hint="time to issue the work"),
+            Column(title="relative time", kind="number", unit="×"),
             Column(title="peak memory", kind="bytes"),
         ),
         rows=tuple(_row(race, line) for race in races for line in race),
-        caption="Over ours: the median of the per-round ratios with its 99 % interval; above 1 ours"
-        " is faster. If the host takes more than 20 ms, the time may be host-bound. Peak memory:"
-        " beyond the inputs; ours includes 16-bit copies of weights, which the optimizer writes"
-        " (adamw, ours with copies).",
+        caption="Relative time: time over Stepscope's, the median of the per-round ratios with its"
+        " 99 % interval; above 1 Stepscope is faster. If the CPU takes more than 20 ms, the time"
+        " may be CPU-bound. Peak memory: beyond the inputs; Stepscope's includes 16-bit copies of"
+        " weights, which the optimizer writes (adamw, stepscope with copies).",
     )
 
 
 def _row(race: Sequence[Line], line: Line) -> tuple[Cell, ...]:
-    named = (line["piece"], line["shape"], line["way"])
+    named = (line["piece"], line["shape"], line["variant"])
     if "lost" in line:
         return (*named, line["lost"], None, None, None)
-    ratio = _over_ours(race, line["way"])
+    ratio = _over_stepscope(race, line["variant"])
     over = None if ratio is None else Interval(value=ratio.value, low=ratio.low, high=ratio.high)
     time = summarize(line["ms"]).median
     return (*named, time, line["host_ms"], over, line["peak_bytes"])

@@ -56,8 +56,8 @@ def _figures(results: Path) -> str:
         title="",
         columns=(
             Column(title="on one H200"),
-            Column(title="ours"),
-            Column(title="the other"),
+            Column(title="Stepscope"),
+            Column(title="baseline"),
             Column(title="speedup", kind="number"),
             Column(title="interleaved", kind="number"),
         ),
@@ -82,7 +82,7 @@ def _steps(results: Path) -> Iterator[Row]:
             yield (
                 _named(race),
                 f"{duration(lead.ms)}{mfu}",
-                f"torch.compile, {duration(lead.peer_ms)}",
+                f"torch.compile, {duration(lead.baseline_ms)}",
                 lead_cell(lead),
                 ratio_cell(ratio),
             )

@@ -18,7 +18,7 @@
 #
 # Races, energy, compile-by and loss accept names after a colon, to record only these:
 # race-512:xl-512,small-512; compile-by:fp32;
-# loss:as-made,narrow-stream only trains these rungs, each with all rungs below it.
+# loss:low-precision-grads,narrow-stream only trains these rungs, each with all rungs below it.
 #
 #   RESULTS     folder of the records (results); each part has a file until all are concatenated
 #   WORK        folder of intermediate files (stepscope-out/step)
@@ -30,7 +30,7 @@ work=${WORK:-stepscope-out/step}
 mkdir -p "$results" "$work"
 # Compiling a full model takes minutes: it is done with one attention, the one that is faster by
 # block, and with CUDA graphs where launches leave gaps, which is at context 512.
-forms=('peer: block' 'backward graph' 'spare')
+forms=('baseline: block' 'backward graph' 'low-memory')
 
 run() { # FOLDER SECONDS ARGUMENTS...
     rm -rf "${work:?}/$1"
@@ -54,7 +54,7 @@ keep() { # FILE FOLDER...: concatenate the newest runs of these folders
 
 race() { # RACE MODE: mode of the fully compiled model, which is tried last
     run "$1" 480 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
-        --forms "${forms[@]}" "peer: model $2 sdpa_cudnn"
+        --forms "${forms[@]}" "baseline: model $2 sdpa_cudnn"
     keep "step-$1" "$1"
 }
 
@@ -126,7 +126,7 @@ part() { # NAME, or NAME:SOME,NAMES
     tuned)
         run tuned 400 step --part race --race 2.7b-512 --modes reduce-overhead max-autotune \
             --attentions sdpa_cudnn --form-seconds 250 --heat-seconds 300 --min-seconds 6 \
-            --forms 'peer: block' 'ours: eager auto joined updates in backward graph'
+            --forms 'baseline: block' 'stepscope: eager auto fused projections optimizer-in-backward graph'
         keep step-tuned tuned
         ;;
     *)

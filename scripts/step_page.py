@@ -1,4 +1,4 @@
-"""The pages of the fast step: docs/step.md, docs/compile.md and docs/levers-h200.md with figures.
+"""Pages of the fast step, docs/step.md, compile.md and techniques-h200.md, with figures.
 
 `python scripts/make_docs.py` generates each once there are records for it.
 """
@@ -59,15 +59,15 @@ PAGES = {
             "Not measured": ("compile-lost",),
         },
     ),
-    "levers-h200.md": Page(
-        "levers",
+    "techniques-h200.md": Page(
+        "techniques",
         "levers_h200.jsonl",
-        "Six levers on one H200",
+        "Optimization techniques on one H200",
         {
-            "Gain of each lever": ("levers",),
-            "What the hardware does": ("levers-hardware",),
-            "The device": ("levers-card",),
-            "Not measured": ("levers-lost",),
+            "Gain of each technique": ("techniques",),
+            "What the hardware does": ("techniques-hardware",),
+            "The device": ("techniques-card",),
+            "Not measured": ("techniques-lost",),
         },
     ),
 }

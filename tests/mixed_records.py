@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from lever_records import card_record, lever_record
 from own_records import inspected_record, own_record, tried
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
@@ -28,6 +27,7 @@ from study_records import (
     tiles_record,
     warmup_record,
 )
+from technique_records import card_record, technique_record
 
 FAILURES = {
     "oom": "OutOfMemoryError: CUDA out of memory",
@@ -109,13 +109,13 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
         "flash": flash_records(),
-        "levers": [
+        "techniques": [
             card_record(),
-            lever_record(),
-            lever_record("recomputation", kept=(4e9, 1e9)),
+            technique_record(),
+            technique_record("recomputation", kept=(4e9, 1e9)),
             *(
-                lever_record(lever, status=status, reason=FAILURES[status])
-                for lever, status in zip(
+                technique_record(technique, status=status, reason=FAILURES[status])
+                for technique, status in zip(
                     ("divergence", "precision", "fusion", "tiling"), FAILURES, strict=True
                 )
             ),
@@ -195,7 +195,7 @@ def mixed_records() -> dict[str, list[Record]]:
             loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
             waterfall_record("start"),
             waterfall_record("graph", replay=0.5),
-            step_race_record(peaks={"peer": 70.0, "ours": 60.0}),
+            step_race_record(peaks={"baseline": 70.0, "stepscope": 60.0}),
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
             loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),

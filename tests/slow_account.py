@@ -189,10 +189,10 @@ class Account:
         began = max([self.start, *(p.end for p in self.pieces if p.end <= moment)])
         later = next((p for p in self.pieces if p.start > moment), None)
         if later is None:
-            return "host"
+            return "CPU"
         if later.launch is None:
             return "no launch"
-        return "host" if later.launch[1] > began else "queue"
+        return "CPU" if later.launch[1] > began else "queue"
 
 
 def _times(event: dict[str, Any]) -> tuple[int, int]:

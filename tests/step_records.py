@@ -96,7 +96,10 @@ def step_race_record(
     step of each block by side.
     """
     (case,) = _cases("race", race=(name,))
-    took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
+    took = took or {
+        "baseline: block default sdpa_flash": 100.0,
+        "stepscope: model default auto": 80.0,
+    }
     best, heats = {}, {}
     for racer, ms in took.items():
         side = racer.partition(":")[0]
@@ -122,7 +125,7 @@ def step_race_record(
     attachments = {
         "best": best,
         "heats": heats,
-        "excluded": {"peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
+        "excluded": {"baseline: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
     }
     return _record(
         case,

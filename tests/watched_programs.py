@@ -9,7 +9,7 @@ from pathlib import Path
 from stepscope.advisor.inspect.gather import gather
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 
 @contextmanager
@@ -24,6 +24,6 @@ def watching(folder: Path, stop: bool = False, traced: int = 2) -> Iterator[Watc
         watcher.finish()
 
 
-def only(folder: Path) -> Watched:
+def only(folder: Path) -> ProgramRecord:
     (record,) = gather(folder)
-    return Watched(record)
+    return ProgramRecord(record)

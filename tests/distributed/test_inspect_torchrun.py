@@ -44,7 +44,7 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
             "2",
             "--steps",
             "2",
-            "--traced",
+            "--profiled-steps",
             "2",
             "--out",
             str(tmp_path / "out"),
@@ -72,4 +72,4 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "train.html").read_text()
     assert "Rank 1 is the slowest" in page
     assert not list(tmp_path.glob("stepscope-inspect-*"))
-    assert not list((tmp_path / "cache" / "stepscope" / "meetings").iterdir())
+    assert not list((tmp_path / "cache" / "stepscope" / "inspect").iterdir())

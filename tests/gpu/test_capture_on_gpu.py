@@ -401,7 +401,9 @@ def test_fused_model_with_weight_copies_trains_as_eagerly() -> None:
 
     def run(graph: str, kind: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        model = TransformerLM(config, attention=attention, fused=True, joined=True, device="cuda")
+        model = TransformerLM(
+            config, attention=attention, fused=True, fused_projections=True, device="cuda"
+        )
         optimizer = kind(model.parameters(), copies=model.copies)
         step = stepscope.TrainStep(model, optimizer, dtype=torch.bfloat16, graph=graph)  # type: ignore[arg-type]
         losses = []

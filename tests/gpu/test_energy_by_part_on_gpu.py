@@ -34,12 +34,12 @@ def device() -> CudaDevice:
 
 
 @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
-@pytest.mark.parametrize("keep", ["all", "norms", "gates"])
+@pytest.mark.parametrize("policy", ["all", "norms", "gates"])
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
 def test_every_part_is_captured_and_replayed(
-    part: energy_by_part.Part, keep: str, gradients: torch.dtype, device: CudaDevice
+    part: energy_by_part.Part, policy: str, gradients: torch.dtype, device: CudaDevice
 ) -> None:
-    setting = Setting(SMALL, 4, device.torch_device, keep=keep, gradients=gradients)
+    setting = Setting(SMALL, 4, device.torch_device, activation_policy=policy, gradients=gradients)
     replay = energy_by_part.repeated(part.make(setting), device)
     for _ in range(3):
         replay()

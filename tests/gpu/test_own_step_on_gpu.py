@@ -15,7 +15,7 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import PARAMETERS
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,15 +25,15 @@ pytestmark = [
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def inspected(tmp_path: Path, script: str, *words: str) -> Watched:
+def inspected(tmp_path: Path, script: str, *words: str) -> ProgramRecord:
     command = [
-        sys.executable, "-m", "stepscope", "inspect", "--stop", "--out", str(tmp_path),
+        sys.executable, "-m", "stepscope", "inspect", "--stop-early", "--out", str(tmp_path),
         str(EXAMPLES / script), "--device", "cuda", "--steps", "60", *words,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path / f"{Path(script).stem}.jsonl")
-    return Watched(record)
+    return ProgramRecord(record)
 
 
 SMALL = ("--layers", "4", "--width", "512", "--heads", "8")
@@ -48,7 +48,7 @@ def test_the_slow_example_is_analyzed(tmp_path: Path) -> None:
     assert watched.record.find("step", "device") is not None
     assert {"forward", "backward", "optimizer"} <= {line.phase for line in summary.lines}
     assert any(use.module == "blocks.*/attention" for use in summary.uses)
-    assert summary.idle_of("synchronisation") > 0
+    assert summary.idle_of("synchronization") > 0
     assert ledger is not None
     # The cuBLAS workspace is not in the ledger: measuring it would disturb the program.
     assert abs(ledger.highest.unattributed) < 128 << 20
@@ -80,7 +80,7 @@ def test_a_scope_does_not_slow_down_a_loop_on_a_gpu(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     scope.report(tmp_path / "page.html")
-    watched = Watched(scope.record())
+    watched = ProgramRecord(scope.record())
     assert not [note for note in watched.record.notes if note.endswith(("missing", "failed"))]
     assert watched.summary is not None
     assert watched.step_ms == pytest.approx(watched.summary.wall_ms, rel=0.5)

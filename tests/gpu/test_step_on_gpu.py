@@ -104,7 +104,7 @@ def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch
             "activation_policy": "gates",
         },
     ],
-    ids=["torch", "ours", "our kernels", "checkpointed", "fused projections", "in backward"],
+    ids=["torch", "stepscope", "our kernels", "checkpointed", "fused projections", "in backward"],
 )
 def test_a_replayed_step_trains_like_the_eager_step(
     device: CudaDevice, attention: str, more: dict[str, Any]
@@ -287,12 +287,20 @@ def test_a_capture_with_unprepared_gradients_raises() -> None:
         },
         {
             "fused_projections": True,
-            "optimizer": ("stepscope-as-made",),
+            "optimizer": ("stepscope-low-precision-grads",),
             "autotune_gemms": True,
             "graph": True,
         },
     ],
-    ids=["fused", "fused projections", "inputs", "in backward", "graph", "autotuned", "as made"],
+    ids=[
+        "fused",
+        "fused projections",
+        "inputs",
+        "in backward",
+        "graph",
+        "autotuned",
+        "low-precision gradients",
+    ],
 )
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure", "bfloat16-master"]
@@ -322,15 +330,15 @@ def test_a_comparison_shares_weights_and_keeps_the_fastest_of_each_side(device: 
     case = tiny_race_case(form_seconds=60.0)
     for racer in alone:
         field.heat(racer, case)
-    assert set(field.heats) == {"peer", "ours", "narrow"}, field.excluded
+    assert set(field.heats) == {"baseline", "stepscope", "low-precision"}, field.excluded
     assert not field.excluded
     entries = [field.entry(field.run_off(side)) for side in field.heats]
-    peer, *others = (entry.step.model for entry in entries)
+    baseline, *others = (entry.step.model for entry in entries)
     for other in others:
-        pairs = zip(peer.parameters(), other.parameters(), strict=True)
+        pairs = zip(baseline.parameters(), other.parameters(), strict=True)
         assert all(one is same for one, same in pairs)
     heats = [heat for of_side in field.heats.values() for heat in of_side.values()]
-    state = 12 * sum(p.numel() for p in peer.parameters())
+    state = 12 * sum(p.numel() for p in baseline.parameters())
     # Weights and moments in float32 are a lower bound for every variant.
     assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
 
@@ -350,7 +358,7 @@ def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> No
     limit = device.telemetry.power_limit_w()
     assert limit is not None
     assert "no_energy" not in measurement.notes, measurement.notes["no_energy"]
-    for side in ("peer", "ours"):
+    for side in ("baseline", "stepscope"):
         values = {one.name: one.value for one in measurement.quantities if one.variant == side}
         assert 0 < values["power_w"] < 1.1 * limit
         expected = values["power_w"] * values["unbroken_step_ms"] * 1e-3
@@ -362,8 +370,8 @@ def test_the_text_is_learned_in_every_precision(device: CudaDevice) -> None:
     flags = StepFlags(
         part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
         loss_rungs=(
-            "bf16", "flash", "fused-loss", "fused-pieces", "joined", "fused-optimizer",
-            "in-backward", "graph", "searched", "master",
+            "bf16", "flash", "fused-loss", "fused-pieces", "fused-projections", "fused-optimizer",
+            "in-backward", "graph", "autotune-gemms", "master",
         ),
     )  # fmt: skip
     from stepscope.studies.registry import find_study

@@ -14,13 +14,13 @@ from typing import Any
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"
 HOOK = ROOT / "benchmarks" / "independent_hook.py"
 STEPS = 16
-PLAN = ("--warmup", "2", "--steps", "5", "--traced", "2")
+PLAN = ("--warmup", "2", "--steps", "5", "--profiled-steps", "2")
 """Eleven steps are recorded, so the last steps of a program run unobserved."""
 TIMEOUT_S = 600
 
@@ -127,8 +127,8 @@ class Inspected:
         return read_records(path)
 
     @property
-    def watched(self) -> Watched:
-        return Watched(self.records[0])
+    def watched(self) -> ProgramRecord:
+        return ProgramRecord(self.records[0])
 
 
 def inspect(program: Program, *words: str, name: str = "") -> Inspected:

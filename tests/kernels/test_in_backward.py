@@ -22,7 +22,7 @@ from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, triton_adamw
 
 class TestInBackward:
     def trained(self, kind: type[AdamW], steps: int = 2, **how: object) -> dict[str, Tensor]:
-        subject = model(fused=True, joined=True, **how)
+        subject = model(fused=True, fused_projections=True, **how)
         optimizer = kind(subject.parameters(), lr=1e-2)
         for _ in range(steps):
             subject(*batch()).backward()
@@ -76,7 +76,11 @@ class TestInBackward:
 
     def test_weights_without_a_copy_are_updated_after_their_last_use(self) -> None:
         """torch would raise if a saved weight changed before the backward reads it."""
-        how = {"dtype": torch.float16, "keep": policy_per_layer(GATES, 2), "checkpoint": (1,)}
+        how = {
+            "dtype": torch.float16,
+            "activation_policy": policy_per_layer(GATES, 2),
+            "checkpoint": (1,),
+        }
         ours, after = (self.trained(k, 2, **how) for k in (InBackwardAdamW, FusedAdamW))
         torch.testing.assert_close(ours, after, rtol=2e-3, atol=1e-4)
 
@@ -94,8 +98,8 @@ class TestInBackward:
 
         monkeypatch.setattr(triton_adamw, "update_one", recorded)
         direct, rounded = (
-            self.trained_in_float16(as_made=True),
-            self.trained_in_float16(as_made=False),
+            self.trained_in_float16(low_precision_grads=True),
+            self.trained_in_float16(low_precision_grads=False),
         )
         narrow = [kind for kind in dtypes if kind[1] == torch.float16]
         assert len(narrow) == 2 * 7 * 2  # steps, matmul weights of a block, blocks
@@ -105,15 +109,21 @@ class TestInBackward:
         near = {"rtol": 1e-6, "atol": 1e-7} if DEVICE == "cuda" else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(direct, rounded, **near)
 
-    def trained_in_float16(self, *, as_made: bool) -> dict[str, Tensor]:
-        """Train two steps in float16; without `as_made` gradients are rounded as autocast does."""
-        subject = model(fused=True, joined=True, keep=policy_per_layer(GATES, 2))
+    def trained_in_float16(self, *, low_precision_grads: bool) -> dict[str, Tensor]:
+        """Train two steps in float16; wide gradients are rounded as autocast does."""
+        subject = model(
+            fused=True, fused_projections=True, activation_policy=policy_per_layer(GATES, 2)
+        )
         optimizer = InBackwardAdamW(
-            subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=as_made
+            subject.parameters(),
+            lr=1e-2,
+            copies=subject.copies,
+            attach=False,
+            low_precision_grads=low_precision_grads,
         )
         wide = matmul.matmul_to_dtype
         with pytest.MonkeyPatch.context() as patched:
-            if not as_made:
+            if not low_precision_grads:
                 patched.setattr(matmul, "matmul_to_dtype", lambda a, b, dtype: (a @ b).to(dtype))
             for _ in range(2):
                 with torch.autocast(DEVICE, torch.float16):
@@ -124,13 +134,13 @@ class TestInBackward:
         assert matmul.matmul_to_dtype is wide
         return {name: p.detach().cpu() for name, p in subject.named_parameters()}
 
-    def test_as_made_needs_attached(self) -> None:
+    def test_low_precision_grads_needs_attached(self) -> None:
         with pytest.raises(ValueError, match="attach=False"):
-            InBackwardAdamW([nn.Parameter(draw(2, 2))], as_made=True)
+            InBackwardAdamW([nn.Parameter(draw(2, 2))], low_precision_grads=True)
 
     def test_a_weight_used_by_two_matmuls_raises(self) -> None:
         weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
-        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
+        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, low_precision_grads=True)
         with torch.autocast(DEVICE, torch.float16):
             once = fused_linear(draw(3, 4), (weight,), copies)
             twice = fused_linear(once, (weight,), copies)
@@ -167,7 +177,7 @@ class TestInBackward:
         assert not torch.equal(weight.detach(), before)
 
     def test_a_frozen_weight_is_unchanged(self) -> None:
-        subject = model(fused=True, joined=True)
+        subject = model(fused=True, fused_projections=True)
         frozen = {
             name: p.detach().clone()
             for name, p in subject.named_parameters()
@@ -177,7 +187,11 @@ class TestInBackward:
         for name, parameter in subject.named_parameters():
             parameter.requires_grad_(name not in frozen)
         optimizer = InBackwardAdamW(
-            subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=True
+            subject.parameters(),
+            lr=1e-2,
+            copies=subject.copies,
+            attach=False,
+            low_precision_grads=True,
         )
         with torch.autocast(DEVICE, torch.float16), optimizer.attached():
             subject(*batch()).backward()
@@ -209,7 +223,7 @@ class TestInBackward:
 
     def test_a_backward_that_raises_ends_the_step(self) -> None:
         weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
-        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
+        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, low_precision_grads=True)
 
         def fail(_: Tensor) -> None:
             raise MemoryError("planted")

@@ -56,7 +56,7 @@ def results(subject: TransformerLM, seeds: Sequence[int] = (1,)) -> dict[str, Te
     for seed in seeds:
         tokens, targets = batch(seed)
         subject.zero_grad()
-        if subject.joined:
+        if subject.fused_projections:
             loss = subject(tokens, targets)
         else:
             loss = cross_entropy(subject(tokens), targets)
@@ -69,14 +69,14 @@ def results(subject: TransformerLM, seeds: Sequence[int] = (1,)) -> dict[str, Te
 
 
 @pytest.mark.parametrize("checkpoint", [(), (1,)], ids=["", "checkpointed"])
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("policy", KEEPS)
 def test_fused_projections_give_the_loss_and_gradients_of_the_naive_model(
-    keep: str, checkpoint: tuple[int, ...]
+    policy: str, checkpoint: tuple[int, ...]
 ) -> None:
     how = {
         "fused": True,
-        "joined": True,
-        "keep": policy_per_layer(keep, 2),
+        "fused_projections": True,
+        "activation_policy": policy_per_layer(policy, 2),
         "checkpoint": checkpoint,
     }
     models = model(torch.float64), model(), model(**how)
@@ -85,22 +85,32 @@ def test_fused_projections_give_the_loss_and_gradients_of_the_naive_model(
 
 def test_weights_in_the_matmul_dtype_need_no_copy() -> None:
     """Weights that have the matmul dtype are read by separate matmuls, without a copy."""
-    joined = model(torch.float16, fused=True, joined=True, keep=policy_per_layer(INPUTS, 2))
+    fused = model(
+        torch.float16,
+        fused=True,
+        fused_projections=True,
+        activation_policy=policy_per_layer(INPUTS, 2),
+    )
     dtypes = torch.float64, torch.float16
-    hold_to_policy(*(results(model(dtype), SEEDS) for dtype in dtypes), results(joined, SEEDS))
-    assert all(joined.copies.find(p) is None for p in joined.parameters())
+    hold_to_policy(*(results(model(dtype), SEEDS) for dtype in dtypes), results(fused, SEEDS))
+    assert all(fused.copies.find(p) is None for p in fused.parameters())
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "narrow stream"])
-@pytest.mark.parametrize("keep", KEEPS)
-def test_gradients_have_the_dtype_of_the_weights_under_autocast(keep: str, narrow: bool) -> None:
+@pytest.mark.parametrize("policy", KEEPS)
+def test_gradients_have_the_dtype_of_the_weights_under_autocast(policy: str, narrow: bool) -> None:
     def under_autocast(subject: TransformerLM) -> dict[str, Tensor]:
         with torch.autocast(DEVICE, HALF):
             return results(subject)
 
-    joined = model(fused=True, joined=True, keep=policy_per_layer(keep, 2), narrow_stream=narrow)
-    actual = under_autocast(joined)
-    assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {torch.float32}
+    fused = model(
+        fused=True,
+        fused_projections=True,
+        activation_policy=policy_per_layer(policy, 2),
+        narrow_stream=narrow,
+    )
+    actual = under_autocast(fused)
+    assert {p.grad.dtype for p in fused.parameters() if p.grad is not None} == {torch.float32}
     exact, plain = results(model(torch.float64)), under_autocast(model(narrow_stream=narrow))
 
     # One rounding more (unit rows) or less (gradients) can go either way: by chance the error of a
@@ -117,27 +127,29 @@ def test_gradients_have_the_dtype_of_the_weights_under_autocast(keep: str, narro
 
 
 def test_parameters_are_the_same() -> None:
-    plain, joined = model(), model(fused=True, joined=True)
-    joined.load_state_dict(plain.state_dict())
-    assert list(plain.state_dict()) == list(joined.state_dict())
+    plain, fused = model(), model(fused=True, fused_projections=True)
+    fused.load_state_dict(plain.state_dict())
+    assert list(plain.state_dict()) == list(fused.state_dict())
 
 
 def test_activation_policies_save_less() -> None:
-    def saved(keep: str) -> int:
+    def saved(policy: str) -> int:
         sizes: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
             sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        subject = model(fused=True, joined=True, keep=policy_per_layer(keep, 2))
+        subject = model(
+            fused=True, fused_projections=True, activation_policy=policy_per_layer(policy, 2)
+        )
         weights = {p.untyped_storage().data_ptr() for p in subject.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             subject(*batch())
         return sum(size for address, size in sizes.items() if address not in weights)
 
     rows, width, hidden = 18, 4 * CONFIG.d_model, 4 * CONFIG.d_ff
-    save_all, norms, gates, inputs = (saved(keep) for keep in KEEPS)
+    save_all, norms, gates, inputs = (saved(policy) for policy in KEEPS)
     assert save_all - norms == 2 * rows * hidden
     # Two unit rows replace two norm inputs and their outputs, and the SwiGLU output is not saved.
     assert save_all - gates == 2 * rows * (2 * width + hidden)
@@ -181,9 +193,9 @@ class TestFusedProjections:
         x, above = draw(2, 9, 24, dtype=dtype), draw(2, 9, 3 * 16, seed=5)
         weights = [draw(16, 24, dtype=dtype, seed=n) * 0.2 for n in range(3)]
 
-        def of(joined: bool, wide: torch.dtype) -> dict[str, Tensor]:
+        def of(fused: bool, wide: torch.dtype) -> dict[str, Tensor]:
             leaves = [each.detach().to(wide).requires_grad_() for each in (x, *weights)]
-            if joined:
+            if fused:
                 out = fused_linear(leaves[0], tuple(leaves[1:]), WeightCopies())
             else:
                 out = torch.cat([leaves[0] @ w.T for w in leaves[1:]], dim=-1)
@@ -199,17 +211,17 @@ class TestFusedProjections:
         assert out.dtype == torch.float32
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
-    @pytest.mark.parametrize("keep", KEEPS)
-    def test_feed_forward(self, keep: str) -> None:
+    @pytest.mark.parametrize("policy", KEEPS)
+    def test_feed_forward(self, policy: str) -> None:
         sizes = [(2, 7, 24), (40, 24), (40, 24), (24, 40)]
         inputs = [draw(*size, seed=n) * 0.3 for n, size in enumerate(sizes)]
         above = draw(2, 7, 24, seed=9)
 
-        def of(joined: bool, wide: torch.dtype) -> dict[str, Tensor]:
+        def of(fused: bool, wide: torch.dtype) -> dict[str, Tensor]:
             leaves = [each.detach().to(wide).requires_grad_() for each in inputs]
             x, w1, w3, w2 = leaves
-            if joined:
-                out = feed_forward(x, w1, w3, w2, WeightCopies(), keep)
+            if fused:
+                out = feed_forward(x, w1, w3, w2, WeightCopies(), policy)
             else:
                 out = (nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
             made = torch.autograd.grad(out, leaves, above.to(wide))
@@ -217,15 +229,17 @@ class TestFusedProjections:
 
         hold_to_policy(of(False, torch.float64), of(False, torch.float32), of(True, torch.float32))
 
-    @pytest.mark.parametrize("keep", KEEPS)
-    def test_feed_forward_without_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("policy", KEEPS)
+    def test_feed_forward_without_kernels(
+        self, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         inputs = [draw(*size) * 0.3 for size in ((6, 8), (12, 8), (12, 8), (8, 12))]
         with_kernels, without = [], []
         for outputs, runs in ((with_kernels, True), (without, False)):
             if not runs:
                 monkeypatch.setattr("stepscope.kernels.feed_forward.kernels_take", lambda *_: False)
             leaves = [each.detach().requires_grad_() for each in inputs]
-            out = feed_forward(*leaves, WeightCopies(), keep)  # type: ignore[misc]
+            out = feed_forward(*leaves, WeightCopies(), policy)  # type: ignore[misc]
             outputs += [out, *torch.autograd.grad(out.square().sum(), leaves)]
         torch.testing.assert_close(with_kernels, without, rtol=1e-5, atol=1e-6)
 
@@ -331,7 +345,7 @@ class TestWeightCopies:
         assert torch.equal(copied[:4], weights[0].detach().to(HALF))
 
     def test_the_first_call_may_be_in_inference_mode(self) -> None:
-        subject = model(fused=True, joined=True)
+        subject = model(fused=True, fused_projections=True)
         with torch.autocast(DEVICE, HALF):
             with torch.inference_mode():
                 expected = subject(*batch())
@@ -340,7 +354,7 @@ class TestWeightCopies:
         assert torch.equal(loss.detach(), expected)
 
     def test_a_model_is_saved_and_copied_without_weight_copies(self) -> None:
-        subject = model(fused=True, joined=True)
+        subject = model(fused=True, fused_projections=True)
         with torch.autocast(DEVICE, HALF):
             expected = subject(*batch()).detach()
             file = io.BytesIO()

@@ -159,7 +159,7 @@ def test_sparse_gradients_raise() -> None:
 
 class TestCopies:
     def test_both_copies_of_a_tied_weight_are_updated(self) -> None:
-        subject = model(fused=True, joined=True)
+        subject = model(fused=True, fused_projections=True)
         for block in subject.blocks:
             block.attention.key.weight = block.attention.query.weight  # type: ignore[union-attr]
         optimizer = FusedAdamW(subject.parameters(), lr=3e-2, copies=subject.copies)
@@ -197,6 +197,6 @@ class TestCopies:
 
     def test_in_inference_mode_weights_are_cast_again(self) -> None:
         with torch.inference_mode(), torch.autocast(DEVICE, HALF):
-            subject = model(fused=True, joined=True)
+            subject = model(fused=True, fused_projections=True)
             first = subject(*batch())
             torch.testing.assert_close(subject(*batch()), first, rtol=0, atol=0)

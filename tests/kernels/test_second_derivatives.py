@@ -46,7 +46,9 @@ def test_a_second_derivative_raises(name: str) -> None:
         assert x.grad is None
 
 
-@pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"fused": True, "fused_projections": True}], ids=str
+)
 def test_a_gradient_penalty_on_a_model_raises(how: dict[str, bool]) -> None:
     subject = model(**how)
     loss = subject(*batch())

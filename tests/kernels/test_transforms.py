@@ -167,7 +167,9 @@ def test_fused_operations_under_every_transform(name: str) -> None:
         close(forward_ad.unpack_dual(dual).tangent, along)
 
 
-@pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"fused": True, "fused_projections": True}], ids=str
+)
 def test_a_fused_model_with_functional_call(how: dict[str, bool]) -> None:
     subject = model(**how)
     weights = {name: tensor.detach() for name, tensor in subject.named_parameters()}

@@ -452,8 +452,8 @@ def test_a_model_of_this_library_switches_its_fused_layers() -> None:
     model = TransformerLM(config)
     plain = float(model(*batch()).detach())
     report = stepscope.accelerate(model)
-    assert model.joined
+    assert model.fused_projections
     assert all(module.fused for module in model.modules() if hasattr(module, "fused"))
     assert float(model(*batch()).detach()) == pytest.approx(plain, rel=1e-5)
     report.undo()
-    assert not model.joined
+    assert not model.fused_projections

@@ -17,7 +17,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
 from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.setting import Setting, setting_of
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -123,7 +123,7 @@ def test_the_gain_of_another_dtype_depends_on_the_matmul_kernel(
 def test_the_host_has_a_time_for_each_phase() -> None:
     """A step on an H200 whose device is slower, so that no other time shows the host."""
     (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     took = watched.issue_ms
     assert list(took) == ["outside", "forward", "backward", "optimizer"]
     facts = facts_of(record)

@@ -12,7 +12,7 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.view import advice_table, cannot_rank
 from stepscope.analysis.advice.changes import advise, without_ranks
 from stepscope.records.jsonl import read_records, write_records
-from stepscope.records.schema import Lint, Record
+from stepscope.records.schema import FailedCheck, Record
 from stepscope.studies.program.cases import STUDY_NAME
 
 SLOW = Path(__file__).parents[2] / "results" / "advise-slow_h200.jsonl"
@@ -23,8 +23,8 @@ def base() -> Record:
 
 
 def busy(record: Record) -> Record:
-    lint = Lint(code="busy-machine", message="planted")
-    return msgspec.structs.replace(record, lints=(*record.lints, lint))
+    failed = FailedCheck(code="busy-machine", message="planted")
+    return msgspec.structs.replace(record, failed_checks=(*record.failed_checks, failed))
 
 
 def test_no_change_is_ranked_from_a_busy_machine() -> None:

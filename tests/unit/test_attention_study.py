@@ -15,7 +15,7 @@ from sample_records import value_of
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
-from stepscope.records.schema import Lint, Quantity, Record
+from stepscope.records.schema import FailedCheck, Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.attention.view import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
@@ -397,8 +397,10 @@ def test_a_growth_finding_has_code_values_and_records() -> None:
 
 
 def test_times_of_a_busy_machine_are_not_fitted() -> None:
-    busy = (Lint(code="busy-machine", message="planted"),)
-    (match,) = growth([*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, lints=busy)[2:]])
+    busy = (FailedCheck(code="busy-machine", message="planted"),)
+    (match,) = growth(
+        [*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, failed_checks=busy)[2:]]
+    )
     assert (match.code, match.tone) == ("attention.growth-unknown", "warn")
     assert "power" not in match.sentence
     assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in match.sentence

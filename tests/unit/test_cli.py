@@ -21,7 +21,7 @@ from stepscope.cli.common import with_new_names
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
-from stepscope.records.schema import Lint, Record
+from stepscope.records.schema import FailedCheck, Record
 from stepscope.records.store import Store
 from stepscope.studies.registry import all_studies
 
@@ -45,6 +45,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
         text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80
         assert all(f"\n  {name} " in text for name in COMMANDS)
         assert all(f"\n  {code} " in text for code in (0, 1, 2, 3, 4, 130))
     assert main(["--version"]) == 0
@@ -53,12 +54,14 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     assert f"stepscope {command}" in text
     assert "{None}" not in text
     assert "\nexamples:\n" in text
@@ -73,11 +76,14 @@ def test_every_command_has_help_with_examples(
 
 @pytest.mark.parametrize("study", all_studies())
 def test_the_help_of_every_study_documents_its_flags(
-    study: str, capsys: pytest.CaptureFixture[str]
+    study: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["run", study, "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    text = " ".join(shown.replace("│", " ").split())
     for flag in all_studies()[study].flags.__struct_fields__:
         assert f"--{flag.replace('_', '-')}" in text
     assert "(default: '')" not in text
@@ -89,6 +95,8 @@ def test_the_help_of_every_study_documents_its_flags(
     [
         ("inspect", "--timed=5", "--steps=5"),
         ("inspect", "--keep", "--keep-traces"),
+        ("inspect", "--traced=2", "--profiled-steps=2"),
+        ("inspect", "--stop", "--stop-early"),
         ("advise", "--within", "--total-timeout"),
         ("predict", "--keep=gates", "--activation-policy=gates"),
         ("run flash", "--head", "--head-dim"),
@@ -141,6 +149,7 @@ def test_show_prints_all_of_one_record(desk: Desk) -> None:
     assert json.loads(desk("show", record.id).out)["id"] == record.id
     (value,) = parsed(desk("show", record.id, "--json"))["records"]
     assert value["case"] == record.case
+    assert value["lints"] == value["failed_checks"] == []
     facts = parsed(desk("show", "new", "--json"))
     assert len(facts["records"]) == 4
     assert facts["verdict"]["step_ms"] == pytest.approx(110)
@@ -287,9 +296,9 @@ def test_gate_fails_only_beyond_its_limit(desk: Desk, limit: str, code: int) -> 
 
 def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
     """The same benchmark twice, both flagged: a third slower, but no verdict."""
-    busy = Lint(code="busy-machine", message="threads waited for a core")
+    busy = FailedCheck(code="busy-machine", message="threads waited for a core")
     for name, step in (("one", 100.0), ("two", 133.0)):
-        saved = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
+        saved = [msgspec.structs.replace(r, failed_checks=(busy,)) for r in run_of(name, step=step)]
         fill(desk.store, {name: saved})
     output = desk("compare", "one", "two")
     assert (output.code, "slower" in output.out) == (0, False)
@@ -305,9 +314,9 @@ def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
 
 
 def test_certain_slowdown_outweighs_undecided_cases(desk: Desk) -> None:
-    busy = Lint(code="busy-machine", message="threads waited for a core")
+    busy = FailedCheck(code="busy-machine", message="threads waited for a core")
     first, *rest = run_of("mixed", step=133.0)
-    fill(desk.store, {"mixed": [msgspec.structs.replace(first, lints=(busy,)), *rest]})
+    fill(desk.store, {"mixed": [msgspec.structs.replace(first, failed_checks=(busy,)), *rest]})
     output = desk("compare", "base", "mixed", "--fail-above", "3%")
     assert output.code == 3
     assert "beyond 3%: benchmark small_c512" in output.out

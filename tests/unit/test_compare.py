@@ -16,7 +16,7 @@ from stepscope.analysis.compare import (
     inconclusive,
 )
 from stepscope.errors import StepscopeError
-from stepscope.records.schema import Lint, Reading, Record, Series
+from stepscope.records.schema import FailedCheck, Reading, Record, Series
 
 
 def step(median: float, **changes: Any) -> Record:
@@ -67,8 +67,8 @@ def test_on_a_cpu_the_cpu_decides() -> None:
     [
         ("step", ("eager", "compiled"), ("eager", "compiled")),
         ("step", ("slow", "fast"), ("slow", "fast")),
-        ("step", ("peer: block", "ours: graph"), ("peer", "ours")),
-        ("consecutive", ("peer: block", "ours: graph"), ("peer", "ours")),
+        ("step", ("baseline: block", "stepscope: graph"), ("baseline", "stepscope")),
+        ("consecutive", ("baseline: block", "stepscope: graph"), ("baseline", "stepscope")),
     ],
 )
 def test_all_interleaved_variants_are_compared(
@@ -91,7 +91,7 @@ def test_all_interleaved_variants_are_compared(
 
 def test_consecutive_steps_decide_over_single_samples() -> None:
     def race(single: float, block: float, seed: int) -> Record:
-        took = {"peer: block": (100.0, 100.0), "ours: graph": (single, block)}
+        took = {"baseline: block": (100.0, 100.0), "stepscope: graph": (single, block)}
         return record(
             series=tuple(
                 times(name, ms[index], variant=variant, seed=seed)
@@ -102,8 +102,8 @@ def test_consecutive_steps_decide_over_single_samples() -> None:
 
     comparisons = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
     assert [(one.of, one.verdict) for one in comparisons] == [
-        ("peer", "no difference shown"),
-        ("ours", "slower"),
+        ("baseline", "no difference shown"),
+        ("stepscope", "slower"),
     ]
 
 
@@ -130,8 +130,8 @@ def test_a_missing_variant_is_lost_but_another_winner_of_a_side_is_not() -> None
     races = [
         record(
             series=(
-                times("step", 10.0, variant="peer: x"),
-                times("step", 5.0, variant=f"ours: {variant}"),
+                times("step", 10.0, variant="baseline: x"),
+                times("step", 5.0, variant=f"stepscope: {variant}"),
             )
         )
         for variant in ("eager", "graph")
@@ -294,7 +294,7 @@ def test_a_busy_machine_gives_no_verdict(
 
 
 def test_a_stored_lint_or_noisy_samples_give_no_verdict() -> None:
-    flagged = step(150.0, lints=(Lint(code="busy-machine", message="planted"),))
+    flagged = step(150.0, failed_checks=(FailedCheck(code="busy-machine", message="planted"),))
     values = (206.0, 812.0, 999.0, 230.0) * 2
     noisy = record(series=(Series(name="step", unit="ms", values=values, clock="device"),))
     for new in (flagged, noisy):

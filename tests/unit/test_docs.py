@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lever_records import card_record, lever_record
 from precision_records import autocast_record
 from step_records import (
     compile_record,
@@ -34,6 +33,7 @@ from study_records import (
     profile_record,
     race_record,
 )
+from technique_records import card_record, technique_record
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -137,9 +137,9 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     ]
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
-    write_records([lever_record(), card_record()], tmp_path / "levers_h200.jsonl")
+    write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
     pages = step_pages(tmp_path)
-    step, compiled, levers = (pages[n] for n in ("step.md", "compile.md", "levers-h200.md"))
+    step, compiled, techniques = (pages[n] for n in ("step.md", "compile.md", "techniques-h200.md"))
     titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
     assert titles == [
         "Against torch.compile",
@@ -152,8 +152,8 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     assert "| 2.7b-512 | block default sdpa\\_flash | 100.0 |" in step
     assert "oom | too large" in step
     assert "## Time to compile" in compiled
-    assert "## The device" in levers
-    for page in (step, compiled, levers):
+    assert "## The device" in techniques
+    for page in (step, compiled, techniques):
         assert "## More" not in page
         for target in re.findall(r"\]\((figures/[^)]+)", page):
             assert pages[target].startswith("<svg")
@@ -182,7 +182,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
     text = step_pages(tmp_path)["step.md"]
-    assert "- swiglu: compiled, it takes 1.5 (small) times as long as ours." in text
+    assert "- swiglu: compiled, it takes 1.5 (small) times as long as Stepscope's." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
     assert row.startswith("| swiglu | small | compiled | 3.000 | 0.5000 | 1.5")
@@ -203,7 +203,7 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     assert (
         "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
         " passes 6.2 %. The parts add up to 40.0 J. With only products, attention and AdamW the"
-        " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The peer's"
+        " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The baseline's"
         " variant of the GEMMs takes 1.25 times the energy."
     ) in text
     assert (

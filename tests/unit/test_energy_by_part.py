@@ -50,17 +50,19 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TestShapes:
-    @pytest.mark.parametrize("joined", [True, False])
-    def test_all_gemms_have_the_counted_flops_of_a_step(self, joined: bool) -> None:
+    @pytest.mark.parametrize("fused_projections", [True, False])
+    def test_all_gemms_have_the_counted_flops_of_a_step(self, fused_projections: bool) -> None:
         for table in SIZES.values():
             for config in table.values():
                 for batch, context in ((4, 512), (3, 2048), (1, 32_768)):
-                    listed = step_matmuls(config, batch * context, joined=joined)
+                    listed = step_matmuls(
+                        config, batch * context, fused_projections=fused_projections
+                    )
                     counted = flops(config, batch, context).step_linear
                     assert sum(one.flops for one in listed) == counted
 
     def test_every_gemm_of_xl_at_512(self) -> None:
-        listed = step_matmuls(find_size("xl"), 2048, joined=True)
+        listed = step_matmuls(find_size("xl"), 2048, fused_projections=True)
         assert listed[:4] == (
             Matmul("q, k, v", "forward", 2048, 4800, 1600, 48),
             Matmul("q, k, v", "towards the input", 2048, 1600, 4800, 48),
@@ -75,7 +77,7 @@ class TestShapes:
             "head",
         ]
         assert listed[-1] == Matmul("head", "towards the weight", 10_000, 1600, 2048, 1)
-        separate = step_matmuls(find_size("xl"), 2048, joined=False)
+        separate = step_matmuls(find_size("xl"), 2048, fused_projections=False)
         assert [(one.name, one.columns) for one in separate[::3]] == [
             ("q", 1600),
             ("k", 1600),
@@ -88,14 +90,14 @@ class TestShapes:
         ]
 
     def test_the_head_is_chunked_as_the_loss(self) -> None:
-        assert head_chunks(find_size("xl"), 2048, joined=True) == (2048,)
+        assert head_chunks(find_size("xl"), 2048, fused_projections=True) == (2048,)
         large = find_size("8b", "2026")
         rows = rows_per_chunk(32_000, large.vocab, large.d_model)
-        *full, last = head_chunks(large, 32_000, joined=True)
+        *full, last = head_chunks(large, 32_000, fused_projections=True)
         assert full
         assert set(full) == {rows}
         assert last == 32_000 - len(full) * rows <= rows
-        assert head_chunks(large, 32_000, joined=False) == (32_000,)
+        assert head_chunks(large, 32_000, fused_projections=False) == (32_000,)
 
     def test_updates_include_every_parameter(self) -> None:
         for size in ("small", "xl", "2.7b"):
@@ -126,24 +128,24 @@ class RanMatmuls(TorchDispatchMode):
 
 class TestParts:
     @pytest.mark.parametrize(
-        ("make", "joined"),
+        ("make", "fused_projections"),
         [(parts_of_a_step.gemms, True), (parts_of_a_step.peers_gemms, False)],
     )
     def test_the_gemms_that_run_are_those_that_are_counted(
         self,
         make: Callable[[Setting], Callable[[], object]],
-        joined: bool,
+        fused_projections: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(listing, "rows_per_chunk", lambda *_: 20)
-        assert head_chunks(TINY, 48, joined=True) == (20, 20, 8)
+        assert head_chunks(TINY, 48, fused_projections=True) == (20, 20, 8)
         run = make(Setting(TINY, 3, HERE))
         # On a GPU the first call also queries the capabilities of cuBLAS.
         run()
         with RanMatmuls() as ran:
             run()
         listed: Counter[tuple[int, int, int]] = Counter()
-        for one in step_matmuls(TINY, 48, joined=joined):
+        for one in step_matmuls(TINY, 48, fused_projections=fused_projections):
             listed[one.rows, one.columns, one.depth] += one.instances
         assert ran.seen == listed
 
@@ -168,16 +170,16 @@ class TestParts:
         assert sum(row[4] is not None for row in rows) == 7 * TINY.n_layers + 1
 
     @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
-    @pytest.mark.parametrize("keep", ["all", GATES])
-    def test_every_part_can_be_repeated(self, part: energy_by_part.Part, keep: str) -> None:
+    @pytest.mark.parametrize("policy", ["all", GATES])
+    def test_every_part_can_be_repeated(self, part: energy_by_part.Part, policy: str) -> None:
         run = energy_by_part.repeated(
-            part.make(Setting(TINY, 3, HERE, keep=keep)), QuietBench.device
+            part.make(Setting(TINY, 3, HERE, activation_policy=policy)), QuietBench.device
         )
         run()
         run()
 
-    @pytest.mark.parametrize("keep", ["all", GATES])
-    def test_passes_use_our_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("policy", ["all", GATES])
+    def test_passes_use_our_kernels(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a dtype that the interpreter computes correctly."""
         from stepscope.kernels.triton import norm as triton_norm
         from stepscope.kernels.triton import rope as triton_rotary
@@ -195,9 +197,11 @@ class TestParts:
         ):
             label = f"{module.__name__.rpartition('.')[2]} {name}"
             monkeypatch.setattr(module, name, _counted(getattr(module, name), label, calls))
-        parts_of_a_step.passes(Setting(TINY, 3, HERE, keep=keep, narrow=torch.float16))()
+        parts_of_a_step.passes(
+            Setting(TINY, 3, HERE, activation_policy=policy, narrow=torch.float16)
+        )()
         layers = TINY.n_layers
-        again = {"norm scaled": 2 * layers} if keep == GATES else {}
+        again = {"norm scaled": 2 * layers} if policy == GATES else {}
         assert calls == again | {
             "norm forward": 2 * layers + 1,
             "norm backward": 2 * layers + 1,
@@ -220,7 +224,7 @@ class TestParts:
 
     def test_without_a_counter_every_line_reports_it(self) -> None:
         """The full step has run once: it is built and warmed up before it is measured."""
-        racer = next(one for one in racers("tiny-64") if one.side == "ours")
+        racer = next(one for one in racers("tiny-64") if one.side == "stepscope")
         small = {"n_layers": 1, "vocab": 100}
         racer = racer._replace(workload=msgspec.structs.replace(racer.workload, overrides=small))
         lines = list(energy_by_part.lines_of("tiny-64", racer, QuietBench.device))
@@ -272,8 +276,11 @@ class TestForm:
         for name in energy_by_part.RACES:
             mine = energy_by_part.our_racer(name)
             assert mine in racers(name)
-            policy = "keeps gates " if name == "2.7b-2048" else ""
-            assert mine.name == f"ours: eager auto joined {policy}updates in backward graph"
+            policy = "saves gates " if name == "2.7b-2048" else ""
+            assert (
+                mine.name
+                == f"stepscope: eager auto fused projections {policy}optimizer-in-backward graph"
+            )
             setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
             assert setting.gradients == torch.float32
             narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
@@ -287,10 +294,15 @@ class TestForm:
 
     def test_attention_and_number_of_blocks_can_be_chosen(self) -> None:
         mine = energy_by_part.our_racer("2.7b-2048", "sdpa_cudnn", 8)
-        assert mine.name == "ours: eager sdpa_cudnn joined keeps gates updates in backward graph"
+        words = "sdpa_cudnn fused projections saves gates optimizer-in-backward graph"
+        assert mine.name == f"stepscope: eager {words}"
         setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
         assert (setting.config.n_layers, setting.config.d_model) == (8, 2560)
-        assert (setting.tokens, setting.keep, setting.attention) == (8192, GATES, "sdpa_cudnn")
+        assert (setting.tokens, setting.activation_policy, setting.attention) == (
+            8192,
+            GATES,
+            "sdpa_cudnn",
+        )
         for layers in (0, 33):
             with pytest.raises(UsageError, match="name 1 to 32"):
                 energy_by_part.our_racer("2.7b-512", "auto", layers)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sample_records import environment, step_series
-from stepscope.records.schema import Lint, Quantity, Record
+from stepscope.records.schema import FailedCheck, Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.page import study_sections
 from stepscope.studies.registry import find_study
@@ -201,8 +201,8 @@ def test_lints_are_reported() -> None:
         )
         for size, f in (("small", 1e12), ("medium", 4e12))
     ]
-    finding = benchmark("lint", *flat)
-    assert finding.values == {"lint": "flat-in-size", "times": 1}
+    finding = benchmark("failed-check", *flat)
+    assert finding.values == {"check": "flat-in-size", "times": 1}
     assert (len(finding.records), finding.timed, finding.tone) == (1, False, "warn")
     assert finding.text.startswith("Check flat-in-size failed 1×, first: ")
 
@@ -303,8 +303,8 @@ def test_processes_that_disagree_have_no_number_of_warm_up_steps() -> None:
 
 
 def test_a_busy_machine_has_no_number_of_warm_up_steps() -> None:
-    busy = (Lint(code="busy-machine", message="planted"),)
-    records = [warmup_record(COLD), warmup_record(COLD, 2, lints=busy)]
+    busy = (FailedCheck(code="busy-machine", message="planted"),)
+    records = [warmup_record(COLD), warmup_record(COLD, 2, failed_checks=busy)]
     *_, verdict = (b for b in find_study("warmup").view(records) if isinstance(b, Finding))
     assert (verdict.code, verdict.tone) == ("warmup.steps-unknown", "warn")
     (section,) = study_sections(records)

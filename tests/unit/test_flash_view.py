@@ -51,14 +51,14 @@ class TestSpeed:
         self, times: tuple[float, ...], tone: str
     ) -> None:
         records = published(sdpa_cudnn=times)
-        match = finding(records, "flash.against-peer")
+        match = finding(records, "flash.against-baseline")
         assert match.values["mean"] == pytest.approx(math.prod(times) ** 0.2)
         assert (match.values["lowest"], match.values["missing"]) == (pytest.approx(min(times)), 0)
         assert match.records == tuple(record.id for record in records)
         assert match.tone == tone
 
     def test_a_mean_over_some_of_the_shapes_is_not_good(self) -> None:
-        match = finding(published(sdpa_flash=(2.0,) * 5)[:3], "flash.against-peer")
+        match = finding(published(sdpa_flash=(2.0,) * 5)[:3], "flash.against-baseline")
         assert (match.values["missing"], match.tone) == (2, "info")
 
     def test_the_shape_of_the_leaderboard(self) -> None:
@@ -217,9 +217,9 @@ class TestGrid:
         assert finding([saw], "flash.own-kernels").records == (saw.id,)
         fallen = [saw, flash_record(seq=512, attachments={"kernels": other})]
         assert not findings(fallen, "flash.own-kernels")
-        lint = finding(fallen, "flash.lint")
-        assert (lint.values["lint"], lint.values["times"]) == ("other-kernel", 1)
-        assert lint.records == (fallen[1].id,)
+        failed = finding(fallen, "flash.failed-check")
+        assert (failed.values["check"], failed.values["times"]) == ("other-kernel", 1)
+        assert failed.records == (fallen[1].id,)
 
     def test_saved_bytes_are_compared_with_the_prediction(self) -> None:
         def saving(extra: float, name: str) -> Record:
@@ -286,14 +286,14 @@ class TestGrid:
             flash_record(seq=512, both=1.0),
             flash_record("flex", seq=512, both=0.5, issued=0.4),
         ]
-        rows = table(records, "flash-fastest-peer")
+        rows = table(records, "flash-fastest-baseline")
         assert [(row["fastest other"], row["limited by"]) for row in rows] == [
             ("flex", "CPU"),
             ("flex", "GPU"),
             ("flex", "GPU"),
         ]
         assert [row["speedup"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
-        match = finding(records, "flash.fastest-peer").values
+        match = finding(records, "flash.fastest-baseline").values
         assert (match["by_kernels"], match["faster"], match["behind"]) == (2, 1, 1)
         assert match["lowest"] == pytest.approx(0.8)
         assert (match["by_host"], match["behind_by_host"]) == (1, 1)
@@ -322,11 +322,11 @@ class TestGrid:
         match = finding(records, "flash.highest-rate").values
         assert match["limit"] == "six bfloat16 matmuls"
         assert match["limit_rate"] == pytest.approx(100e12)
-        assert not findings(records, "flash.lint")
+        assert not findings(records, "flash.failed-check")
         drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
         assert [mark.value for mark in drawn.marks] == pytest.approx([50.0, 100.0])
         plain = [flash_record(dtype="float32", both=0.125, ceilings=limits)]
-        assert finding(plain, "flash.lint").values["lint"] == "above-ceiling"
+        assert finding(plain, "flash.failed-check").values["check"] == "above-ceiling"
 
     def test_kernels_are_counted_by_name(self) -> None:
         ran = {"forward": "forward_kernel", "backward": "query_kernel"}
@@ -354,7 +354,7 @@ GPU_AND_CPU_BOUND = [
     flash_record("flex", seq=512, both=0.1, issued=0.08),
 ]
 SENTENCES = {
-    "flash.against-peer": (
+    "flash.against-baseline": (
         published(sdpa_flash=(2.0,) * 5)[:3],
         "Compared with sdpa_flash in bfloat16, Stepscope is 2.00 times as fast (geometric mean of 3"
         " of 5 shapes; lowest 2.00 at 1,16,16384,64).",
@@ -378,7 +378,7 @@ SENTENCES = {
         " 1.3 % of the 700 TFLOP/s that matmuls alone reach here; Stepscope reaches 7.52 TFLOP/s at"
         " 1,1,4096,64.",
     ),
-    "flash.fastest-peer": (
+    "flash.fastest-baseline": (
         GPU_AND_CPU_BOUND,
         "Compared with the fastest other implementation at each of 2 shapes (timed one after the"
         " other, not interleaved), Stepscope is faster at 0 of 1 GPU-bound shapes and slower at 1"
@@ -442,6 +442,6 @@ def test_wording_of_saved_bytes_and_lints() -> None:
         "The bytes saved for backward match the prediction from the shapes exactly in 0 of 1 cells;"
         " cells of triton differ by at most 1.00 KiB (triton 1,1,4096,64 bfloat16)."
     )
-    lint = finding(records, "flash.lint")
-    assert lint.sentence.startswith("Check other-kernel failed 1×, first: triton ran ")
-    assert lint.sentence.endswith(".")
+    failed = finding(records, "flash.failed-check")
+    assert failed.sentence.startswith("Check other-kernel failed 1×, first: triton ran ")
+    assert failed.sentence.endswith(".")

@@ -13,7 +13,7 @@ import stepscope
 from stepscope.advisor.inspect.progress import read_progress
 from stepscope.advisor.scope import counting, stages
 from stepscope.records.memory import SAVED
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from watched_models import WIDTH, Network, batch, network_flops
 from watched_programs import only, watching
 
@@ -25,7 +25,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def flops_by_phase(watched: Watched) -> dict[str, set[str]]:
+def flops_by_phase(watched: ProgramRecord) -> dict[str, set[str]]:
     """Return the operators with a matmul, by phase."""
     assert watched.summary is not None
     phases: dict[str, set[str]] = {}
@@ -90,7 +90,7 @@ def test_scope_supports_closures() -> None:
     for _ in range(6):
         with scope.step():
             with_closure(model, optimizer)
-    phases = flops_by_phase(Watched(scope.record()))
+    phases = flops_by_phase(ProgramRecord(scope.record()))
     assert "aten::addmm" in phases["forward"]
     assert "aten::addmm" not in phases["optimizer"]
 
@@ -284,7 +284,7 @@ def test_fewer_steps_with_many_operators_are_traced(
             optimizer.step()
             optimizer.zero_grad()
     record = scope.record()
-    summary = Watched(record).summary
+    summary = ProgramRecord(record).summary
     assert summary is not None
     assert 1 <= len(summary.steps) < 9
     assert record.notes["traced_fewer"].startswith(f"{len(summary.steps)} instead of 9")

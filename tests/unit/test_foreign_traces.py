@@ -49,7 +49,7 @@ def summary_of(trace: ChromeTrace) -> Summary:
 
 def test_late_launches_get_the_advice_of_fewer_launches() -> None:
     text = sentences(summary_of(late_launches()))
-    assert "The host limits this step" in text
+    assert "The CPU limits this step" in text
     assert LAUNCH_REMEDY in text
     assert "longest gap" not in text
 
@@ -58,7 +58,7 @@ def test_late_graph_launches_do_not_get_the_advice_of_graphs() -> None:
     summary = summary_of(late_launches(graph=True))
     text = sentences(summary)
     assert summary.replayed == 1.0
-    assert "The host limits this step" in text
+    assert "The CPU limits this step" in text
     assert LAUNCH_REMEDY not in text
     assert "CUDA graphs already launch 100.0 % of the kernels" in text
 
@@ -73,7 +73,7 @@ def test_a_gap_before_the_first_kernel_is_named_without_a_launch_remedy(graph: b
     assert "which neither fewer launches nor faster kernels would remove" in text
     assert (
         "The longest gap makes up 100.0 % of the device's idle time: 218 ms before the first"
-        " kernel (the host was in prepare)." in text
+        " kernel (the CPU was in prepare)." in text
     )
 
 
@@ -99,7 +99,7 @@ def test_gaps_with_one_cause_are_reported_together() -> None:
         trace.range("enumerate(DataLoader)#next", at, at + 19_000)
         trace.kernel(SGEMM, at + 19_100, at + 19_990, launch=(at + 19_010, at + 19_020))
     text = sentences(summary_of(trace))
-    assert text.count("the host was in enumerate(DataLoader)#next") == 1
+    assert text.count("the CPU was in enumerate(DataLoader)#next") == 1
     assert "57.3 ms in 3 gaps" in text
     assert LAUNCH_REMEDY not in text
 
@@ -271,14 +271,14 @@ def test_one_kernel_is_in_the_singular() -> None:
 
 
 def test_classes_count_kernels_without_a_phase() -> None:
-    """The residual, which contains gaps too, is not reported as running work."""
+    """Unattributed time, which contains gaps too, is not reported as running work."""
     trace = training_step()
     trace.kernel(SGEMM, 700, 900)
     text = sentences(summary_of(trace))
     (classes,) = (
         part for part in text.split(". ") if part.startswith("Share of the time of all kernels")
     )
-    assert "residual" not in classes
+    assert "unattributed" not in classes
     # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.
     assert f"matmul {100 * 360 / 440:.1f} %" in classes
 

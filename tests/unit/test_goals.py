@@ -53,17 +53,17 @@ def against_torch(ratio: float, spread: float = 0.0) -> Record:
             rank=0,
             values=tuple(base * (1 + spread * (-1) ** n) for n in range(20)),
         )
-        for side, base in (("ours", 100 * ratio), ("theirs", 100.0))
+        for side, base in (("stepscope", 100 * ratio), ("baseline", 100.0))
         for kind in ("step", "cpu")
     )
     config = {
-        "ours": "bucketed",
-        "theirs": "DistributedDataParallel",
+        "stepscope": "bucketed",
+        "baseline": "DistributedDataParallel",
         "size": "mini",
         "context": 16,
         "ranks": 1,
     }
-    mixed = tuple(s if s.variant == "ours" else _flat(s) for s in series)
+    mixed = tuple(s if s.variant == "stepscope" else _flat(s) for s in series)
     return sample_record(study=AGAINST_TORCH, case="ddp", config=config, series=mixed)
 
 
@@ -76,11 +76,11 @@ class TestSteps:
 
     goal: Mapping[str, Any] = {"measure": "step-speedup", "case": ("xl-512",), "at_least": 1.4}
 
-    def race(self, ours: float, peer: Sequence[float] = (139.0, 140.0, 141.0)) -> Record:
+    def race(self, ours: float, baseline: Sequence[float] = (139.0, 140.0, 141.0)) -> Record:
         return step_race_record(
             "xl-512",
-            {"peer: a": 300.0, "ours: b": 100.0},
-            consecutive={"peer": peer, "ours": (ours,) * 3},
+            {"baseline: a": 300.0, "stepscope: b": 100.0},
+            consecutive={"baseline": baseline, "stepscope": (ours,) * 3},
         )
 
     @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ class TestSteps:
         assert result.goal.margin(result.measured.value) == pytest.approx(140 / ours / 1.4 - 1)
 
     def test_one_block_per_side_decides_without_an_interval(self) -> None:
-        drawn = {"peer": (690.0, 120.0, 1700.0), "ours": (690.0, 100.0, 1600.0)}
-        race = step_race_record("xl-512", {"peer: a": 140.0, "ours: b": 90.0}, drawn=drawn)
+        drawn = {"baseline": (690.0, 120.0, 1700.0), "stepscope": (690.0, 100.0, 1600.0)}
+        race = step_race_record("xl-512", {"baseline: a": 140.0, "stepscope: b": 90.0}, drawn=drawn)
         (result,) = judged([race], **self.goal)
         assert result.measured == ("xl-512", pytest.approx(1.2), None, None)
         assert result.outcome == "missed"
@@ -110,9 +110,9 @@ class TestSteps:
     def test_time_memory_and_utilization(self) -> None:
         race = step_race_record(
             "2.7b-2048",
-            {"peer: a": 360.0, "ours: b": 320.0, "spare: c": 400.0},
-            peaks={"peer": 80.0, "ours": 60.0, "spare": 40.0},
-            consecutive={"peer": (360.0,) * 3, "ours": (318.0, 320.0, 322.0)},
+            {"baseline: a": 360.0, "stepscope: b": 320.0, "low-memory: c": 400.0},
+            peaks={"baseline": 80.0, "stepscope": 60.0, "low-memory": 40.0},
+            consecutive={"baseline": (360.0,) * 3, "stepscope": (318.0, 320.0, 322.0)},
         )
         case: dict[str, Any] = {"case": ("2.7b-2048",)}
         assert outcomes([race], measure="step-ms", at_most=330.0, **case) == ["reached"]
@@ -120,7 +120,7 @@ class TestSteps:
         memory = {"measure": "step-memory", **case}
         assert outcomes([race], at_most=0.75, **memory) == ["reached"]
         assert outcomes([race], at_most=0.7, **memory) == ["missed"]
-        assert outcomes([race], at_most=0.5, side="spare", **memory) == ["reached"]
+        assert outcomes([race], at_most=0.5, side="low-memory", **memory) == ["reached"]
         (mfu,) = judged([race], measure="step-mfu", at_least=0.1, **case)
         assert mfu.measured.value == pytest.approx(28e12 / 0.32 / 780e12)
         assert mfu.measured.low is not None
@@ -129,19 +129,19 @@ class TestSteps:
 
 
 class TestAttention:
-    def races(self, *peer_ms: float) -> list[Record]:
+    def races(self, *baseline_ms: float) -> list[Record]:
         return [
             race_record({"triton": 1.0, "flex": ms}, sizes.replace(",", "x"))
-            for ms, sizes in zip(peer_ms, SHAPES, strict=False)
+            for ms, sizes in zip(baseline_ms, SHAPES, strict=False)
         ]
 
     def test_each_shape_is_judged_separately(self) -> None:
-        goal = {"measure": "attention-speedup", "peer": "flex", "case": SHAPES, "at_least": 1.2}
+        goal = {"measure": "attention-speedup", "baseline": "flex", "case": SHAPES, "at_least": 1.2}
         assert outcomes(self.races(2.0, 1.1), **goal) == ["reached", "missed"]
         assert outcomes(self.races(2.0), **goal) == ["reached", "not measured"]
 
     def test_a_mean_over_some_of_the_shapes_is_not_measured(self) -> None:
-        goal = {"measure": "attention-mean-speedup", "peer": "flex", "case": SHAPES}
+        goal = {"measure": "attention-mean-speedup", "baseline": "flex", "case": SHAPES}
         (result,) = judged(self.races(2.0, 1.125), at_least=1.4, **goal)
         assert (result.outcome, result.measured.value) == ("reached", pytest.approx(1.5))
         assert outcomes(self.races(2.0, 1.125), at_least=1.6, **goal) == ["missed"]
@@ -252,7 +252,9 @@ def test_strict_exits_with_1_only_if_a_goal_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_missed_aim_is_not_a_failure(tmp_path: Path) -> None:
-    race = step_race_record("2.7b-512", {"peer: a": 200.0, "ours: b": 100.0}, peaks={"ours": 90.0})
+    race = step_race_record(
+        "2.7b-512", {"baseline: a": 200.0, "stepscope: b": 100.0}, peaks={"stepscope": 90.0}
+    )
     path = tmp_path / "race.jsonl"
     write_records([race], path)
     (mfu,) = [

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hostile_records import Json, hostile, real_records
-from stepscope.analysis.lints import lint_record
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli import main
 from stepscope.records.schema import decode, encode
@@ -118,7 +118,7 @@ def test_extreme_samples_are_stored_and_reported_as_an_error(value: float, tmp_p
     record = decode(json.dumps(raw))
     assert decode(encode(record)) == record
     # Neither may raise: a run would lose the record.
-    lint_record(record)
+    check_record(record)
     judged = plausible(record)
     assert judged.status == "error"
     assert judged.reason.startswith("not plausible: series ")

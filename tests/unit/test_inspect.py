@@ -14,7 +14,7 @@ import pytest
 
 from command_line import CommandLine
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.trusted import banner
 
 TRAINING = """
@@ -53,7 +53,17 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING)
-    words = ("--warmup", "2", "--steps", "5", "--traced", "2", "--keep-traces", str(script), "14")
+    words = (
+        "--warmup",
+        "2",
+        "--steps",
+        "5",
+        "--profiled-steps",
+        "2",
+        "--keep-traces",
+        str(script),
+        "14",
+    )
     done = command("inspect", *words)
     assert done.returncode == 7
     assert done.stdout == "False __main__ ['14'] True\n"
@@ -74,7 +84,7 @@ def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     assert re.fullmatch(text, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
     saved = page.with_name("train.rank-0.trace.json.gz")
@@ -131,9 +141,9 @@ def test_saved_activation_is_named_by_its_source_line(command: CommandLine, scri
     script = script.parent / "torch" / "net.py"
     script.parent.mkdir()
     script.write_text(OWN_FILE)
-    command("inspect", "--warmup", "2", "--steps", "5", "--traced", "2", str(script))
+    command("inspect", "--warmup", "2", "--steps", "5", "--profiled-steps", "2", str(script))
     (record,) = read_records(command.out / "net.jsonl")
-    account = Watched(record).account
+    account = ProgramRecord(record).account
     assert account is not None
     line = 1 + next(n for n, text in enumerate(OWN_FILE.splitlines()) if "# saved" in text)
     assert {one.code for one in account.saved if one.operator == "sigmoid"} == {f"net.py:{line}"}
@@ -161,7 +171,7 @@ def test_failed_recording_without_a_message_reports_type_and_location(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(NO_REASON)
-    done = command("inspect", "--warmup", "2", "--steps", "5", "--traced", "2", str(script))
+    done = command("inspect", "--warmup", "2", "--steps", "5", "--profiled-steps", "2", str(script))
     assert (done.returncode, done.stdout) == (5, "trained\n")
     (line,) = done.stderr.splitlines()
     assert line.endswith("it was not recorded: Silent at train.py:7")
@@ -171,7 +181,17 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING)
-    words = ("--json", "--warmup", "2", "--steps", "5", "--traced", "2", "--out", str(command.out))
+    words = (
+        "--json",
+        "--warmup",
+        "2",
+        "--steps",
+        "5",
+        "--profiled-steps",
+        "2",
+        "--out",
+        str(command.out),
+    )
     done = command("inspect", *words, str(script), "14")
     assert (done.returncode, done.stdout) == (7, "False __main__ ['14'] True\n")
     threads, line = done.stderr.splitlines()
@@ -182,8 +202,8 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     assert text == {
         "page": str((command.out / "train.html").resolve()),
         "records": str((command.out / "train.jsonl").resolve()),
-        "step_ms": Watched(record).step_ms,
-        "traced_ms": Watched(record).summary.wall_ms,  # type: ignore[union-attr]
+        "step_ms": ProgramRecord(record).step_ms,
+        "traced_ms": ProgramRecord(record).summary.wall_ms,  # type: ignore[union-attr]
         "peak_bytes": record.quantity("peak_bytes"),
         "reason": "",
         "exit_code": 7,
@@ -203,7 +223,7 @@ def test_module_does_not_overwrite_the_page_of_a_script_of_the_same_name(
     (package / "train.py").write_text(TRAINING)
     script.write_text(TRAINING)
     command.environment["PYTHONPATH"] += f":{script.parent}"
-    effort = ("--no-memory", "--warmup", "1", "--steps", "1", "--traced", "1")
+    effort = ("--no-memory", "--warmup", "1", "--steps", "1", "--profiled-steps", "1")
     for target in ("train", "pack.train"):
         assert command("inspect", *effort, "-m", target, "8").returncode == 7
     assert {path.name for path in command.out.iterdir()} == {
@@ -229,7 +249,9 @@ def test_crash_during_the_recording_is_reported_with_partial_results(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
-    done = command("inspect", "--warmup", "2", "--steps", "5", "--traced", "2", str(script), "6")
+    done = command(
+        "inspect", "--warmup", "2", "--steps", "5", "--profiled-steps", "2", str(script), "6"
+    )
     assert done.returncode == 1
     why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
     output = done.stderr.splitlines()[-2]
@@ -254,7 +276,9 @@ def test_records_are_named_if_the_page_cannot_be_written(
 ) -> None:
     page = command.out / "train.html"
     script.write_text(f"import os\nos.mkdir({str(page)!r})\n{TRAINING}")
-    done = command("inspect", "--warmup", "2", "--steps", "5", "--traced", "2", str(script), "14")
+    done = command(
+        "inspect", "--warmup", "2", "--steps", "5", "--profiled-steps", "2", str(script), "14"
+    )
     assert done.returncode == 7
     output = done.stderr.splitlines()[-1]
     assert f"cannot write {page}" in output
@@ -268,7 +292,17 @@ def test_steps_that_change_during_the_recording_are_reported(
 ) -> None:
     slow = "    import time; time.sleep(0.2 if _ < 8 else 0.0)\n"
     script.write_text(TRAINING.replace('print("threads', f'{slow}print("threads'))
-    words = ("--no-memory", "--warmup", "1", "--steps", "5", "--traced", "2", str(script), "14")
+    words = (
+        "--no-memory",
+        "--warmup",
+        "1",
+        "--steps",
+        "5",
+        "--profiled-steps",
+        "2",
+        str(script),
+        "14",
+    )
     done = command("inspect", *words)
     (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]
     assert "so they differ from the timed steps)" in short
@@ -308,7 +342,7 @@ def test_module_runs_as_with_python_m(command: CommandLine, script: Path) -> Non
         ((), "no script is given"),
         (("missing.py",), "there is no script missing.py"),
         (("--steps", "0", __file__), "at least one step must be timed"),
-        (("--traced", "-1", __file__), "at least one step must be timed"),
+        (("--profiled-steps", "-1", __file__), "at least one step must be timed"),
     ],
 )
 def test_invalid_options_are_refused(

@@ -18,7 +18,7 @@ from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
 from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import Watched, programs
+from stepscope.studies.program.rows import ProgramRecord, programs
 from stepscope.studies.program.view import headline_table
 from study_records import memory_record
 
@@ -115,8 +115,8 @@ def test_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     assert not result.timed
 
 
-def watched_with(**changes: object) -> Watched:
-    return Watched(with_summary(inspected_record(), **changes))
+def watched_with(**changes: object) -> ProgramRecord:
+    return ProgramRecord(with_summary(inspected_record(), **changes))
 
 
 @given(
@@ -129,14 +129,15 @@ def watched_with(**changes: object) -> Watched:
         min_size=1,
         max_size=8,
     ),
-    residual=st.floats(-1, 1),
+    unattributed=st.floats(-1, 1),
 )
 def test_shares_of_kernels_have_one_total(
-    lines: list[tuple[str, str, float]], residual: float
+    lines: list[tuple[str, str, float]], unattributed: float
 ) -> None:
     """Holds even if a ledger does not add up."""
     ledger_lines = tuple(
-        LedgerLine(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual))
+        LedgerLine(phase=p, kind=k, ms=ms)
+        for p, k, ms in (*lines, ("", "unattributed", unattributed))
     )
     lead = watched_with(lines=ledger_lines)
     texts = [one.text for one in inspected_findings([lead])]
@@ -164,7 +165,7 @@ def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
     for issue, output in ((0.5, "takes 2 times that"), (2.0, "the CPU is the bottleneck")):
         issued = times("issue", issue, "host", phase="forward")
         series = (*record.series, issued)
-        lead = Watched(msgspec.structs.replace(record, series=series))
+        lead = ProgramRecord(msgspec.structs.replace(record, series=series))
         result = coded(inspected_findings([lead]), "inspect.issue")
         assert result.values == {"issue_ms": issue, "step_ms": 1.0, "forward": issue}
         assert output in result.text
@@ -172,7 +173,7 @@ def test_step_not_slower_than_its_issue_time_is_host_bound() -> None:
 
 def test_loading_time_is_at_most_the_step() -> None:
     record = inspected_record(step=1.0)
-    lead = Watched(
+    lead = ProgramRecord(
         msgspec.structs.replace(record, series=(*record.series, times("loading", 1.4, "host")))
     )
     (text,) = [one.sentence for one in inspected_findings([lead]) if "DataLoader" in one.text]
@@ -185,7 +186,7 @@ def test_rate_above_its_ceiling_is_explained() -> None:
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
         record = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
-        result = coded(inspected_findings([Watched(record)]), "inspect.rate")
+        result = coded(inspected_findings([ProgramRecord(record)]), "inspect.rate")
         assert result.values["mfu"] == pytest.approx(2e12 / value)
         assert ("measured too low" in result.text) is too_low
 

@@ -26,9 +26,9 @@ def timeline(*lanes: Lane) -> Timeline:
 
 
 STEP = timeline(
-    Lane(label="host", stretches=(span(0, 5, "forward"), span(5, 10, "back")), look="named"),
-    Lane(label="device", stretches=(span(1, 5), span(6, 10, "s", "softmax"))),
-    Lane(label="idle", stretches=(span(5, 6, "host", "host"),), look="gaps"),
+    Lane(label="host", spans=(span(0, 5, "forward"), span(5, 10, "back")), look="named"),
+    Lane(label="device", spans=(span(1, 5), span(6, 10, "s", "softmax"))),
+    Lane(label="idle", spans=(span(5, 6, "host", "host"),), look="gaps"),
 )
 
 
@@ -53,7 +53,7 @@ def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
 def test_a_group_with_a_style_has_that_color() -> None:
     late = LaneSpan(start=1, end=2, label="s", group="softmax", style=2)
     other = LaneSpan(start=2, end=3, label="o", group="other", style=8)
-    fills = [box[3] for box in boxes(lanes_svg(timeline(Lane(label="d", stretches=(late, other)))))]
+    fills = [box[3] for box in boxes(lanes_svg(timeline(Lane(label="d", spans=(late, other)))))]
     assert fills == [f"var(--curve-{n}, {CURVES[n - 1]})" for n in (3, 9)]
 
 
@@ -85,7 +85,7 @@ def test_a_name_that_does_not_fit_is_only_in_the_tooltip() -> None:
         timeline(
             Lane(
                 label="d",
-                stretches=(span(0, 100, "wide enough"), span(100, 100.5, "too narrow for this")),
+                spans=(span(0, 100, "wide enough"), span(100, 100.5, "too narrow for this")),
             )
         )
     )
@@ -98,10 +98,10 @@ def test_a_single_interval_has_its_name_next_to_it_if_there_is_space() -> None:
     early, late = span(0, 0.5, "early and short"), span(99.5, 100, "late and short")
     drawing = lanes_svg(
         timeline(
-            Lane(label="a", stretches=(span(0, 100, "all of it"),)),
-            Lane(label="b", stretches=(early,)),
-            Lane(label="c", stretches=(late,)),
-            Lane(label="d", stretches=(span(0, 100, "far too long for any lane " * 5),)),
+            Lane(label="a", spans=(span(0, 100, "all of it"),)),
+            Lane(label="b", spans=(early,)),
+            Lane(label="c", spans=(late,)),
+            Lane(label="d", spans=(span(0, 100, "far too long for any lane " * 5),)),
         )
     )
     anchors = {
@@ -118,9 +118,9 @@ def test_a_single_interval_has_its_name_next_to_it_if_there_is_space() -> None:
     "lanes",
     [
         (),
-        (Lane(label="empty", stretches=()),),
-        (Lane(label="nothing", stretches=(span(3, 3),)),),
-        (Lane(label="odd", stretches=(span(math.nan, 3), span(0, math.inf))),),
+        (Lane(label="empty", spans=()),),
+        (Lane(label="nothing", spans=(span(3, 3),)),),
+        (Lane(label="odd", spans=(span(math.nan, 3), span(0, math.inf))),),
     ],
 )
 def test_a_timeline_without_data(lanes: tuple[Lane, ...]) -> None:
@@ -129,7 +129,7 @@ def test_a_timeline_without_data(lanes: tuple[Lane, ...]) -> None:
 
 @pytest.mark.parametrize("text", [HOSTILE, "\x00\x1b[31m\ud7ff", "</title><script>"])
 def test_hostile_names_are_text(text: str) -> None:
-    lane = Lane(label=text, stretches=(span(0, 10, text, text),))
+    lane = Lane(label=text, spans=(span(0, 10, text, text),))
     drawing = lanes_svg(timeline(lane))
     assert "<script" not in drawing
     assert len(boxes(drawing)) == 1

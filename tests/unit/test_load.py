@@ -14,7 +14,7 @@ from sample_records import record, run
 from stepscope.cli.commands.run import seconds_to_wait
 from stepscope.cli.progress import LiveLine, PlainLines
 from stepscope.errors import UsageError
-from stepscope.records.schema import Lint
+from stepscope.records.schema import FailedCheck
 from stepscope.studies.runner import load
 from stepscope.studies.runner.load import Wait, other_work
 
@@ -114,7 +114,7 @@ def test_other_work_on_this_machine_is_detected() -> None:
 def test_the_bound_is_printed(
     kind: type[PlainLines | LiveLine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    noisy = record(case="a", lints=(Lint(code="busy-machine", message="planted"),))
+    noisy = record(case="a", failed_checks=(FailedCheck(code="busy-machine", message="planted"),))
     with kind(run(), 1, 0) as observer:
         observer.waiting(30.0, 1.84, 2)
         observer.measuring_again(noisy)

@@ -34,9 +34,9 @@ def test_every_size_context_and_dtype_of_the_course_is_recorded(cases: list[Acco
 
 def test_ledgers_add_up_to_the_allocator_and_the_driver(cases: list[Accounted]) -> None:
     for case in cases:
-        assert case.residual_share <= 0.01, case.name
-        assert case.driver_residual_share is not None
-        assert case.driver_residual_share <= 0.01, case.name
+        assert case.unattributed_share <= 0.01, case.name
+        assert case.driver_unattributed_share is not None
+        assert case.driver_unattributed_share <= 0.01, case.name
 
 
 def test_peaks_were_predicted(cases: list[Accounted]) -> None:

@@ -22,7 +22,7 @@ from stepscope.records.memory import (
     SavedTensor,
     Standing,
 )
-from stepscope.records.schema import Lint, Quantity, Record
+from stepscope.records.schema import FailedCheck, Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory.rows import Accounted, accounted, leading
@@ -135,11 +135,14 @@ def test_the_error_of_the_prediction_is_reported() -> None:
 def test_an_unattributed_part_is_shown_and_reported() -> None:
     closed = memory_record(peak=1000)
     holed = memory_record(peak=1000, lines={"parameters": 300})
-    assert cases_of([closed])[0].residual_share == 0
-    assert cases_of([holed])[0].residual_share == pytest.approx(0.2)
+    assert cases_of([closed])[0].unattributed_share == 0
+    assert cases_of([holed])[0].unattributed_share == pytest.approx(0.2)
     ledger_finding = by_code([holed])["account"]
     assert "leaves at most 20.0 % of the peak unattributed" in ledger_finding.text
-    assert (ledger_finding.values["residual"], ledger_finding.tone) == (pytest.approx(0.2), "warn")
+    assert (ledger_finding.values["unattributed"], ledger_finding.tone) == (
+        pytest.approx(0.2),
+        "warn",
+    )
     ledger = table([holed], "memory-ledger")
     assert ("unattributed", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
@@ -296,7 +299,8 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
 
 def test_only_the_cost_of_recording_is_doubted_on_a_busy_machine() -> None:
     busy = msgspec.structs.replace(
-        memory_record(), lints=(Lint(code="busy-machine", message="threads waited for cores"),)
+        memory_record(),
+        failed_checks=(FailedCheck(code="busy-machine", message="threads waited for cores"),),
     )
     shown = tempered(find_study("memory").view([busy]), [busy])
     doubted = [b.code for b in shown if isinstance(b, Finding) and "inconclusive" in b.sentence]

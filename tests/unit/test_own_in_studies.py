@@ -217,11 +217,11 @@ def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[st
     from stepscope.cli import main
 
     without = [name for name, study in all_studies().items() if study.no_model]
-    assert {"attention", "flash", "allreduce", "levers", "step"} <= set(without)
+    assert {"attention", "flash", "allreduce", "techniques", "step"} <= set(without)
     for name, study in all_studies().items():
         accepts = "model" in study.flags.__struct_fields__
         assert accepts or study.no_model or study.recorded_by, name
-    assert main(["run", "levers", "--model", "a:b"]) == 2
+    assert main(["run", "techniques", "--model", "a:b"]) == 2
     printed = capsys.readouterr().err
     assert "it measures single kernels" in printed
     assert "these studies do: own, benchmark" in printed

@@ -12,7 +12,7 @@ from sample_records import environment
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Timeline
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.waterfall import least_ms, parts_of, waterfall_blocks
 
 KNOWN = (
@@ -35,16 +35,16 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
-    assert least_ms(Watched(watched())) == {
+    assert least_ms(ProgramRecord(watched())) == {
         "matmuls at the ceiling": pytest.approx(2.0),
         "optimizer bytes, moved once": pytest.approx(0.28),
     }
-    assert least_ms(Watched(watched(ceilings=()))) == {}
-    assert least_ms(Watched(watched(flops=0))) == {}
+    assert least_ms(ProgramRecord(watched(ceilings=()))) == {}
+    assert least_ms(ProgramRecord(watched(flops=0))) == {}
 
 
 def test_every_line_of_the_ledger_has_a_cause() -> None:
-    lead = Watched(watched())
+    lead = ProgramRecord(watched())
     assert lead.summary is not None
     summary = with_lines(
         lead.summary,
@@ -56,7 +56,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         ("backward", "communication", 0.5),
         ("outside", "reduction", 0.125),
         ("idle", "host launches late", 2.0),
-        ("", "residual", 0.125),
+        ("", "unattributed", 0.125),
     )
     least = {"matmuls": 2.0, "update": 0.28}
     assert parts_of(summary, least, 10.0).beyond == {
@@ -89,7 +89,7 @@ def test_profiler_overhead_is_idle_time(
     assert beyond["not in the traced steps"] == pytest.approx(0.0)
 
 
-SUMMARY = Watched(watched()).summary
+SUMMARY = ProgramRecord(watched()).summary
 PHASES = st.sampled_from(("forward", "backward", "optimizer", "outside", "idle"))
 KINDS = st.sampled_from(("matmul", "attention", "softmax", "copy/cast", "communication", "other"))
 
@@ -99,14 +99,14 @@ ledgers = st.lists(st.tuples(PHASES, KINDS, st.floats(0, 100)), max_size=12)
 
 @given(
     lines=ledgers,
-    residual=st.floats(-20, 20),
+    unattributed=st.floats(-20, 20),
     matmuls=st.floats(0, 100),
     update=st.floats(0, 100),
     step_ms=st.floats(0.1, 1000),
 )
 def test_parts_are_shares_of_the_step(
     lines: list[tuple[str, str, float]],
-    residual: float,
+    unattributed: float,
     matmuls: float,
     update: float,
     step_ms: float,
@@ -114,7 +114,9 @@ def test_parts_are_shares_of_the_step(
     """Parts are non-negative and add up to the step: no share or sum of shares exceeds it."""
     assert SUMMARY is not None
     least = {"matmuls": matmuls, "update": update}
-    parts = parts_of(with_lines(SUMMARY, *lines, ("", "residual", residual)), least, step_ms)
+    parts = parts_of(
+        with_lines(SUMMARY, *lines, ("", "unattributed", unattributed)), least, step_ms
+    )
     every = [*parts.least.values(), *parts.beyond.values()]
     assert min(every) >= -1e-12 * step_ms
     assert sum(every) == pytest.approx(step_ms)
@@ -130,7 +132,7 @@ def test_minimum_time_above_the_measured_one_is_explained(
 ) -> None:
     record = watched(flops)
     profile = with_lines(record.required("profile", Summary), *lines)
-    lead = Watched(attached(record, profile=profile))
+    lead = ProgramRecord(attached(record, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
     output = coded(blocks, "inspect.waterfall")
     assert lead.step_ms is not None
@@ -141,12 +143,12 @@ def test_minimum_time_above_the_measured_one_is_explained(
     if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
         assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
-    ends = [span.end for lane in picture.lanes for span in lane.stretches]
+    ends = [span.end for lane in picture.lanes for span in lane.spans]
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
 
 
 def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
-    blocks = waterfall_blocks(Watched(watched()), "inspect")
+    blocks = waterfall_blocks(ProgramRecord(watched()), "inspect")
     assert codes(blocks) == ["inspect.waterfall"]
     finding = coded(blocks, "inspect.waterfall")
     assert "with float32 matmuls, is 2.28 ms: 22.8 % of the 10.0 ms of a step" in finding.text
@@ -158,13 +160,15 @@ def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     assert finding.records == (watched().id,)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
     assert picture.lanes[-1].label == "measured"
-    assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()
+    assert waterfall_blocks(ProgramRecord(watched(ceilings=())), "inspect") == ()
 
 
 def test_power_cap_is_reported_with_the_waterfall() -> None:
     capped = Reading(at_s=1.0, sm_clock_mhz=1700.0, throttle=("power-cap",))
     here = environment(max_sm_clock_mhz=1980.0)
-    blocks = waterfall_blocks(Watched(watched(readings=(capped,), environment=here)), "inspect")
+    blocks = waterfall_blocks(
+        ProgramRecord(watched(readings=(capped,), environment=here)), "inspect"
+    )
     text = [block.text for block in blocks if isinstance(block, Finding)]
     assert text[1].startswith(
         "At the power cap: this step, in 1 of 1 readings, its clock at 1.70 of 1.98 GHz."

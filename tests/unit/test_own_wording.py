@@ -9,7 +9,7 @@ from own_records import attached, coded, inspected_record, tried
 from stepscope.advisor.advise.view import not_evaluated_findings
 from stepscope.advisor.inspect import STUDY as INSPECT
 from stepscope.analysis.advice.missing_inputs import MEMORY, NotEvaluated
-from stepscope.analysis.lints import lint_record
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
@@ -126,12 +126,14 @@ def test_each_lint_of_a_record_is_a_finding() -> None:
     (step, *_) = record.series
     uneven = msgspec.structs.replace(step, values=(1.0, 9.0, 1.0, 8.0, 1.0, 30.0))
     record = msgspec.structs.replace(record, series=(uneven,))
-    lints = lint_record(record)
-    assert lints
+    failed = check_record(record)
+    assert failed
     findings = [
         block
         for block in INSPECT.view([record])
-        if isinstance(block, Finding) and block.code == "inspect.lint"
+        if isinstance(block, Finding) and block.code == "inspect.failed-check"
     ]
-    assert [one.values["lint"] for one in findings] == [lint.code for lint in lints]
-    assert [one.text.lower() for one in findings] == [f"{lint.message}.".lower() for lint in lints]
+    assert [one.values["check"] for one in findings] == [check.code for check in failed]
+    assert [one.text.lower() for one in findings] == [
+        f"{check.message}.".lower() for check in failed
+    ]

@@ -18,20 +18,20 @@ def race(ratio: float = 0.9, spread: float = 0.0) -> Record:
     """Rank 1 is the slowest of both; every round is off by `spread`, with alternating sign."""
     rounds = [ratio + (spread if number % 2 else -spread) for number in range(20)]
     times = {
-        ("ours", "step", 0): [50.0] * 20,
-        ("ours", "step", 1): [100 * value for value in rounds],
-        ("theirs", "step", 0): [99.0] * 20,
-        ("theirs", "step", 1): [100.0] * 20,
-        ("ours", "cpu", 0): [30.0] * 20,
-        ("ours", "cpu", 1): [50.0] * 20,
-        ("theirs", "cpu", 0): [40.0] * 20,
-        ("theirs", "cpu", 1): [60.0] * 20,
+        ("stepscope", "step", 0): [50.0] * 20,
+        ("stepscope", "step", 1): [100 * value for value in rounds],
+        ("baseline", "step", 0): [99.0] * 20,
+        ("baseline", "step", 1): [100.0] * 20,
+        ("stepscope", "cpu", 0): [30.0] * 20,
+        ("stepscope", "cpu", 1): [50.0] * 20,
+        ("baseline", "cpu", 0): [40.0] * 20,
+        ("baseline", "cpu", 1): [60.0] * 20,
     }
     series = tuple(
         Series(name=name, variant=side, unit="ms", rank=rank, values=tuple(values))
         for (side, name, rank), values in times.items()
     )
-    config = {"ours": "DDP", "theirs": "torch's", "size": "mini", "context": 16, "ranks": 2}
+    config = {"stepscope": "DDP", "baseline": "torch's", "size": "mini", "context": 16, "ranks": 2}
     return record(study=STUDY, case="ddp", config=config, series=series)
 
 

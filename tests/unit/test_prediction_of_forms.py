@@ -37,9 +37,9 @@ from stepscope.torch_tools import side_stream
 
 RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
 FUSED = {"fused": True}
-JOINED = FUSED | {"joined": True}
+JOINED = FUSED | {"fused_projections": True}
 LESS = ("norms", "gates", "inputs", "inputs-2")
-VARIANTS = (FUSED, JOINED, *(JOINED | {"keep": keep} for keep in LESS))
+VARIANTS = (FUSED, JOINED, *(JOINED | {"activation_policy": keep} for keep in LESS))
 # One in which activations set the peak, and one in which the loss does.
 WIDE = {"vocab": 16, "n_layers": 3, "d_model": 32, "d_ff": 128, "n_heads": 2}
 LARGE_VOCAB = WIDE | {"vocab": 300, "d_ff": 48}
@@ -64,18 +64,22 @@ def counted(work: Workload) -> dict[str, int]:
 
 def predicted(work: Workload) -> dict[str, int]:
     interpreted = plan_of(plain_variant(work), "cpu")
-    variants = {name: getattr(work, name) for name in ("fused", "joined", "keep")}
+    variants = {
+        name: getattr(work, name) for name in ("fused", "fused_projections", "activation_policy")
+    }
     prediction = predict(msgspec.structs.replace(interpreted, interpreted=True, **variants))
     return {moment.phase: moment.allocated for moment in prediction.phases[1:]}
 
 
 def plain_variant(work: Workload) -> Workload:
-    return msgspec.structs.replace(work, fused=False, joined=False, keep="all")
+    return msgspec.structs.replace(
+        work, fused=False, fused_projections=False, activation_policy="all"
+    )
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
 @pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda variant: variant.get("keep", "-".join(variant))
+    "variant", VARIANTS, ids=lambda variant: variant.get("activation_policy", "-".join(variant))
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 def test_every_variant_is_predicted_to_the_byte(dtype: str, variant: dict[str, Any]) -> None:
@@ -86,7 +90,7 @@ def test_every_variant_is_predicted_to_the_byte(dtype: str, variant: dict[str, A
 
 @pytest.mark.usefixtures("kernels_that_only_return")
 @pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda variant: variant.get("keep", "-".join(variant))
+    "variant", VARIANTS, ids=lambda variant: variant.get("activation_policy", "-".join(variant))
 )
 @pytest.mark.parametrize("checkpoint", ["2", "nested"])
 def test_variants_in_checkpointed_segments_are_predicted_to_the_byte(
@@ -99,9 +103,9 @@ def test_variants_in_checkpointed_segments_are_predicted_to_the_byte(
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize("variant", [{}, FUSED, JOINED | {"keep": "gates"}])
+@pytest.mark.parametrize("variant", [{}, FUSED, JOINED | {"activation_policy": "gates"}])
 @pytest.mark.parametrize(
-    "optimizer", ["stepscope-fused", "stepscope-in-backward", "stepscope-as-made"]
+    "optimizer", ["stepscope-fused", "stepscope-in-backward", "stepscope-low-precision-grads"]
 )
 def test_gradients_live_until_their_update(optimizer: str, variant: dict[str, Any]) -> None:
     for dtype in ("float32", "bfloat16", "bfloat16-stream", "bfloat16-master"):
@@ -143,7 +147,7 @@ def races() -> list[tuple[str, Workload, float]]:
             if (
                 racer.name in heats
                 and work.compile == "no"
-                and not (work.searched and race == "xl-2048")
+                and not (work.autotune_gemms and race == "xl-2048")
             ):
                 peak = heats[racer.name].peak_bytes
                 assert peak is not None
@@ -189,7 +193,7 @@ def test_saving_less_needs_less_memory() -> None:
         "optimizer": "stepscope-in-backward",
         **JOINED,
     }
-    plans = [plan("small", 1024, keep=keep, **fields) for keep in KEEPS]
+    plans = [plan("small", 1024, activation_policy=keep, **fields) for keep in KEEPS]
     peaks = [predict(each).peak.allocated for each in plans]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
@@ -233,11 +237,11 @@ def test_a_fused_projection_step_that_does_not_fit_gets_another_activation_polic
 @pytest.mark.parametrize(
     "fields",
     [
-        {"joined": True},
-        {"keep": "gates"},
-        {"fused": True, "keep": "gates"},
-        JOINED | {"keep": "everything"},
-        JOINED | {"keep": "inputs-99"},
+        {"fused_projections": True},
+        {"activation_policy": "gates"},
+        {"fused": True, "activation_policy": "gates"},
+        JOINED | {"activation_policy": "everything"},
+        JOINED | {"activation_policy": "inputs-99"},
         {"fused": True, "device": "cpu"},
         {"fused": True, "attention": "reference"},
         {"fused": True, "written_out": True},

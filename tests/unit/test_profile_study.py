@@ -364,9 +364,9 @@ def test_an_open_ledger_is_reported_for_its_step() -> None:
     trace.kernel("mystery", 900, 950)
     sound, broken = profile_record(), profile_record(context=128, trace=trace)
     findings = by_code(sound, broken)
-    assert findings["ledger-open"].records == (broken.id,)
-    assert findings["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
-    assert findings["ledger-open"].text.startswith(
+    assert findings["unattributed"].records == (broken.id,)
+    assert findings["unattributed"].values["step"] == "small at context 128 in float32 (train-step)"
+    assert findings["unattributed"].text.startswith(
         "The time of small at context 128 in float32 (train-step) does not add up: "
     )
     assert "accounted" not in findings
@@ -377,7 +377,7 @@ def test_an_open_ledger_is_reported_for_its_step() -> None:
 
 def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
     (row,) = table("profile-ledger", profile_record(environment=ON_CPU, trace=operator_step()))
-    assert {"host", "waits", "queue", "as a graph"} & row.keys() == set()
+    assert {"CPU", "waits", "queue", "as a graph"} & row.keys() == set()
     assert row["working"] == pytest.approx(0.66)
     assert row["between"] == pytest.approx(0.34)
 

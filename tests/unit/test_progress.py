@@ -101,7 +101,7 @@ def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
             {"attention": "sdpa", "seq": 128, "head": 64, "dtype": "float32"},
             "sdpa, length 128, head dimension 64, float32",
         ),
-        ("levers", {"lever": "fusion"}, "fusion, m16"),
+        ("techniques", {"technique": "fusion"}, "fusion, m16"),
     ],
 )
 def test_a_case_in_words(study: str, config: dict[str, object], expected: str) -> None:

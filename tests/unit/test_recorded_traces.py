@@ -26,8 +26,8 @@ from trace_files import ChromeTrace, replayed_step, training_step
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = sorted((ROOT / "tests" / "fixtures").glob("*.json.gz"))
 CAUSES = {
-    "synchronisation": "wait",
-    "host": "host",
+    "synchronization": "wait",
+    "CPU": "CPU",
     "queue": "queue",
     "between operators": "between",
 }

@@ -196,16 +196,16 @@ def test_figures_show_overlap_ranks_and_buckets() -> None:
     shown = view(recorded_record())
     timeline = next(block for block in shown if isinstance(block, Timeline))
     lanes = {lane.label: lane for lane in timeline.lanes}
-    assert [s.label for s in lanes["naive: compute"].stretches] == [
+    assert [s.label for s in lanes["naive: compute"].spans] == [
         "forward",
         "backward",
         "waiting",
         "optimizer",
     ]
-    assert len(lanes["naive: links"].stretches) == 6
-    backward = lanes["overlap: compute"].stretches[1]
-    assert lanes["overlap: links"].stretches[0].start < backward.end
-    assert lanes["naive: links"].stretches[0].start >= lanes["naive: compute"].stretches[1].end
+    assert len(lanes["naive: links"].spans) == 6
+    backward = lanes["overlap: compute"].spans[1]
+    assert lanes["overlap: links"].spans[0].start < backward.end
+    assert lanes["naive: links"].spans[0].start >= lanes["naive: compute"].spans[1].end
     figures = {block.name.split("-tiny")[0]: block for block in shown if isinstance(block, Figure)}
     kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
     assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]

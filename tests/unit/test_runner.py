@@ -18,7 +18,7 @@ from command_line import STUDIES, CommandLine
 from sample_records import environment, record, run
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Lint, Record
+from stepscope.records.schema import FailedCheck, Record
 from stepscope.records.store import Store
 from stepscope.studies import registry
 from stepscope.studies.base import PlannedCase
@@ -296,10 +296,12 @@ def test_on_a_machine_that_stays_busy_only_one_case_is_measured_again(
 def test_a_second_measurement_that_is_worse_is_the_older_attempt(
     tmp_path: Path, second: str
 ) -> None:
-    busy = Lint(code="busy-machine", message="planted")
-    first = record(id="first", lints=(busy,))
+    busy = FailedCheck(code="busy-machine", message="planted")
+    first = record(id="first", failed_checks=(busy,))
     others = {
-        "worse": record(id="second", lints=(busy, Lint(code="other-kernel", message="planted"))),
+        "worse": record(
+            id="second", failed_checks=(busy, FailedCheck(code="other-kernel", message="planted"))
+        ),
         "failed": record(id="second", status="error", reason="crashed", series=()),
     }
     with Store(tmp_path / "records.db") as store:
@@ -316,7 +318,7 @@ def test_a_noisy_record_is_stored_if_its_second_measurement_is_interrupted(tmp_p
     def interrupted() -> Record:
         raise KeyboardInterrupt
 
-    first = record(lints=(Lint(code="busy-machine", message="planted"),))
+    first = record(failed_checks=(FailedCheck(code="busy-machine", message="planted"),))
     with Store(tmp_path / "records.db") as store:
         store.add_run(run())
         with pytest.raises(KeyboardInterrupt):

@@ -31,7 +31,7 @@ def test_a_record_survives_the_round_trip(values: list[float], reason: str, cloc
 
 def test_a_newer_version_is_refused_with_a_hint() -> None:
     body = json.loads(encode(record())) | {"version": schema.SCHEMA_VERSION + 1, "novel": 1}
-    with pytest.raises(StepscopeError, match=r"version 4, this .* up to 3.*install a newer"):
+    with pytest.raises(StepscopeError, match=r"version 5, this .* up to 4.*install a newer"):
         decode(json.dumps(body))
 
 
@@ -52,8 +52,8 @@ def test_an_older_version_is_upgraded_step_by_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_older_version_without_upgrade_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", 4)
-    with pytest.raises(StepscopeError, match="version 3, which has no upgrade"):
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", 5)
+    with pytest.raises(StepscopeError, match="version 4, which has no upgrade"):
         decode(encode(record()))
 
 

@@ -14,7 +14,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.page import make_page
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from watched_models import Network, batch, network_flops, train
 
 FEW = {"warmup": 1, "timed": 5, "traced": 2}
@@ -42,7 +42,7 @@ def test_everything_is_recorded_once(scoped: tuple[stepscope.Scope, Path]) -> No
     assert (len(step.values), len(step.warmup)) == (5, 1)
     assert record.quantity("flops") == network_flops(8)
     assert record.config["dtype"] == "float32"
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
     assert watched.micro_batches == 1
@@ -50,7 +50,7 @@ def test_everything_is_recorded_once(scoped: tuple[stepscope.Scope, Path]) -> No
 
 
 def test_trace_names_the_modules_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
-    summary = Watched(scoped[0].record()).summary
+    summary = ProgramRecord(scoped[0].record()).summary
     assert summary is not None
     assert summary.doubt == ""
     parts = {(use.module, use.phase) for use in summary.uses}
@@ -62,7 +62,7 @@ def test_trace_names_the_modules_of_the_model(scoped: tuple[stepscope.Scope, Pat
 def test_memory_ledger_has_the_bytes_of_the_model(
     scoped: tuple[stepscope.Scope, Path],
 ) -> None:
-    account = Watched(scoped[0].record()).account
+    account = ProgramRecord(scoped[0].record()).account
     assert account is not None
     size = sum(p.numel() for p in Network().parameters()) * 4
     assert [peak.phase for peak in account.phases] == ["forward", "backward", "optimizer"]
@@ -153,7 +153,7 @@ def test_earlier_profiler_of_the_program_is_waited_for() -> None:
     for _ in range(2):
         with scope.step():
             train(model, optimizer)
-    assert Watched(scope.record()).summary is not None
+    assert ProgramRecord(scope.record()).summary is not None
 
 
 def test_compiled_model_is_not_changed() -> None:

@@ -98,7 +98,7 @@ def test_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> None:
     [
         (["a.py", "--warmup", "3"], [], "a.py", ["--warmup", "3"]),
         (["--warmup", "3", "a.py", "x"], ["--warmup", "3"], "a.py", ["x"]),
-        (["--warmup=3", "--stop", "a.py"], ["--warmup=3", "--stop"], "a.py", []),
+        (["--warmup=3", "--stop-early", "a.py"], ["--warmup=3", "--stop-early"], "a.py", []),
         (["--no-memory", "a.py", "--", "-h"], ["--no-memory"], "a.py", ["--", "-h"]),
         (["-m", "lab.train", "-m", "x"], ["--module"], "lab.train", ["-m", "x"]),
         (["--page", "p.html", "--", "-odd.py"], ["--page", "p.html"], "-odd.py", []),

@@ -20,7 +20,7 @@ from stepscope.measure.device import Timestamp
 from stepscope.measure.flops import FlopCount
 from stepscope.records.memory import GRADIENTS
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from watched_models import Network, batch, network_flops, train
 from watched_programs import watching
 
@@ -53,7 +53,7 @@ def network() -> tuple[Network, torch.optim.Optimizer]:
 
 
 def is_complete(record: Record) -> bool:
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     return watched.summary is not None and watched.account is not None
 
 
@@ -92,7 +92,7 @@ def test_copy_of_the_model_runs_unobserved() -> None:
     scope = scoped(step, model, optimizer)
     record = scope.record()
     assert is_complete(record)
-    assert Watched(record).micro_batches == 1
+    assert ProgramRecord(record).micro_batches == 1
     assert not any(part._forward_hooks for part in model.modules())
     copy.deepcopy(optimizer)
     again = copy.deepcopy(copies[-1])
@@ -126,7 +126,7 @@ def test_torch_func_gradients_disable_the_memory_ledger() -> None:
 
     record = scoped(step, model, optimizer).record()
     assert hooks_of_torch() == before
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     assert watched.summary is not None
     assert watched.account is None
     assert "torch.func.grad" in record.notes["memory_missing"]
@@ -163,7 +163,7 @@ def test_sparse_gradients_are_counted_by_their_parts() -> None:
 
     record = scoped(step, model, optimizer).record()
     assert is_complete(record)
-    account = Watched(record).account
+    account = ProgramRecord(record).account
     assert account is not None
     # Five rows of four values, and the index of each row.
     optimizing = next(peak for peak in account.phases if peak.phase == "optimizer")
@@ -179,7 +179,7 @@ def test_failed_count_ends_only_the_count(monkeypatch: pytest.MonkeyPatch) -> No
     record = scoped(lambda: train(model, optimizer), model, optimizer).record()
     assert record.notes["memory_missing"] == "the count failed (TypeError: planned)"
     assert "recording_failed" not in record.notes
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     assert watched.summary is not None
     assert watched.account is None
     assert record.quantity("flops") is None
@@ -196,7 +196,7 @@ def test_rows_of_different_lengths_have_no_size() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    account = Watched(scoped(step, model, optimizer).record()).account
+    account = ProgramRecord(scoped(step, model, optimizer).record()).account
     assert account is not None
     (between,) = [saved for saved in account.saved if saved.module == "1"]
     assert between.shape == (2, -1, 4)
@@ -251,7 +251,7 @@ def test_step_that_raises_is_not_a_sample(monkeypatch: pytest.MonkeyPatch) -> No
     assert series.values == (1e3,) * 4
     assert series.warmup == (1e3,) * 2
     assert len(record.readings) == 2
-    assert Watched(record).account is not None
+    assert ProgramRecord(record).account is not None
 
 
 def test_trace_restarts_after_a_step_that_raised() -> None:
@@ -268,7 +268,7 @@ def test_trace_restarts_after_a_step_that_raised() -> None:
         with scope.step():
             train(model, optimizer)
     assert scope.done
-    watched = Watched(scope.record())
+    watched = ProgramRecord(scope.record())
     assert watched.summary is not None
     assert len(watched.summary.steps) == 2
     assert watched.micro_batches == 1

@@ -19,9 +19,9 @@ STUDY = find_study("step")
 @pytest.mark.parametrize(
     ("flags", "rungs"),
     [
-        ({"loss_only": ("joined",)}, {"joined"}),
+        ({"loss_only": ("fused-projections",)}, {"fused-projections"}),
         ({"loss_only": ("flash",)}, {"flash"}),
-        ({"loss_only": ("flash", "joined")}, {"flash", "joined"}),
+        ({"loss_only": ("flash", "fused-projections")}, {"flash", "fused-projections"}),
         ({"loss_rungs": ("tf32", "flash")}, {"start", "tf32", "flash"}),
     ],
 )
@@ -32,7 +32,7 @@ def test_requested_rungs_are_cases_even_if_a_change_does_not_apply(
     cases = STUDY.cases_here(StepFlags(part=("loss",), **flags), lacks)  # type: ignore[arg-type]
     assert {case.rung for case in cases} == rungs
     for case in cases:
-        absent = case.rung in ("joined", "tf32")
+        absent = case.rung in ("fused-projections", "tf32")
         assert bool(set(case.needs) & set(lacks)) is absent
         assert not absent or case.seed == 0
     here = StepFlags(part=("ladder", "loss"))

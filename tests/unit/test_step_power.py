@@ -23,8 +23,8 @@ from stepscope.studies.views.energy import energy_finding
 
 STUDY = find_study("step")
 H200 = environment(max_sm_clock_mhz=1980.0)
-XL = {"peer: block default": 79.5, "ours: eager auto": 61.3}
-AT_CAP = {"ours": (683.0, 60.8, 1620.0), "peer": (690.0, 79.0, 1700.0)}
+XL = {"baseline: block default": 79.5, "stepscope: eager auto": 61.3}
+AT_CAP = {"stepscope": (683.0, 60.8, 1620.0), "baseline": (690.0, 79.0, 1700.0)}
 
 
 class Counting(CpuDevice):
@@ -73,8 +73,8 @@ def test_the_energy_of_each_side_is_measured_alone(
     followed: list[TransformerStep] = []
     monkeypatch.setattr(TransformerStep, "follow_weights", lambda step: followed.append(step))
     measured, bench = raced(monkeypatch, broken=False)
-    assert bench.messages[-2:] == ["energy of peer", "energy of ours"]
-    for side in ("peer", "ours"):
+    assert bench.messages[-2:] == ["energy of baseline", "energy of stepscope"]
+    for side in ("baseline", "stepscope"):
         by_name = {one.name: one for one in measured.quantities if one.variant == side}
         assert {name: quantity.unit for name, quantity in by_name.items()} == {
             "joules": "J",
@@ -90,7 +90,7 @@ def test_the_energy_of_each_side_is_measured_alone(
         assert by_name["sm_clock_mhz"].value == 1755.0
     assert "no_energy" not in measured.notes
     # Before each of two blocks and four samples (two of them warm-up) of both sides, and before
-    # each energy measurement; close variants of the peer ran off in four blocks each.
+    # each energy measurement; close variants of the baseline ran off in four blocks each.
     assert len(followed) == 2 * (2 + 4 + 1) + 2 * 4
 
 
@@ -108,8 +108,8 @@ class TestPage:
     def test_the_power_table_has_the_energy_of_both_sides(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
-        peer, ours = table.rows
-        assert peer[:3] == ("xl-512", "PyTorch", "block default")
+        baseline, ours = table.rows
+        assert baseline[:3] == ("xl-512", "PyTorch", "block default")
         assert ours[3] == Spread(value=pytest.approx(41.5264), plus_minus=0.5)
         assert ours[4:6] == (683.0, 700.0)
         assert ours[6] == pytest.approx(683 / 700)
@@ -133,20 +133,20 @@ class TestPage:
             " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
             " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
-            " 1.98 GHz: consecutive steps take as long as that energy lasts at the limit, 59.3 ms"
+            " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit, 59.3 ms"
             " (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
         assert findings["step.power-capped"].values == {
             "race": "xl-512",
-            "ours_joules": pytest.approx(41.5264),
-            "ours_lasts_ms": pytest.approx(41.5264 / 0.7),
-            "peer_joules": pytest.approx(54.51),
-            "peer_lasts_ms": pytest.approx(54.51 / 0.7),
+            "stepscope_joules": pytest.approx(41.5264),
+            "stepscope_lasts_ms": pytest.approx(41.5264 / 0.7),
+            "baseline_joules": pytest.approx(54.51),
+            "baseline_lasts_ms": pytest.approx(54.51 / 0.7),
         }
 
     def test_below_the_cap_no_limit_is_reported(self) -> None:
-        drawn = {"ours": (195.0, 5.5, 1980.0), "peer": (150.0, 12.0, 1980.0)}
+        drawn = {"stepscope": (195.0, 5.5, 1980.0), "baseline": (150.0, 12.0, 1980.0)}
         record = step_race_record("small-512", drawn=drawn, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
         assert [row[9] for row in table.rows] == [None, None]
@@ -170,7 +170,7 @@ class TestPage:
     def test_without_a_known_limit_no_cap_is_reported(self) -> None:
         here = environment(power_limit_w=None)
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
-        result = draw(record, "ours")
+        result = draw(record, "stepscope")
         assert result is not None
         assert (result.of_limit, result.lasts_ms) == (None, None)
         assert "step.power-capped" not in self.findings(record)
@@ -187,7 +187,7 @@ def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
     quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
     (finding,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
     assert finding.text.endswith(
-        "It runs at 690 of 700 W: consecutive steps take as long as that energy lasts at the"
+        "It runs at 690 of 700 W: the duration of consecutive steps is that energy divided by the"
         " limit, 59.3 ms (± 1.2 %)."
     )
 

@@ -31,72 +31,80 @@ STUDY = find_study("step")
 
 
 class TestRacers:
-    def test_all_variants_of_the_peer_and_ours_have_the_same_dtypes(self) -> None:
+    def test_all_variants_of_the_baseline_and_stepscope_have_the_same_dtypes(self) -> None:
         for name, spec in RACES.items():
             variants = racers(name)
             assert len({racer.name for racer in variants}) == len(variants)
-            same = [racer for racer in variants if racer.side != "narrow"]
+            same = [racer for racer in variants if racer.side != "low-precision"]
             assert {racer.workload.dtype for racer in same} == {spec.dtype}
-            assert {r.workload.optimizer for r in variants if r.side == "peer"} == {"torch-fused"}
+            assert {r.workload.optimizer for r in variants if r.side == "baseline"} == {
+                "torch-fused"
+            }
         tuned = racers("2.7b-512", modes=("default", "reduce-overhead", "max-autotune"))
         for variants, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
             settings = {
                 (r.workload.compile, r.workload.compile_mode, r.workload.attention)
                 for r in variants
-                if r.side == "peer"
+                if r.side == "baseline"
             }
             assert len(settings) == 2 * modes * 2
 
-    def test_order_is_one_peer_then_ours_then_the_rest(self) -> None:
+    def test_order_is_one_baseline_then_stepscope_then_the_rest(self) -> None:
         sides = [side for side, _ in itertools.groupby(racers("2.7b-2048"), lambda r: r.side)]
-        assert sides == ["peer", "ours", "narrow", "spare", "peer"]
+        assert sides == ["baseline", "stepscope", "low-precision", "low-memory", "baseline"]
 
     def test_variants_are_selected_by_substrings_of_their_names(self) -> None:
-        selected = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
+        selected = racers("small-512", forms=("block default sdpa_cudnn", "optimizer-in-backward"))
         assert [racer.name for racer in selected] == [
-            "ours: eager auto joined updates in backward graph",
-            "ours: eager auto joined searched updates in backward graph",
-            "ours: eager triton joined searched updates in backward graph",
-            "narrow: eager auto joined narrow updates in backward graph",
-            "narrow: eager auto joined searched narrow stream narrow updates in backward graph",
-            "narrow: eager triton joined searched narrow stream narrow updates in backward graph",
-            "peer: block default sdpa_cudnn",
+            "stepscope: eager auto fused projections optimizer-in-backward graph",
+            "stepscope: eager auto fused projections autotuned GEMMs optimizer-in-backward graph",
+            "stepscope: eager triton fused projections autotuned GEMMs optimizer-in-backward graph",
+            "low-precision: eager auto fused projections low-precision optimizer-in-backward graph",
+            "low-precision: eager auto fused projections"
+            " autotuned GEMMs low-precision stream low-precision optimizer-in-backward graph",
+            "low-precision: eager triton fused projections"
+            " autotuned GEMMs low-precision stream low-precision optimizer-in-backward graph",
+            "baseline: block default sdpa_cudnn",
         ]
-        chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
-        assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_peer-block_graph"]
-        with pytest.raises(UsageError, match="at least one of each side: peer: block default"):
-            racers("small-512", forms=("peer",))
+        chosen = StepFlags(part=("race",), race=("small-512",), forms=("baseline: block", "graph"))
+        assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_baseline-block_graph"]
+        with pytest.raises(UsageError, match="at least one of each side: baseline: block default"):
+            racers("small-512", forms=("baseline",))
 
     def test_variants_save_less_where_peak_memory_is_compared(self) -> None:
-        policies = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
-        assert policies == {
-            ("ours", "norms"),
-            ("ours", "gates"),
-            ("narrow", "norms"),
-            ("narrow", "gates"),
-            ("spare", "inputs"),
+        policies = {
+            (r.side, r.workload.activation_policy)
+            for r in racers("2.7b-2048")
+            if r.workload.fused_projections
         }
-        assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
+        assert policies == {
+            ("stepscope", "norms"),
+            ("stepscope", "gates"),
+            ("low-precision", "norms"),
+            ("low-precision", "gates"),
+            ("low-memory", "inputs"),
+        }
+        assert {r.workload.activation_policy for r in racers("xl-2048")} == {"all"}
 
     def test_the_long_context_has_the_fused_loss_on_both_sides_and_no_graph(self) -> None:
         variants = racers("8b-32768")
         assert {r.workload.loss for r in variants} == {"fused"}
-        assert {r.workload.checkpoint for r in variants if r.side == "peer"} == {"1"}
+        assert {r.workload.checkpoint for r in variants if r.side == "baseline"} == {"1"}
         assert not any(r.workload.graph for r in variants)
         model = variants[0].workload.model()
         assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
         assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
-        thrifty = next(r.workload for r in variants if r.workload.keep == "inputs-16")
+        thrifty = next(r.workload for r in variants if r.workload.activation_policy == "inputs-16")
         assert thrifty.kept().count("gates") == 18
 
     def test_a_case_with_its_racers_survives_json(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         sent = json.loads(msgspec.json.encode(case.config))
-        assert [racer[0] for racer in sent["racers"]].count("ours") == 5
+        assert [racer[0] for racer in sent["racers"]].count("stepscope") == 5
         assert STUDY.decode(sent) == case
 
     def test_only_selected_variants_are_part_of_the_config(self) -> None:
-        selected = ("peer: block", "graph")
+        selected = ("baseline: block", "graph")
         for forms in ((), selected):
             flags = StepFlags(part=("race",), race=("small-512",), forms=forms)
             (case,) = STUDY.cases(flags)
@@ -110,7 +118,7 @@ class TestRacers:
         assert STUDY.decode(older).racers == case.racers
 
 
-class Watched(CpuDevice):
+class ReleaseCountingDevice(CpuDevice):
     """Counts how often the memory of a variant was released."""
 
     released = 0
@@ -121,7 +129,7 @@ class Watched(CpuDevice):
 
 class Silent:
     def __init__(self) -> None:
-        self.device = Watched()
+        self.device = ReleaseCountingDevice()
 
     def progress(self, done: int, total: int, what: str) -> None: ...
 
@@ -133,7 +141,7 @@ def test_a_race_tries_each_variant_alone_and_frees_it(monkeypatch: pytest.Monkey
     assert bench.device.released == 3
     assert len(measured.attachments["heats"]) == 3
     raced = set(measured.attachments["best"].values())
-    assert measured.attachments["best"].keys() == {"peer", "ours"}
+    assert measured.attachments["best"].keys() == {"baseline", "stepscope"}
     assert {(series.name, series.variant) for series in measured.series} == {
         (name, racer) for name in ("step", "consecutive") for racer in raced
     }
@@ -161,7 +169,7 @@ def test_the_last_variant_tried_is_not_built_again(
     case = tiny_race_case()
     assert case.racers[-1].workload.attention == "reference"
     measured = measure_race(case, Silent())  # type: ignore[arg-type]
-    assert measured.attachments["best"]["peer"] == f"peer: eager {fastest}"
+    assert measured.attachments["best"]["baseline"] == f"baseline: eager {fastest}"
     # Built for the trial, and again for the race unless it is still built.
     assert built.count("reference") == 1
     assert built.count("sdpa") == (3 if fastest == "sdpa" else 2)
@@ -186,7 +194,7 @@ def test_close_variants_are_decided_in_alternating_blocks(
     def consecutive(entries: Sequence[race.Entry], bench: Any, what: str, *how: Any) -> Timing:
         if what == "blocks of consecutive steps":
             return plain(entries, bench, what, *how)
-        assert what == "run-off of peer"
+        assert what == "run-off of baseline"
         series = (
             Series(
                 name="consecutive",
@@ -202,8 +210,8 @@ def test_close_variants_are_decided_in_alternating_blocks(
     monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
     measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
-    assert measured.attachments["best"]["peer"] == f"peer: eager {fastest}"
-    assert turns(measured) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
+    assert measured.attachments["best"]["baseline"] == f"baseline: eager {fastest}"
+    assert turns(measured) == {f"baseline: eager {slowed}": 3.0, f"baseline: eager {fastest}": 2.0}
 
 
 def test_variants_with_equal_trials_run_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +219,8 @@ def test_variants_with_equal_trials_run_off(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(race, "_RUN_OFF_S", 0.0)
     measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
     times = turns(measured)
-    assert times.keys() == {"peer: eager sdpa", "peer: eager reference"}
-    assert measured.attachments["best"]["peer"] == min(times, key=times.__getitem__)
+    assert times.keys() == {"baseline: eager sdpa", "baseline: eager reference"}
+    assert measured.attachments["best"]["baseline"] == min(times, key=times.__getitem__)
 
 
 def test_trials_decide_if_the_run_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,15 +230,17 @@ def test_trials_decide_if_the_run_off_fails(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
-    assert measured.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
-    assert measured.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two equal ones"
+    assert measured.attachments["no_run_off"]["baseline"] == "MemoryError: no room for two"
+    assert measured.attachments["best"]["baseline"] == "baseline: eager sdpa", (
+        "the first of two equal ones"
+    )
 
 
 def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near = [
-        Racer("peer", msgspec.structs.replace(racers("tiny-64")[0].workload, **changes))
+        Racer("baseline", msgspec.structs.replace(racers("tiny-64")[0].workload, **changes))
         for changes in ({}, {"compile": "block", "compile_mode": "reduce-overhead"})
     ]
     for fastest, stays in ((near[0], False), (near[1], True)):
@@ -238,11 +248,11 @@ def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(
         for racer in near:
             field._note(racer, Heat(ms=1.0, first_s=0.0))
             field._ready[racer.name] = cast("race.Entry", object())
-        field._ready["ours: another"] = cast("race.Entry", object())
+        field._ready["stepscope: another"] = cast("race.Entry", object())
         monkeypatch.setattr(field, "_alternate", lambda _, fastest=fastest: fastest)
-        assert field.run_off("peer") is fastest
+        assert field.run_off("baseline") is fastest
         assert (fastest.name in field._ready) is stays
-        assert "ours: another" in field._ready
+        assert "stepscope: another" in field._ready
 
 
 def test_after_the_time_limit_for_trials_the_tried_variants_race(
@@ -257,8 +267,8 @@ def test_after_the_time_limit_for_trials_the_tried_variants_race(
     measured = measure_race(tiny_race_case(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
     excluded = measured.attachments["excluded"].items()
     late = [name for name, reason in excluded if reason.startswith("not tried")]
-    assert late == ["peer: eager reference"]
-    assert measured.attachments["best"].keys() == {"peer", "ours"}
+    assert late == ["baseline: eager reference"]
+    assert measured.attachments["best"].keys() == {"baseline", "stepscope"}
 
 
 def test_a_variant_that_takes_too_long_is_excluded(
@@ -276,15 +286,17 @@ def test_a_variant_that_takes_too_long_is_excluded(
     bench = Silent()
     measured = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
     excluded = measured.attachments["excluded"]
-    assert excluded["peer: eager reference"] == "given up: not done after 3 s"
-    assert "reference" not in measured.attachments["best"]["peer"]
+    assert excluded["baseline: eager reference"] == "given up: not done after 3 s"
+    assert "reference" not in measured.attachments["best"]["baseline"]
     assert bench.device.released == 3, "its memory is released too"
 
 
-def test_the_race_with_the_closest_peer_counts() -> None:
+def test_the_race_with_the_closest_baseline_counts() -> None:
     records = [
-        step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
-        for peer in (4.0, 3.0, 5.0)
+        step_race_record(
+            "tiny-64", {"baseline: a": baseline, "stepscope: b": 2.0}, id=f"race-{baseline}"
+        )
+        for baseline in (4.0, 3.0, 5.0)
     ]
     (only,) = races(STUDY.results(records))
     ratio = only.ratio()
@@ -293,21 +305,23 @@ def test_the_race_with_the_closest_peer_counts() -> None:
     assert [other.record.id for other in only.others] == ["race-4.0", "race-5.0"]
 
 
-def test_more_peer_variants_count_before_a_closer_peer() -> None:
-    most = {"peer: a": 4.0, "peer: c": 4.5, "ours: b": 2.0}
-    nearest = {"peer: a": 3.0, "ours: b": 2.0, "ours: d": 2.0, "ours: e": 2.0}
+def test_more_baseline_variants_count_before_a_closer_baseline() -> None:
+    most = {"baseline: a": 4.0, "baseline: c": 4.5, "stepscope: b": 2.0}
+    nearest = {"baseline: a": 3.0, "stepscope: b": 2.0, "stepscope: d": 2.0, "stepscope: e": 2.0}
     records = [
         step_race_record("tiny-64", nearest, id="nearest"),
-        step_race_record("tiny-64", most, id="most-peers"),
+        step_race_record("tiny-64", most, id="most-baselines"),
     ]
     (only,) = races(STUDY.results(records))
-    assert only.record.id == "most-peers"
+    assert only.record.id == "most-baselines"
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
 def test_a_failed_run_off_is_reported_for_the_chosen_variant() -> None:
-    record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
-    failed = record.attachments | {"no_run_off": {"peer": "OutOfMemoryError: full"}}
+    record = step_race_record(
+        "tiny-64", {"baseline: c": 4.01, "baseline: a": 4.0, "stepscope: b": 2.0}
+    )
+    failed = record.attachments | {"no_run_off": {"baseline": "OutOfMemoryError: full"}}
     (table,) = heat_table(
         races(STUDY.results([msgspec.structs.replace(record, attachments=failed)]))
     )
@@ -319,10 +333,10 @@ def test_a_failed_run_off_is_reported_for_the_chosen_variant() -> None:
 
 
 def test_variants_of_other_races_are_reported_with_the_fastest_there() -> None:
-    most = {"peer: c": 4.0, "peer: e": 4.0, "peer: a": 3.0, "ours: b": 2.0}
-    slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}
+    most = {"baseline: c": 4.0, "baseline: e": 4.0, "baseline: a": 3.0, "stepscope: b": 2.0}
+    slower = {"baseline: tuned": 4.5, "baseline: a": 4.0, "stepscope: b": 2.0}
     records = [
-        step_race_record("tiny-64", most, id="most-peers"),
+        step_race_record("tiny-64", most, id="most-baselines"),
         step_race_record("tiny-64", slower, id="other"),
     ]
     (table,) = heat_table(races(STUDY.results(records)))

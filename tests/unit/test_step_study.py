@@ -72,7 +72,7 @@ class TestLadder:
         # torch.compile fuses the operations itself.
         assert workloads["compile", "so far"].fused is False
         best = workloads["graph", "so far"]
-        assert (best.compile, best.fused, best.joined) == ("no", True, True)
+        assert (best.compile, best.fused, best.fused_projections) == ("no", True, True)
         assert best.optimizer == "stepscope-in-backward"
 
     def test_climbed_has_one_step_per_rung_in_ladder_order(self) -> None:
@@ -232,7 +232,9 @@ class TestPage:
         for here in (on_host, environment()):
             blocks = self.blocks(
                 rung_record("start", "start", quantities=peak, environment=here),
-                step_race_record("tiny-64", {"peer: a": 3.0, "ours: b": 2.0}, environment=here),
+                step_race_record(
+                    "tiny-64", {"baseline: a": 3.0, "stepscope: b": 2.0}, environment=here
+                ),
             )
             ladder, heats = blocks["step-ladder"], blocks["step-heats"]
             (raced,) = (row for row in heats.rows if "b" in row)
@@ -286,11 +288,11 @@ class TestPage:
         record = step_race_record(
             "2.7b-2048",
             {
-                "peer: block default sdpa_flash": 364.9,
-                "ours: block default auto": 320.0,
-                "spare: block default auto checkpointed": 400.0,
+                "baseline: block default sdpa_flash": 364.9,
+                "stepscope: block default auto": 320.0,
+                "low-memory: block default auto checkpointed": 400.0,
             },
-            peaks={"peer": 73.2, "ours": 60.0, "spare": 55.0},
+            peaks={"baseline": 73.2, "stepscope": 60.0, "low-memory": 55.0},
         )
         (race,) = races(STUDY.results([record]))
         assert race.ratio().value == pytest.approx(364.9 / 320.0)  # type: ignore[union-attr]
@@ -306,7 +308,7 @@ class TestPage:
         assert {row[-1] for row in heats.rows} == {"chosen", "failed: OutOfMemoryError: full"}
 
     def test_narrower_dtypes_have_a_separate_row(self) -> None:
-        times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 80.0}
+        times = {"baseline: a": 140.0, "stepscope: b": 105.0, "low-precision: c": 80.0}
         record = step_race_record("xl-512", times)
         table = self.blocks(record)["step-speed"]
         ours, narrow = table.rows
@@ -322,21 +324,27 @@ class TestPage:
         assert sentence in finding.text
 
     def test_a_race_without_a_significant_difference_has_no_winner(self) -> None:
-        blocks = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 100.0}))
+        blocks = self.blocks(
+            step_race_record("xl-512", {"baseline: a": 100.0, "stepscope: b": 100.0})
+        )
         finding = blocks["step.race-no-difference"]
         assert finding.text.endswith("takes 100 ms: statistically indistinguishable.")
         assert finding.tone == "info"
 
     def test_a_slower_step_reports_how_much_longer_it_takes(self) -> None:
-        blocks = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 125.0}))
+        blocks = self.blocks(
+            step_race_record("xl-512", {"baseline: a": 100.0, "stepscope: b": 125.0})
+        )
         finding = blocks["step.race-slower"]
         assert finding.text.endswith("takes 100 ms: Stepscope takes 1.25 times as long.")
         assert (finding.values["times"], finding.tone) == (pytest.approx(0.8), "warn")
 
     def test_other_races_of_the_same_step_are_reported(self) -> None:
         blocks = self.blocks(
-            step_race_record("xl-512", {"peer: c": 145.0, "peer: a": 140.0, "ours: b": 100.0}),
-            step_race_record("xl-512", {"peer: a": 130.0, "ours: b": 100.0}, id="fewer"),
+            step_race_record(
+                "xl-512", {"baseline: c": 145.0, "baseline: a": 140.0, "stepscope: b": 100.0}
+            ),
+            step_race_record("xl-512", {"baseline: a": 130.0, "stepscope: b": 100.0}, id="fewer"),
         )
         finding = blocks["step.race-faster"]
         assert finding.text.endswith(
@@ -347,13 +355,13 @@ class TestPage:
     def test_consecutive_steps_decide_and_interleaved_samples_follow(self) -> None:
         record = step_race_record(
             "xl-512",
-            {"peer: a": 140.0, "ours: b": 90.0},
-            consecutive={"peer": (120.0, 122.0, 124.0), "ours": (100.0, 101.0, 102.0)},
+            {"baseline: a": 140.0, "stepscope: b": 90.0},
+            consecutive={"baseline": (120.0, 122.0, 124.0), "stepscope": (100.0, 101.0, 102.0)},
         )
         (race,) = races(STUDY.results([record]))
         lead = race.lead()
         assert lead is not None
-        assert (lead.peer_ms, lead.ms) == (122.0, 101.0)
+        assert (lead.baseline_ms, lead.ms) == (122.0, 101.0)
         assert lead.value == pytest.approx(122 / 101)
         table = self.blocks(record)["step-speed"]
         row = table.rows[0]
@@ -372,8 +380,8 @@ class TestPage:
     def test_without_blocks_the_energy_measurement_gives_consecutive_steps(self) -> None:
         record = step_race_record(
             "xl-512",
-            {"peer: a": 140.0, "ours: b": 90.0},
-            drawn={"peer": (690.0, 120.0, 1700.0), "ours": (690.0, 100.0, 1600.0)},
+            {"baseline: a": 140.0, "stepscope: b": 90.0},
+            drawn={"baseline": (690.0, 120.0, 1700.0), "stepscope": (690.0, 100.0, 1600.0)},
         )
         row = self.blocks(record)["step-speed"].rows[0]
         assert row[5] == pytest.approx(1.2)
@@ -382,7 +390,7 @@ class TestPage:
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         blocks = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
         assert isinstance(blocks["step-waterfall"], Timeline)
-        assert blocks["step-waterfall-2"].lanes[-1].stretches[0].end == 0.5
+        assert blocks["step-waterfall-2"].lanes[-1].spans[0].end == 0.5
         assert "as a graph" in blocks["step-waterfall-2"].title
         without = self.blocks(waterfall_record("graph"))
         assert "as a graph" not in without["step-waterfall"].title
@@ -400,11 +408,13 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
 
 def test_one_rung_can_be_trained_again() -> None:
     all_cases = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
-    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("as-made",)))
-    assert [case.rung for case in again] == ["as-made"]
+    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("low-precision-grads",)))
+    assert [case.rung for case in again] == ["low-precision-grads"]
     assert again[0] in all_cases
     with pytest.raises(UsageError, match="rung"):
-        STUDY.cases(StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("as-made",)))
+        STUDY.cases(
+            StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("low-precision-grads",))
+        )
 
 
 def test_ladders_are_separate_by_size() -> None:

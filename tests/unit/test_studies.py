@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lever_records import lever_record
 from mixed_records import COLD, FAILURES, mixed_records
 from own_records import inspected_record, own_record, tried
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
@@ -32,6 +31,7 @@ from study_records import (
     profile_record,
     warmup_record,
 )
+from technique_records import technique_record
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 ON_GPU = environment()
@@ -136,7 +136,7 @@ class TestViews:
             "sharding": sharding_record,
             "fsdp": fsdp_record,
             "rehearsal": recorded_record,
-            "levers": lever_record,
+            "techniques": technique_record,
             "own": own_record,
             "inspect": inspected_record,
             "advise": tried,
@@ -173,7 +173,7 @@ def test_the_page_of_viewables_has_their_sections_in_order() -> None:
         "sharding",
         "fsdp",
         "rehearsal",
-        "levers",
+        "techniques",
         "machine",
         "records",
     ]

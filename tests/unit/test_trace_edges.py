@@ -104,7 +104,7 @@ def test_work_outside_of_the_model_has_its_own_phase() -> None:
     assert {use.module for use in summary.uses} == {"", "blocks.*"}
 
 
-def test_without_edges_unmarked_work_is_still_the_residual() -> None:
+def test_without_edges_unmarked_work_is_unattributed() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.range("forward", 0, 50)

@@ -110,7 +110,7 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
     launches = any(lead is not None for *_, lead in runs)
     last = max([100, *(end for _, end, _, lead in runs if lead is not None)])
     work: dict[tuple[str, str], int] = {}
-    cause = dict.fromkeys(("host", "synchronisation", "queue", "no_phase", "no_launch"), 0)
+    cause = dict.fromkeys(("cpu", "synchronization", "queue", "no_phase", "no_launch"), 0)
     for half in range(-60, 2 * last):
         t = half / 2
         running = [
@@ -131,13 +131,13 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
         queued = bool(later) and later[0][3] is not None
         queued = queued and later[0][0] - later[0][3] + 0.5 <= began
         if launches and not queued and any(s <= t < s + d for s, d in waiting):
-            cause["synchronisation"] += 500
+            cause["synchronization"] += 500
         elif not later:
-            cause["host"] += 500
+            cause["cpu"] += 500
         elif later[0][3] is None:
             cause["no_launch"] += 500
         else:
-            cause["queue" if queued else "host"] += 500
+            cause["queue" if queued else "cpu"] += 500
     return Ledger(wall=(last + 30) * 1000, work=work, **cause)
 
 
@@ -152,7 +152,7 @@ def test_a_ledger_adds_up_and_matches_a_count_of_every_moment(
     slow = by_moment(drawn, waiting)
     assert ledger.wall == slow.wall
     assert {k: v for k, v in ledger.work.items() if v} == slow.work
-    names = ("host", "synchronisation", "queue", "no_phase", "no_launch")
+    names = ("cpu", "synchronization", "queue", "no_phase", "no_launch")
     assert {n: getattr(ledger, n) for n in names} == {n: getattr(slow, n) for n in names}
 
 
@@ -166,9 +166,9 @@ def test_a_training_step_closes_with_every_line() -> None:
         ("backward", "matmul", 80_000),
         ("backward", "elementwise", 20_000),
         ("optimizer", "optimizer", 30_000),
-        ("idle", "host: nothing was launched", 280_000),
-        ("idle", "synchronisation: the host waits", 480_000),
-        ("", "residual", 0),
+        ("idle", "CPU: nothing was launched", 280_000),
+        ("idle", "synchronization: the CPU waits for the GPU", 480_000),
+        ("", "unattributed", 0),
     ]
     assert ledger.adds_up
     assert ledger.doubt() == ""
@@ -205,7 +205,7 @@ def test_a_gap_before_a_queued_kernel_is_not_a_launch_gap() -> None:
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.kernel(SGEMM, 60, 100, launch=(3, 4))
     (ledger,) = ledgers(device_work(trace.read()))
-    assert (ledger.host, ledger.queue) == (10_000, 10_000)
+    assert (ledger.cpu, ledger.queue) == (10_000, 10_000)
 
 
 def test_a_wait_is_divided_into_busy_and_idle_time() -> None:
@@ -215,7 +215,7 @@ def test_a_wait_is_divided_into_busy_and_idle_time() -> None:
     trace.call("cudaStreamSynchronize", 20, 60)
     trace.call("cudaStreamSynchronize", 0, 100, thread=999)  # a thread that launches nothing
     (ledger,) = ledgers(device_work(trace.read()))
-    assert (ledger.synchronisation, ledger.waited, ledger.waited_busy) == (10_000, 40_000, 30_000)
+    assert (ledger.synchronization, ledger.waited, ledger.waited_busy) == (10_000, 40_000, 30_000)
 
 
 def test_unexplained_time_keeps_the_ledger_open_with_a_reason() -> None:
@@ -273,7 +273,7 @@ def test_on_a_cpu_operators_stand_for_kernels() -> None:
         ("backward", "matmul", 20_000),
         ("backward", "other", 10_000),
         ("idle", "between operators", 35_000),
-        ("", "residual", 0),
+        ("", "unattributed", 0),
     ]
 
 
@@ -283,9 +283,9 @@ def test_a_ledger_of_an_nsight_trace_closes(tmp_path: Path) -> None:
         ("forward", "matmul", 4_000),
         ("backward", "matmul", 3_000),
         ("backward", "copy/cast", 500),
-        ("idle", "host: nothing was launched", 2_200),
-        ("idle", "synchronisation: the host waits", 300),
-        ("", "residual", 0),
+        ("idle", "CPU: nothing was launched", 2_200),
+        ("idle", "synchronization: the CPU waits for the GPU", 300),
+        ("", "unattributed", 0),
     ]
 
 
@@ -301,8 +301,8 @@ def test_replayed_work_has_its_own_line_unless_a_range_names_the_phase() -> None
     (bare,) = ledgers(device_work(replayed_step().read()))
     assert bare.work == {("graph", "matmul"): 180_000, ("graph", "elementwise"): 10_000}
     assert bare.adds_up
-    # Gaps between kernels of one launch belong to the device, even while the host waits.
-    assert (bare.host, bare.queue, bare.synchronisation) == (60_000, 15_000, 235_000)
+    # Gaps between kernels of one launch belong to the device, even while the CPU waits.
+    assert (bare.cpu, bare.queue, bare.synchronization) == (60_000, 15_000, 235_000)
     with_range = replayed_step()
     with_range.range("forward", 5, 65)
     (marked,) = ledgers(device_work(with_range.read()))

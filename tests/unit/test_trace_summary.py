@@ -31,7 +31,7 @@ def test_numbers_are_per_step() -> None:
     assert three.class_ms("matmul") == pytest.approx(0.16)
     assert three.class_ms("matmul", "backward") == pytest.approx(0.08)
     assert three.phase_ms("optimizer") == pytest.approx(0.03)
-    assert three.idle_of("host") == pytest.approx(0.28)
+    assert three.idle_of("CPU") == pytest.approx(0.28)
     assert three.doubt == ""
 
 
@@ -157,12 +157,12 @@ def test_without_ranges_there_are_no_peers() -> None:
 
 def test_the_timeline_shows_phases_ranges_kernels_and_gaps() -> None:
     rows = {row.label: row.bars for row in summary_of(training_step(blocks=2)).timeline}
-    assert list(rows) == ["host", "ranges", "within", "device", "device idle"]
+    assert list(rows) == ["CPU", "ranges", "within", "device", "device idle"]
     assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1", "loss"]
     assert [bar.label for bar in rows["within"]] == ["attention", "attention"]
-    assert {bar.group for bar in rows["host"]} == {"forward", "loss", "backward", "optimizer"}
+    assert {bar.group for bar in rows["CPU"]} == {"forward", "loss", "backward", "optimizer"}
     assert {bar.group for bar in rows["device"]} == {"matmul", "elementwise", "optimizer"}
-    assert {bar.group for bar in rows["device idle"]} == {"host", "synchronisation"}
+    assert {bar.group for bar in rows["device idle"]} == {"CPU", "synchronization"}
     for bars in rows.values():
         assert all(0 <= bar.start < bar.end <= 1.0 for bar in bars)
 
@@ -239,7 +239,7 @@ def test_on_a_cpu_an_operator_that_calls_others_is_counted_once() -> None:
     rows = {row.kernel: row for row in summary_of(trace).kernels}
     assert (rows["aten::linear"].count, rows["aten::linear"].average_us) == (1, 20)
     assert (rows["aten::mm"].count, rows["aten::mm"].average_us) == (1, 30)
-    assert [row.label for row in summary_of(trace).timeline] == ["host", "operators"]
+    assert [row.label for row in summary_of(trace).timeline] == ["CPU", "operators"]
 
 
 def test_phases_do_not_overlap() -> None:

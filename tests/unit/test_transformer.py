@@ -12,7 +12,11 @@ from stepscope.attention.api import attention_with
 from stepscope.model import SIZES, ModelConfig, TransformerLM, cost, cross_entropy, precision
 
 SHAPE = ModelConfig(d_model=48, d_ff=80, n_layers=2, n_heads=3, vocab=61, context=32)
-VARIANTS: tuple[dict[str, bool], ...] = ({}, {"fused": True}, {"fused": True, "joined": True})
+VARIANTS: tuple[dict[str, bool], ...] = (
+    {},
+    {"fused": True},
+    {"fused": True, "fused_projections": True},
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Trust levels: those that the lints determine, and those that the samples determine."""
+"""Trust levels: those that the failed_checks determine, and those that the samples determine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 import pytest
 
 from sample_records import record as make_record
-from stepscope.analysis.lints import codes
+from stepscope.analysis.checks import codes
 from stepscope.analysis.trust import trust_of
 from stepscope.records.jsonl import read_records
-from stepscope.records.schema import Lint, Reading, Record, Series
+from stepscope.records.schema import FailedCheck, Reading, Record, Series
 from stepscope.records.trust import LEVEL_OF, SPREAD, reason, trust
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def record_of(*values: float, lints: tuple[str, ...] = (), **more: object) -> Record:
+def record_of(*values: float, failed_checks: tuple[str, ...] = (), **more: object) -> Record:
     series = (Series(name="step", unit="ms", values=values),) if values else ()
-    flagged = tuple(Lint(code=code, message="planted") for code in lints)
-    return make_record(**{"series": series, "lints": flagged} | more)
+    flagged = tuple(FailedCheck(code=code, message="planted") for code in failed_checks)
+    return make_record(**{"series": series, "failed_checks": flagged} | more)
 
 
 def test_every_lint_has_a_level_and_no_other_code_has() -> None:
@@ -29,17 +29,17 @@ def test_every_lint_has_a_level_and_no_other_code_has() -> None:
 
 @pytest.mark.parametrize(("code", "level"), sorted(LEVEL_OF.items()))
 def test_a_lint_gives_its_level(code: str, level: str) -> None:
-    verdict = trust(record_of(10.0, 10.1, 10.2, 10.1, 10.0, lints=(code,)))
+    verdict = trust(record_of(10.0, 10.1, 10.2, 10.1, 10.0, failed_checks=(code,)))
     assert (verdict.level, verdict.codes) == (level, () if level == "good" else (code,))
 
 
 def test_the_worst_lint_decides_and_is_named() -> None:
-    verdict = trust(record_of(10.0, 10.1, 10.2, lints=("busy-machine", "above-ceiling")))
+    verdict = trust(record_of(10.0, 10.1, 10.2, failed_checks=("busy-machine", "above-ceiling")))
     assert (verdict.level, verdict.codes) == ("invalid", ("above-ceiling",))
 
 
 def test_an_unknown_lint_is_noisy() -> None:
-    verdict = trust(record_of(10.0, 10.1, 10.2, lints=("from-the-future",)))
+    verdict = trust(record_of(10.0, 10.1, 10.2, failed_checks=("from-the-future",)))
     assert (verdict.level, verdict.reason) == (
         "noisy",
         "the measurement is flagged from-the-future",
@@ -57,7 +57,7 @@ def test_an_unknown_lint_is_noisy() -> None:
 )
 def test_samples_with_a_known_median_are_good(values: tuple[float, ...]) -> None:
     flagged = ("wide-spread", "first-call-inside", "few-samples", "clocks-dropped")
-    assert trust(record_of(*values, lints=flagged)).good
+    assert trust(record_of(*values, failed_checks=flagged)).good
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_a_warm_up_of_half_of_the_samples_is_good_only_in_the_warmup_study() -> 
 
 
 def test_a_record_without_a_result_is_good() -> None:
-    assert trust(record_of(lints=("busy-machine",), status="oom", reason="out of memory")).good
+    assert trust(
+        record_of(failed_checks=("busy-machine",), status="oom", reason="out of memory")
+    ).good
 
 
 def test_waiting_for_cores_makes_a_record_noisy_without_a_stored_lint() -> None:

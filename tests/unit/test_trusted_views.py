@@ -11,7 +11,7 @@ import pytest
 from hostile_records import real_records
 from sample_records import record as make_record
 from stepscope.analysis.trust import trust_of
-from stepscope.records.schema import Lint, Reading, Record, Series, decode
+from stepscope.records.schema import FailedCheck, Reading, Record, Series, decode
 from stepscope.records.trust import Trust
 from stepscope.report.blocks import Finding
 from stepscope.report.html import html_page
@@ -31,8 +31,8 @@ def committed(study: str) -> tuple[Record, ...]:
 
 
 def flagged(record: Record) -> Record:
-    busy = Lint(code="busy-machine", message="planted")
-    return msgspec.structs.replace(record, lints=(*record.lints, busy))
+    busy = FailedCheck(code="busy-machine", message="planted")
+    return msgspec.structs.replace(record, failed_checks=(*record.failed_checks, busy))
 
 
 def waited(record: Record) -> Record:

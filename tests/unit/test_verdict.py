@@ -24,7 +24,7 @@ from stepscope.analysis.verdict import (
     ranked,
 )
 from stepscope.records.jsonl import read_records
-from stepscope.records.schema import Lint
+from stepscope.records.schema import FailedCheck
 from stepscope.report.blocks import Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
@@ -67,7 +67,7 @@ def test_parts_keep_the_total_and_are_at_most_seven(spent: dict[str, float]) -> 
     st.lists(
         st.tuples(
             st.sampled_from(["forward", "optimizer", "idle", "outside", ""]),
-            st.sampled_from(["matmul", "softmax", "copy/cast", "communication", "residual"]),
+            st.sampled_from(["matmul", "softmax", "copy/cast", "communication", "unattributed"]),
             st.floats(min_value=-1, max_value=1e4),
         ),
         max_size=12,
@@ -152,9 +152,9 @@ def test_a_loss_that_drifts_is_a_warning() -> None:
 
 def test_untrusted_times_rank_nothing() -> None:
     (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
-    busy = Lint(code="busy-machine", message="busy")
+    busy = FailedCheck(code="busy-machine", message="busy")
     given = {name: one for name, one in record.attachments.items() if name != "advice"}
-    noisy = msgspec.structs.replace(record, lints=(busy,), attachments=given)
+    noisy = msgspec.structs.replace(record, failed_checks=(busy,), attachments=given)
     verdict = program_verdict([noisy])
     assert verdict is not None
     assert (verdict.trust, verdict.changes, verdict.reachable_ms) == ("noisy", (), None)

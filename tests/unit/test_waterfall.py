@@ -23,7 +23,12 @@ from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
-from stepscope.studies.views.waterfall import Fall, fall_of, remedy, waterfall_blocks
+from stepscope.studies.views.waterfall import (
+    StepWaterfall,
+    remedy,
+    step_waterfall,
+    waterfall_blocks,
+)
 from study_records import profile_record
 from trace_files import training_step
 
@@ -100,7 +105,7 @@ class TestWaterfall:
             optimizer__copy_cast=1.0,
             backward__communication=0.5,
             idle__host=6.0,
-            __residual=0.25,
+            __unattributed=0.25,
         )
         step = Step(MODEL, 1, 4, FLOAT32)
         water = waterfall(summary, step, rate=1e9, bandwidth=1e9)
@@ -159,7 +164,7 @@ class TestWaterfall:
             "backward__copy_cast",
             "optimizer__optimizer",
             "idle__host",
-            "__residual",
+            "__unattributed",
         )
         summary = planted(**dict(zip(names, times, strict=True)))
         water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)
@@ -182,8 +187,8 @@ class TestWaterfall:
         assert water.parts["memory-bound operations"] == pytest.approx(10 * 14.2 / 17.2, rel=0.01)
         assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(10.0)
         assert water.traced_over_timed == pytest.approx(1.72)
-        (fall,) = TestView().falls(step=20.0)
-        assert "took 1.72 times as long" in finding_text(fall._replace(water=water))
+        (traced,) = TestView().waterfalls(step=20.0)
+        assert "took 1.72 times as long" in finding_text(traced._replace(water=water))
 
 
 class TestAttentionsPart:
@@ -216,37 +221,37 @@ class TestAttentionsPart:
         assert self.lost_share(context=8192) > 0.5
 
 
-def replaced(fall: Any, **changes: Any) -> Any:
-    return fall._replace(workload=msgspec.structs.replace(fall.workload, **changes))
+def replaced(traced: Any, **changes: Any) -> Any:
+    return traced._replace(workload=msgspec.structs.replace(traced.workload, **changes))
 
 
-def _with_attention(fall: Any, share: float) -> Any:
+def _with_attention(traced: Any, share: float) -> Any:
     """Return a waterfall in which attention loses that share of what all matmuls lose."""
-    parts = fall.water.parts | {"matmuls below the ceiling": 10.0}
-    return fall._replace(water=fall.water._replace(parts=parts, attention_lost_ms=share * 10.0))
+    parts = traced.water.parts | {"matmuls below the ceiling": 10.0}
+    return traced._replace(water=traced.water._replace(parts=parts, attention_lost_ms=share * 10.0))
 
 
 class TestView:
-    def falls(self, **options: object) -> list:
+    def waterfalls(self, **options: object) -> list:
         row_groups = groups(find_study("profile").results([profile_record(**options)]))
         traced = row_groups[0].fullest()
-        return [fall_of(traced.record, traced.workload, traced.summary)]
+        return [step_waterfall(traced.record, traced.workload, traced.summary)]
 
     def test_the_figure_ends_at_the_measured_time(self) -> None:
-        (fall,) = self.falls(step=20.0)
-        finding, picture, table, shares = waterfall_blocks([fall], "profile")
+        (traced,) = self.waterfalls(step=20.0)
+        finding, picture, table, shares = waterfall_blocks([traced], "profile")
         assert isinstance(picture, Timeline)
         assert isinstance(table, Table)
         *parts, measured = picture.lanes
         assert measured.label == "measured"
-        assert measured.stretches[0].end == 20.0
+        assert measured.spans[0].end == 20.0
         assert parts[0].label == "ideal: matmuls"
-        ends = [lane.stretches[0].end for lane in parts]
+        ends = [lane.spans[0].end for lane in parts]
         assert ends[-1] == pytest.approx(20.0, rel=0.01)
         assert isinstance(finding, Finding)
         assert finding.code == "waterfall.ideal"
         assert finding.values["measured_ms"] == 20.0
-        assert finding.records == (fall.record,)
+        assert finding.records == (traced.record,)
         assert re.fullmatch(
             r"small at context 512 in float32: the ideal time of its operations is [\d.]+ ms,"
             r" [\d.]+ % of the 20\.0 ms that it takes\.",
@@ -264,24 +269,24 @@ class TestView:
         assert shares_drawn[0] == table.rows[0][ideal_share]
 
     def test_the_slowest_is_drawn_next_to_the_fastest_of_the_same_case(self) -> None:
-        (slow,), (fast,) = self.falls(step=40.0), self.falls(step=20.0)
-        (other,) = self.falls(step=10.0, context=64)
+        (slow,), (fast,) = self.waterfalls(step=40.0), self.waterfalls(step=20.0)
+        (other,) = self.waterfalls(step=10.0, context=64)
 
-        def drawn(*falls: object) -> list[str]:
-            blocks = waterfall_blocks(falls, "profile")  # type: ignore[arg-type]
+        def drawn(*waterfalls: object) -> list[str]:
+            blocks = waterfall_blocks(waterfalls, "profile")  # type: ignore[arg-type]
             ends = [block.lanes[-1] for block in blocks if isinstance(block, Timeline)]
-            return [lane.stretches[0].label.partition(",")[0] for lane in ends]
+            return [lane.spans[0].label.partition(",")[0] for lane in ends]
 
         assert drawn(fast, other, slow) == ["40.0 ms", "20.0 ms"]
         assert drawn(other, slow) == ["40.0 ms", "10.0 ms"]
 
     def test_without_ceilings_there_is_no_waterfall(self) -> None:
-        assert self.falls(ceilings=()) == [None]
+        assert self.waterfalls(ceilings=()) == [None]
         assert waterfall_blocks([], "profile") == ()
 
     def test_a_remedy_is_something_that_the_step_does_not_do_yet(self) -> None:
-        (slow,) = self.falls()
-        (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
+        (slow,) = self.waterfalls()
+        (half,) = self.waterfalls(dtype="bfloat16", ceilings=CEILINGS)
         assert "lower-precision dtype" in remedy("matmuls below the ceiling", slow)
         assert "flash attention" in remedy("matmuls below the ceiling", _with_attention(half, 0.5))
         assert "larger GEMMs" in remedy("matmuls below the ceiling", _with_attention(half, 0.4))
@@ -291,7 +296,12 @@ class TestView:
         assert "stores no logits" in remedy("memory-bound operations", short)
         assert "stores no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
         best = replaced(
-            half, attention="auto", loss="fused", fused=True, joined=True, searched=True
+            half,
+            attention="auto",
+            loss="fused",
+            fused=True,
+            fused_projections=True,
+            autotune_gemms=True,
         )
         assert remedy("matmuls below the ceiling", best) == "larger GEMMs: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)
@@ -305,7 +315,7 @@ class TestView:
         assert "optimizer-in-backward" in by_optimizer["torch-fused"]
         assert "larger batch" in by_optimizer["stepscope-in-backward"]
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
-        (host,) = self.falls(environment=on_cpu)
+        (host,) = self.waterfalls(environment=on_cpu)
         assert remedy("launch gaps", host) == "a larger batch"
         # Stepscope's kernels run on a GPU.
         for cause in ("memory-bound operations", "optimizer"):
@@ -331,12 +341,12 @@ def test_an_ideal_above_the_measured_time_is_explained(
     assert water.faster_ms == pytest.approx(
         water.ideal_ms + beyond - water.measured_ms, abs=1e-6 * water.ideal_ms
     )
-    (fall,) = TestView().falls(step=20.0)
-    text = finding_text(fall._replace(water=water))
+    (traced,) = TestView().waterfalls(step=20.0)
+    text = finding_text(traced._replace(water=water))
     shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
     assert sum(shares) <= 101 or "measured too low" in text
 
 
-def finding_text(fall: Fall) -> str:
-    (finding,) = (one for one in waterfall_blocks([fall], "x") if isinstance(one, Finding))
+def finding_text(traced: StepWaterfall) -> str:
+    (finding,) = (one for one in waterfall_blocks([traced], "x") if isinstance(one, Finding))
     return finding.sentence

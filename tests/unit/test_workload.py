@@ -273,14 +273,14 @@ def test_names_are_distinct() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("keep", ["all", "inputs-1"])
+@pytest.mark.parametrize("policy", ["all", "inputs-1"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])
-def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, keep: str) -> None:
-    joined = {
-        "fused": True, "fused_projections": True, "activation_policy": keep, "loss": ("fused",),
+def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, policy: str) -> None:
+    fused_projections = {
+        "fused": True, "fused_projections": True, "activation_policy": policy, "loss": ("fused",),
     }  # fmt: skip
     losses = []
-    for more in ({}, joined):
+    for more in ({}, fused_projections):
         step = TransformerStep(workload(dtype=(dtype,), **SMALLEST, **more), CpuDevice())
         for _ in range(2):
             step.reset()

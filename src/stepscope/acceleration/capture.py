@@ -61,7 +61,7 @@ class NotCapturedWarning(UserWarning):
 
 @dataclass
 class Statistics:
-    """How the calls of a captured function ran."""
+    """Counts of the calls of a captured function, by how they ran."""
 
     eager: int = 0
     captured: int = 0
@@ -88,7 +88,7 @@ class _Graph(NamedTuple):
 
 @dataclass
 class _Entry:
-    """What is known about calls with one key."""
+    """State of the calls with one key."""
 
     calls: int = 0
     last_used: int = 0
@@ -134,11 +134,11 @@ class Captured:
         self._written_by_hand = written_between
         self.statistics = Statistics()
         self.reasons: list[str] = []
-        """Why calls ran eagerly, each once."""
+        """Reasons why calls ran eagerly, each once."""
 
     @property
     def graphs(self) -> int:
-        """Number of graphs that are held."""
+        """Number of graphs in memory."""
         return sum(entry.graph is not None for entry in self._entries.values())
 
     def held_bytes(self) -> int:
@@ -472,7 +472,7 @@ class Captured:
 
 
 class _GradientUsage:
-    """Whether a step uses gradients that were there when it began.
+    """Return True if a step uses gradients that were there when it began.
 
     It does if one of them is still there in an optimizer's step, or at the end. Gradients that the
     step sets to None first are not used.

@@ -13,8 +13,8 @@ _MAX_NAMES = 3
 
 
 class Report:
-    """What `accelerate` did to a model. `print(report)` lists it; `undo()` restores the model and
-    the optimizer."""
+    """Changes that `accelerate` made to a model. `print(report)` lists them; `undo()` restores the
+    model and the optimizer."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name

@@ -44,7 +44,7 @@ from stepscope.records.stats import summarize
 from stepscope.studies.own.cases import STUDY_NAME as OWN
 from stepscope.studies.program import waterfall
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import Watched, programs
+from stepscope.studies.program.rows import ProgramRecord, programs
 
 _LABELS = {
     waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
@@ -65,11 +65,11 @@ def program_verdict(records: Sequence[Record]) -> Verdict | None:
     own = [record for record in records if record.study == OWN]
     if not inspected and (not own or (len(own) > 1 and not trials)):
         return None
-    lead = programs(inspected)[0][0] if inspected else Watched(own[0])
+    lead = programs(inspected)[0][0] if inspected else ProgramRecord(own[0])
     return _verdict(lead, trials)
 
 
-def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
+def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     record = lead.record
     trust = trust_of(record)
     verdict = Verdict(
@@ -164,7 +164,7 @@ def _proven(best: Tried, facts: Facts) -> float | None:
     return None if best.ratio is None else facts.step_ms * best.ratio.value
 
 
-def _combination(advice: Sequence[Advice], lead: Watched) -> tuple[Advice, ...]:
+def _combination(advice: Sequence[Advice], lead: ProgramRecord) -> tuple[Advice, ...]:
     """All ranked changes that go together and can be applied from outside."""
     settings = OF_SCRIPTS if lead.record.study == INSPECTED else OF_MODELS
     faster = [one for one in advice if one.ranked and one.gain_ms > 0]
@@ -212,7 +212,7 @@ def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
     )  # fmt: skip
 
 
-def _program(lead: Watched) -> str:
+def _program(lead: ProgramRecord) -> str:
     case = lead.record.config
     if case.get("model"):
         return f"--model {shlex.quote(str(case['model']))}"
@@ -222,12 +222,12 @@ def _program(lead: Watched) -> str:
     return shlex.join([str(case.get("script", "train.py")), *arguments])
 
 
-def _inspect_again(lead: Watched) -> str:
+def _inspect_again(lead: ProgramRecord) -> str:
     return f"stepscope inspect {_program(lead)}"
 
 
 def _next(
-    lead: Watched, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
+    lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
     if not advice and not trials:
         return ""

@@ -38,18 +38,18 @@ class Matmul(NamedTuple):
         return 2 * self.rows * self.columns * self.depth * self.instances
 
 
-def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
-    """Weight groups of a block in the order of the forward pass; `joined` for fused projections."""
+def block_groups(config: ModelConfig, *, fused_projections: bool) -> tuple[Group, ...]:
+    """Weight groups of a block, in the order of the forward pass."""
     d, hidden = config.d_model, config.d_ff
     first, second = "attention norm", "feed-forward norm"
     projections = (
         (Group("q, k, v", first, 3 * d, d),)
-        if joined
+        if fused_projections
         else tuple(Group(name, first, d, d) for name in ("q", "k", "v"))
     )
     gates = (
         (Group("gate, up", second, 2 * hidden, d),)
-        if joined
+        if fused_projections
         else tuple(Group(name, second, hidden, d) for name in ("gate", "up"))
     )
     return (
@@ -60,22 +60,24 @@ def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
     )
 
 
-def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int, ...]:
+def head_chunks(config: ModelConfig, tokens: int, *, fused_projections: bool) -> tuple[int, ...]:
     """Rows of each matmul of the head; chunked if the loss is fused."""
-    rows = rows_per_chunk(tokens, config.vocab, config.d_model) if joined else tokens
+    rows = rows_per_chunk(tokens, config.vocab, config.d_model) if fused_projections else tokens
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 
-def step_matmuls(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
+def step_matmuls(
+    config: ModelConfig, tokens: int, *, fused_projections: bool
+) -> tuple[Matmul, ...]:
     """All matmuls of a step; those of a block once per shape, with the number of blocks."""
     blocks = [
         matmul
-        for group in block_groups(config, joined=joined)
+        for group in block_groups(config, fused_projections=fused_projections)
         for matmul in _three(group.name, tokens, group.out, group.into, config.n_layers)
     ]
     head = [
         matmul
-        for rows in head_chunks(config, tokens, joined=joined)
+        for rows in head_chunks(config, tokens, fused_projections=fused_projections)
         for matmul in _three(HEAD, rows, config.vocab, config.d_model, 1)
     ]
     return (*blocks, *head)

@@ -10,8 +10,8 @@ from stepscope.records.stats import Summary, summarize
 
 STUDY = "parallel-against-torch"
 """Study name of the records of `benchmarks/parallel_against_torch.py`."""
-STEPSCOPE, BASELINE = "ours", "theirs"
-"""The two implementations, by the names that records store."""
+STEPSCOPE, BASELINE = "stepscope", "baseline"
+"""Variants of the series of these records."""
 
 
 class Paired(NamedTuple):

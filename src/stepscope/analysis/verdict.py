@@ -123,7 +123,7 @@ class Verdict(Data, frozen=True):
     device: str
     step: Estimate | None = None
     timed: str = "step"
-    """What the time is of: `step`, or `full trace` where no step is marked."""
+    """Unit that was timed: `step`, or `full trace` where no step is marked."""
     parts: tuple[BreakdownPart, ...] = ()
     """At most seven; they add up to the step."""
     memory: tuple[MemoryPart, ...] = ()
@@ -135,7 +135,7 @@ class Verdict(Data, frozen=True):
     reachable_with: tuple[str, ...] = ()
     """The titles of these changes."""
     reachable_warning: str = ""
-    """Why this combination should not be adopted unseen, such as a loss that differs."""
+    """Reason why this combination should not be adopted unseen, such as a loss that differs."""
     peak_bytes: int = 0
     """Peak memory of the step; 0 if it was not measured."""
     memory_change: MemoryChange | None = None

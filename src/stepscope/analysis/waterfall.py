@@ -99,7 +99,7 @@ def waterfall(
     for group, ms in recomputed.items():
         spent[group] -= ms
     measured = summary.wall_ms if measured_ms is None else measured_ms
-    busy = summary.wall_ms - spent["idle"] - spent["residual"]
+    busy = summary.wall_ms - spent["idle"] - spent["unattributed"]
     overrun = busy / measured if 0.0 < measured < busy else 1.0
     if overrun > 1.0:
         busy = measured
@@ -127,7 +127,7 @@ def _scaled(times: dict[str, float], factor: float) -> defaultdict[str, float]:
 def _group(line: LedgerLine) -> str:
     if line.phase == "idle":
         return "idle"
-    if line.kind in ("residual", "communication"):
+    if line.kind in ("unattributed", "communication"):
         return line.kind
     if line.phase == "optimizer":
         return "optimizer"

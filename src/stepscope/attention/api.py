@@ -135,9 +135,9 @@ class Support:
 
     name: str
     refusal: str | None
-    """Why the input is not supported; None if it is."""
+    """Reason why the input is not supported; None if it is."""
     leaves: str | None = None
-    """Why `auto` prefers another implementation although this one supports the input."""
+    """Reason why `auto` prefers another implementation although this one supports the input."""
 
     @property
     def takes(self) -> bool:

@@ -54,7 +54,7 @@ class Implementation:
     refuses: Callable[[Unpack[Inputs]], str | None] = supports_all
     """(q, k, v, is_causal, scale, causal_align): why a valid input is not supported, or None."""
     leaves: Callable[[Unpack[Inputs]], str | None] = supports_all
-    """Why `auto` prefers the next implementation for a supported input, or None."""
+    """Reason why `auto` prefers the next implementation for a supported input, or None."""
     bind: Callable[[Unpack[Inputs]], BoundAttention] | None = None
     """Returns a cheaper function than `load` for such inputs, if there is one."""
     decides_by_shape: bool = True

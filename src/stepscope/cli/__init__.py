@@ -19,21 +19,21 @@ from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, in_one_line, unknown_name
 
 COMMANDS = {
-    "run": "measure the cases of a preset or of one study, then write the report",
-    "inspect": "run your training script and show where its step's time and memory go",
-    "advise": "list changes worth making with predicted gains; --verify measures them",
-    "report": "write the HTML and Markdown report of a run or of a record file",
-    "show": "print the findings and tables of a run, or one record, in the terminal",
+    "run": "measure a preset or one study, then write the report",
+    "inspect": "run your script; show where its step's time and memory go",
+    "advise": "list changes with predicted gains; --verify measures them",
+    "report": "write the HTML and Markdown report of a run or record file",
+    "show": "print the findings and tables of a run, or one record",
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
     "compare": "compare two runs or two records; usable as a CI gate",
-    "predict": "predict the memory of a training step by phase and tensor class; needs no GPU",
-    "rehearse": "replay a recorded step on a cluster: step time, exposed communication, buckets",
-    "snapshot": "show what occupied memory at the peak, from a CUDA memory snapshot",
-    "trace": "show where the time goes in a torch.profiler or Nsight Systems trace",
-    "profile-nsys": "profile a training step with Nsight Systems and analyze the result",
-    "list": "list studies, presets, model sizes, dtypes, attentions and stored runs",
-    "doctor": "check this machine: what is installed, what is missing, how to get it",
+    "predict": "predict the peak memory of a training step; needs no GPU",
+    "rehearse": "predict the time of a recorded step on a cluster",
+    "snapshot": "show what a CUDA memory snapshot contains at its peak",
+    "trace": "show where the time goes in a profiler trace",
+    "profile-nsys": "profile a training step with Nsight Systems",
+    "list": "list studies, presets, model sizes, dtypes, attentions, runs",
+    "doctor": "check what is installed and how to install what is missing",
 }
 
 EXIT_CODES = """\
@@ -117,8 +117,8 @@ def _help() -> str:
     return f"""\
 usage: stepscope COMMAND [options]
 
-Shows where a training step's time and memory go, how far that is from the hardware's limit,
-and which change is worth making.
+Shows where a training step's time and memory go, how far that is from the
+hardware's limit, and which change is worth making.
 
 commands:
 {listed}
@@ -127,7 +127,7 @@ examples:
   stepscope inspect train.py --batch-size 8
   stepscope advise --verify train.py --batch-size 8
   stepscope run
-  stepscope run benchmark --size small medium --context 128 512 --dtype float32 bfloat16
+  stepscope run benchmark --size small medium --dtype float32 bfloat16
   stepscope run --preset seeds --resume
   stepscope compare latest~1 latest --fail-above 3%
 

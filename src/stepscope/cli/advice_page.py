@@ -29,7 +29,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
 from stepscope.studies.page import make_page, study_sections
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How accurate were predictions on this device, and how are they corrected?"
@@ -57,7 +57,7 @@ def advice_page(
     ]
     advised = _section(base, advice, records)
     return Page(
-        title=f"Advice for {Watched(base).name}",
+        title=f"Advice for {ProgramRecord(base).name}",
         subtitle=page.subtitle,
         headline=tables[0] if tables else page.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),

@@ -14,6 +14,7 @@ import msgspec
 from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, UsageError, printable
 from stepscope.records.jsonl import read_records, replace_file
+from stepscope.records.renames import STUDIES
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
 
@@ -44,12 +45,12 @@ def parse(
     """Parse command-line words into the options class `kind`; exit with 2 if they are invalid."""
     import tyro
 
-    from stepscope.cli.option_help import option_registry
+    from stepscope.cli.option_help import option_registry, wrapped_usage
 
     text = _described(description)
     if examples:
         text += "\n\nexamples:\n" + "\n".join(map(_example, examples))
-    with option_registry():
+    with option_registry(), wrapped_usage():
         return tyro.cli(
             kind,
             args=list(words),
@@ -84,12 +85,17 @@ _OF_STEPS = {
 _OF_ATTENTION = {"--head": "--head-dim", "--seq": "--context", "--tile-head": "--tile-head-dim"}
 RENAMED_FLAGS: dict[str, dict[str, str]] = {
     "run": _OF_STEPS,
+    "run step": _OF_STEPS,
     "run attention": _OF_ATTENTION,
+    "run techniques": {"--lever": "--technique"},
     "run flash": _OF_ATTENTION,
     "run compile": _OF_STEPS | {"--head": "--head-dim", "--seq": "--attention-context"},
     "predict": _OF_STEPS,
     "inspect": {
         "--timed": "--steps",
+        "--traced": "--profiled-steps",
+        "--stop": "--stop-early",
+        "--no-stop": "--no-stop-early",
         "--keep": "--keep-traces",
         "--no-keep": "--no-keep-traces",
     },
@@ -97,14 +103,36 @@ RENAMED_FLAGS: dict[str, dict[str, str]] = {
 }
 """Former spellings of flags by command, accepted with a warning for one version."""
 
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "run step": {
+        "joined": "fused-projections",
+        "searched": "autotune-gemms",
+        "as-made": "low-precision-grads",
+    },
+    "run": {"stepscope-as-made": "stepscope-low-precision-grads"},
+}
+"""Former values of flags by command, accepted with a warning for one version."""
+
+
+def new_study(name: str) -> str:
+    """Return the current name of a study; a former one gives a warning."""
+    new = STUDIES.get(name, name)
+    if new != name:
+        log(f"study {name} is now {new}; the former name is removed in the next version")
+    return new
+
 
 def new_name(word: str, command: str) -> str:
-    """A word with the new name of its flag, with a warning if it has a former one."""
+    """Return a word of the command line with the current name of its flag or value; a former name
+    gives a warning."""
     flag, sign, value = word.partition("=")
-    new = RENAMED_FLAGS.get(command, {}).get(flag.replace("_", "-"))
+    former, new = flag, RENAMED_FLAGS.get(command, {}).get(flag.replace("_", "-"))
+    if new is None:
+        former, new = word, RENAMED_VALUES.get(command, {}).get(word)
+        sign = value = ""
     if new is None:
         return word
-    log(f"{flag} is now {new}; the former name is removed in the next version")
+    log(f"{former} is now {new}; the former name is removed in the next version")
     return f"{new}{sign}{value}"
 
 

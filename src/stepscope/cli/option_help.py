@@ -1,12 +1,19 @@
-"""Help text of options: their types without `None`, and only the defaults that say something."""
+"""Help text of options: their types without `None`, only the defaults that say something, and no
+line wider than the terminal."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
+import re
+import shutil
+import sys
 import textwrap
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +41,40 @@ def option_registry() -> ConstructorRegistry:
     registry.primitive_rule(_rule)
     registry.struct_rule(_struct_rule)
     return registry
+
+
+@contextmanager
+def wrapped_usage() -> Iterator[None]:
+    """Wrap the usage line of the help that is printed inside, which tyro does not."""
+    output, sys.stdout = sys.stdout, _CapturedOutput(sys.stdout.isatty())
+    try:
+        yield
+    finally:
+        (captured, sys.stdout) = (sys.stdout, output)
+        usage, newline, rest = captured.getvalue().partition("\n")
+        output.write(_wrapped(usage, shutil.get_terminal_size().columns) + newline + rest)
+
+
+class _CapturedOutput(io.StringIO):
+    """Captured output; it has the colors of a terminal if the actual output is one."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def _wrapped(usage: str, width: int) -> str:
+    lines = [""]
+    for part in re.split(r" (?=\[)", usage):
+        line = f"{lines[-1]} {part}" if lines[-1] else part
+        if len(re.sub(r"\x1b\[[0-9;]*m", "", line)) > width and lines[-1]:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] = line
+    return "\n".join(lines)
 
 
 def default_hint(label: str) -> str:

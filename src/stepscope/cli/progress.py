@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def outcome(record: Record) -> str:
-    """Summarize a record: its step time and lint codes, or its status and reason."""
+    """Summarize a record: its step time and failed checks, or its status and reason."""
     if record.status != "ok":
         return f"{record.status}: {record.reason}"
     step = step_ms(record)
     text = duration(step.median) if step else "ok"
-    lints = ", ".join(lint.code for lint in record.lints)
-    return f"{text} ({lints})" if lints else text
+    failed = ", ".join(check.code for check in record.failed_checks)
+    return f"{text} ({failed})" if failed else text
 
 
 def waiting_text(up_to_s: float, used: float, cores: int) -> str:

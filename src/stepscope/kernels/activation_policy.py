@@ -31,12 +31,12 @@ def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
     return (INPUTS,) * int(blocks) + (GATES,) * (layers - int(blocks))
 
 
-def check_layer_options(fused: bool, joined: bool, keep: str) -> None:
-    """Check that `keep` comes with fused projections, and these with fused layers."""
-    if joined and not fused:
+def check_layer_options(fused: bool, fused_projections: bool, policy: str) -> None:
+    """Check that `policy` comes with fused projections, and these with fused layers."""
+    if fused_projections and not fused:
         raise UsageError("--fused-projections needs fused layers", "add --fused")
-    if keep != ALL and not joined:
+    if policy != ALL and not fused_projections:
         raise UsageError(
-            f"activation policy {keep!r} needs fused projections",
+            f"activation policy {policy!r} needs fused projections",
             "add --fused --fused-projections, or use --checkpoint",
         )

@@ -36,9 +36,9 @@ def feed_forward(
     w3: Tensor,  # (hidden, d)
     w2: Tensor,  # (d, hidden)
     copies: WeightCopies,
-    keep: str = ALL,
+    policy: str = ALL,
 ) -> Tensor:
-    """Compute w2(silu(w1 x) · w3 x). `copies` has the weights in the matmul dtype; `keep` is the
+    """Compute w2(silu(w1 x) · w3 x). `copies` has the weights in the matmul dtype; `policy` is the
     activation policy."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
@@ -47,7 +47,7 @@ def feed_forward(
         return functional.linear(functional.silu(gate) * up, w2.to(dtype))
     first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
     normed = x if isinstance(x, Normed) else None
-    out: Tensor = _FeedForward.apply(read.to(dtype), normed, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]
+    out: Tensor = _FeedForward.apply(read.to(dtype), normed, first, second, policy, w1, w3, w2)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -59,7 +59,7 @@ class _FeedForward(torch.autograd.Function):
         normed: Normed | None,
         first: Weights,
         second: Tensor,
-        keep: str,
+        policy: str,
         w1: Tensor,
         w3: Tensor,
         w2: Tensor,
@@ -68,13 +68,13 @@ class _FeedForward(torch.autograd.Function):
         gates = linear_concat(flat, first)
         gated = gated_by(gates)
         out = matmul_to_dtype(gated, second.T, gated.dtype)
-        saved = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        saved = {ALL: (gates, gated), INPUTS: ()}.get(policy, (gates,))
         ctx.x = SavedInput(ctx, flat, normed, (*first, second), *saved)
         ctx.first, ctx.second = WeightGradients((w1, w3)), WeightGradients((w2,))
         return out.view(x.shape)
 
     @staticmethod
-    @differentiable_once("the fused feed-forward", "joined=False")
+    @differentiable_once("the fused feed-forward", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, (*first, second), saved = ctx.x.restore(ctx)
         flat = grad.reshape(-1, grad.shape[-1])

@@ -79,7 +79,7 @@ class _FusedLinear(torch.autograd.Function):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
-    @differentiable_once("a fused projection", "joined=False")
+    @differentiable_once("a fused projection", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, narrow, _ = ctx.x.restore(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
@@ -104,7 +104,7 @@ class _TransposedLinear(torch.autograd.Function):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
-    @differentiable_once("a fused projection", "joined=False")
+    @differentiable_once("a fused projection", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, narrow = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])

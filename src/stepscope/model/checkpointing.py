@@ -14,7 +14,7 @@ from stepscope.errors import UsageError
 NONE, NESTED = "no", "nested"
 
 
-def stretches(strategy: str, layers: int) -> tuple[int, ...]:
+def segment_sizes(strategy: str, layers: int) -> tuple[int, ...]:
     """Return the blocks per checkpointed segment of each level, outermost first; empty if all
     activations are saved."""
     if strategy == NONE:
@@ -43,7 +43,7 @@ def _halves(layers: int) -> tuple[int, ...]:
     return tuple(sizes[1:]) or (1,)
 
 
-def run_again(sizes: tuple[int, ...], layers: int) -> int:
+def recomputed_blocks(sizes: tuple[int, ...], layers: int) -> int:
     """Return the number of block forward passes that are recomputed in the backward pass.
 
     A segment with inner segments is recomputed only up to the input of the last one.
@@ -56,7 +56,7 @@ def run_again(sizes: tuple[int, ...], layers: int) -> int:
         inner = sizes[1:]
         if inner:
             last = (members - 1) % inner[0] + 1
-            total += members - last + run_again(inner, members)
+            total += members - last + recomputed_blocks(inner, members)
         else:
             total += members
     return total

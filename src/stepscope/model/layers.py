@@ -6,8 +6,9 @@ has `reset_parameters()`, so that a model created on the meta device can be init
 
 Norm and rotation compute in at least float32 and return the dtype of their input. With `fused` the
 operations between the matmuls are those of `stepscope.kernels`, and a norm returns the dtype of the
-matmul that reads it. The `joined` methods are the same with fused QKV and fused gate/up projections
-from cached copies of the weights, and `keep` is the activation policy. Parameters are the same.
+matmul that reads it. The methods `with_fused_projections` use fused QKV and fused gate/up
+projections from cached copies of the weights; `policy` is the activation policy. Parameters are the
+same.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
     def norm_for_projection(
-        self, x: Tensor, branch: Tensor | None, keep: str
+        self, x: Tensor, branch: Tensor | None, policy: str
     ) -> tuple[Tensor, Normed]:
         """Return x + branch (or x, if branch is None) and its norm for a fused projection."""
         stream, normed = normed_sum(
-            x, branch, self.weight, self.eps, matmul_dtype(x), units=keep != ALL
+            x, branch, self.weight, self.eps, matmul_dtype(x), units=policy != ALL
         )
-        return stream, Normed(normed.value) if keep == NORMS else normed
+        return stream, Normed(normed.value) if policy == NORMS else normed
 
 
 class RotaryEmbedding(nn.Module):
@@ -177,9 +178,9 @@ class SwiGLU(nn.Module):
             out = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
-    def joined(self, x: Normed, copies: WeightCopies, keep: str) -> Tensor:
+    def with_fused_projections(self, x: Normed, copies: WeightCopies, policy: str) -> Tensor:
         """Feed-forward with a fused gate/up projection."""
-        return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, copies, keep)
+        return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, copies, policy)
 
 
 class CausalSelfAttention(nn.Module):
@@ -217,7 +218,7 @@ class CausalSelfAttention(nn.Module):
             out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
         return out
 
-    def joined(self, x: Normed, copies: WeightCopies) -> Tensor:
+    def with_fused_projections(self, x: Normed, copies: WeightCopies) -> Tensor:
         """Attention with a fused QKV projection."""
         weights = (self.query.weight, self.key.weight, self.value.weight)
         with named("projections"):

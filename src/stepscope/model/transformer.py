@@ -27,6 +27,7 @@ from stepscope.model.layers import (
     SwiGLU,
 )
 from stepscope.torch_tools.ranges import named
+from stepscope.torch_tools.renamed import renamed_arguments
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream, and a branch that has not been added to it yet."""
@@ -77,19 +78,19 @@ class Block(nn.Module):
             out: Tensor = x + self.feed_forward(read)
         return out
 
-    def joined(
-        self, x: Tensor, branch: Tensor | None, copies: WeightCopies, keep: str
+    def with_fused_projections(
+        self, x: Tensor, branch: Tensor | None, copies: WeightCopies, policy: str
     ) -> tuple[Tensor, Tensor]:
         """Forward with fused projections. The last branch is not added to the residual stream yet:
         the next norm adds it in the same pass. Takes and returns such a stream."""
         with named("norm"):
-            x, read = self.attention_norm.norm_for_projection(x, branch, keep)
+            x, read = self.attention_norm.norm_for_projection(x, branch, policy)
         with named("attention"):
-            branch = self.attention.joined(read, copies)
+            branch = self.attention.with_fused_projections(read, copies)
         with named("norm"):
-            x, read = self.feed_forward_norm.norm_for_projection(x, branch, keep)
+            x, read = self.feed_forward_norm.norm_for_projection(x, branch, policy)
         with named("feed-forward"):
-            return x, self.feed_forward.joined(read, copies, keep)
+            return x, self.feed_forward.with_fused_projections(read, copies, policy)
 
 
 class Head(Linear):
@@ -112,12 +113,14 @@ class TransformerLM(nn.Module):
     """Decoder-only Transformer: returns logits of the next token, or with targets the mean loss,
     without all logits in memory.
 
-    `fused` uses the kernels of `stepscope.kernels` between the matmuls. `joined` also uses fused
-    QKV and gate/up projections from cached copies of the weights in the matmul dtype (`copies`);
-    `keep` is then the activation policy of each block (`kernels.activation_policy`). `checkpoint`
-    has the blocks per checkpointed segment of each level, outermost first (`model.checkpointing`).
+    `fused` uses the kernels of `stepscope.kernels` between the matmuls. `fused_projections` also
+    uses fused QKV and gate/up projections from cached copies of the weights in the matmul dtype
+    (`copies`); `activation_policy` then says for each block what is saved for backward
+    (`kernels.activation_policy`). `checkpoint` has the blocks per checkpointed segment of each
+    level, outermost first (`model.checkpointing`).
     """
 
+    @renamed_arguments(joined="fused_projections", keep="activation_policy")
     def __init__(
         self,
         config: ModelConfig,
@@ -126,8 +129,8 @@ class TransformerLM(nn.Module):
         dtype: torch.dtype | None = None,
         fused: bool = False,
         checkpoint: tuple[int, ...] = (),
-        joined: bool = False,
-        keep: tuple[str, ...] = (),
+        fused_projections: bool = False,
+        activation_policy: tuple[str, ...] = (),
         narrow_stream: bool = False,
     ) -> None:
         super().__init__()
@@ -135,8 +138,8 @@ class TransformerLM(nn.Module):
         self.narrow_stream = narrow_stream
         self.context = config.context
         self.checkpoint = checkpoint
-        self.joined = joined
-        self.keep = keep or (ALL,) * config.n_layers
+        self.fused_projections = fused_projections
+        self.activation_policy = activation_policy or (ALL,) * config.n_layers
         self.copies = WeightCopies()
         self.embedding = Embedding(
             config.vocab, config.d_model, device=device, dtype=dtype, fused=fused
@@ -154,7 +157,7 @@ class TransformerLM(nn.Module):
 
     def set_fused(self, on: bool) -> None:
         """Switch the fused layers and fused projections on or off."""
-        self.joined = on
+        self.fused_projections = on
         for module in self.modules():
             if isinstance(module, Embedding | RMSNorm | SwiGLU | CausalSelfAttention):
                 module.fused = on
@@ -176,11 +179,13 @@ class TransformerLM(nn.Module):
             if self.narrow_stream:
                 x = x.to(matmul_dtype(x))
         # torch.compile fuses the naive version itself.
-        joined = self.joined and not torch.compiler.is_compiling()
-        x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)
+        fused_projections = self.fused_projections and not torch.compiler.is_compiling()
+        x, branch = self._through_blocks(
+            x, None, 0, len(self.blocks), self.checkpoint, fused_projections
+        )
         with named("norm"):
             x = self.norm(x) if branch is None else self.norm.add_and_norm(x, branch)[1]
-        out: Tensor = self.head(x, targets, self.copies if joined else None)
+        out: Tensor = self.head(x, targets, self.copies if fused_projections else None)
         return out
 
     def _through_blocks(
@@ -190,12 +195,12 @@ class TransformerLM(nn.Module):
         first: int,
         end: int,
         levels: tuple[int, ...],
-        joined: bool,
+        fused_projections: bool,
     ) -> Stream:
         if not levels:
             for index in range(first, end):
                 with named(f"block {index}"):
-                    x, branch = self._through(index, x, branch, joined)
+                    x, branch = self._through(index, x, branch, fused_projections)
             return x, branch
         for start in range(first, end, levels[0]):
             # Tensors are passed as separate arguments: an outer segment would not free tensors
@@ -207,15 +212,17 @@ class TransformerLM(nn.Module):
                 start,
                 min(start + levels[0], end),
                 levels[1:],
-                joined,
+                fused_projections,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         return x, branch
 
-    def _through(self, index: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
+    def _through(
+        self, index: int, x: Tensor, branch: Tensor | None, fused_projections: bool
+    ) -> Stream:
         block = self.blocks[index]
-        if not joined:
+        if not fused_projections:
             return block(x), None
         assert isinstance(block, Block)
-        return block.joined(x, branch, self.copies, self.keep[index])
+        return block.with_fused_projections(x, branch, self.copies, self.activation_policy[index])

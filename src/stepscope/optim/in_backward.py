@@ -9,9 +9,9 @@ backwards, loss scaling that skips steps) does not work with it.
     loss.backward()
     optimizer.step()  # waits for the updates, on the device
 
-With `as_made`, fused projections pass gradients in the matmul dtype. Under bfloat16 autocast these
-are the values of torch's gradients, which are rounded to bfloat16 before they are widened, in half
-the bytes.
+With `low_precision_grads`, fused projections pass gradients in the matmul dtype. Under bfloat16
+autocast these are the values of torch's gradients, which are rounded to bfloat16 before they are
+widened, in half the bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.optim.optimizer import ParamsT
 from stepscope.optim.fused import FusedAdamW
 from stepscope.optim.launches import Copies, kernel_takes, rules
 from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
+from stepscope.torch_tools.renamed import renamed_arguments
 from stepscope.torch_tools.side_stream import SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
 
@@ -53,6 +54,7 @@ class InBackwardAdamW(FusedAdamW):
     parameters it reached are updated.
     """
 
+    @renamed_arguments(as_made="low_precision_grads")
     def __init__(
         self,
         params: ParamsT,
@@ -64,20 +66,25 @@ class InBackwardAdamW(FusedAdamW):
         copies: Copies | None = None,
         overlap: bool = True,
         attach: bool = True,
-        as_made: bool = False,
+        low_precision_grads: bool = False,
         master: bool = False,
     ) -> None:
-        if as_made and attach:
-            raise ValueError("as_made works only within attached(): pass attach=False")
+        if low_precision_grads and attach:
+            raise ValueError("low_precision_grads works only within attached(): pass attach=False")
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=True, copies=copies, master=master
         )
         self._overlap = overlap
-        self._as_made = as_made
+        self._low_precision_grads = low_precision_grads
         self._attach = attach
         self._install_hooks()
 
-    _COPIED_ATTRIBUTES = (*FusedAdamW._COPIED_ATTRIBUTES, "_overlap", "_as_made", "_attach")
+    _COPIED_ATTRIBUTES = (
+        *FusedAdamW._COPIED_ATTRIBUTES,
+        "_overlap",
+        "_low_precision_grads",
+        "_attach",
+    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = "_launches" not in self.__dict__
@@ -103,7 +110,7 @@ class InBackwardAdamW(FusedAdamW):
 
     @property
     def attaches(self) -> bool:
-        """Whether every backward updates, not only those within `attached()`."""
+        """True if every backward updates, not only those within `attached()`."""
         return self._attach
 
     @contextmanager
@@ -167,7 +174,7 @@ class InBackwardAdamW(FusedAdamW):
             side_stream.abandon()
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        if not self._as_made or not weight.requires_grad:
+        if not self._low_precision_grads or not weight.requires_grad:
             return False
         if dtype == weight.dtype or not supports_dtype(dtype):
             return False
@@ -181,8 +188,8 @@ class InBackwardAdamW(FusedAdamW):
             self._begin_step()
         if weight in self._consumed:
             raise RuntimeError(
-                "a weight received two gradients in one backward: with as_made each is applied"
-                " immediately, so a weight may be used by one matmul only"
+                "a weight received two gradients in one backward: with low_precision_grads each is"
+                " applied immediately, so a weight may be used by one matmul only"
             )
         self._consumed.add(weight)
         self._update_by_kernel(weight, gradient)

@@ -59,7 +59,7 @@ class TensorUpdate(NamedTuple):
     group: dict[str, Any]
     """Parameter group with the hyperparameters."""
     keeps_count: bool = False
-    """Whether the step count is a device tensor that other code advances too: it is not replaced
+    """True if the step count is a device tensor that other code advances too: it is not replaced
     by one of `FusedLaunches`."""
 
     @property

@@ -29,7 +29,7 @@ UNITS = {
 
 
 class Doubt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why some numbers of a table are not reliable as published."""
+    """Reason why some numbers of a table are not reliable as published."""
 
     text: str
     where: dict[str, Any] = {}

@@ -53,11 +53,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     head: OptionalPositiveInt = UNSET
     heads: OptionalPositiveInt = UNSET
     how: OptionalText = UNSET
-    joined: OptionalFlag = UNSET
-    keep: OptionalText = UNSET
+    fused_projections: OptionalFlag = UNSET
+    activation_policy: OptionalText = UNSET
     kind: OptionalText = UNSET
     length: list[Counted] | UnsetType = UNSET
-    lever: OptionalText = UNSET
+    technique: OptionalText = UNSET
     link: list[str] | UnsetType = UNSET
     loss: OptionalText = UNSET
     loss_steps: OptionalCount = UNSET
@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     rung: OptionalText = UNSET
     samples: OptionalCount = UNSET
     script: OptionalText = UNSET
-    searched: OptionalFlag = UNSET
+    autotune_gemms: OptionalFlag = UNSET
     seq: OptionalPositiveInt = UNSET
     size: OptionalText = UNSET
     sizes: list[Counted] | UnsetType = UNSET

@@ -5,6 +5,7 @@ Schema history
   2  notes: values that are neither numbers nor samples
   3  quantities and series have variant, phase, rank and size as fields; structured values are
      attachments; the rules that upgrade older records are in `upgrades`
+  4  new names, such as `failed_checks`; the former ones are in `renames`
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import Named, check_config, check_depth
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
+from stepscope.records.renames import upgrade_from_3
 from stepscope.records.upgrades import upgrade_from_2
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Status = Literal["ok", "oom", "error", "timeout", "skipped"]
 Clock = Literal["device", "host"]
@@ -103,7 +105,7 @@ class Reading(Part, frozen=True):
     """
 
 
-class Lint(Part, frozen=True):
+class FailedCheck(Part, frozen=True):
     """A failed check of a record against physics."""
 
     code: str
@@ -176,7 +178,7 @@ class Record(Part, frozen=True):
     """Structured values, such as a ledger or a profile; `attachment` decodes them."""
     ceilings: tuple[Ceiling, ...] = ()
     readings: tuple[Reading, ...] = ()
-    lints: tuple[Lint, ...] = ()
+    failed_checks: tuple[FailedCheck, ...] = ()
     version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -254,6 +256,7 @@ class Record(Part, frozen=True):
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda raw: raw,
     2: upgrade_from_2,
+    3: upgrade_from_3,
 }
 """Upgrades from each version to the next, on the decoded JSON."""
 

@@ -8,9 +8,10 @@
 `invalid`
     The record does not measure what its name says. None of its numbers is used.
 
-Most checks (stored as `Record.lints`) map to one level, see `LEVEL_OF`. Four do not: `wide-spread`,
-`first-call-inside`, `few-samples` and `clocks-dropped` also fire for a single outlier, for a
-warm-up that a study measures on purpose, and on a GPU that always runs at its power cap. None of
+Most checks (stored as `Record.failed_checks`) map to one level, see `LEVEL_OF`. Four do not:
+`wide-spread`, `first-call-inside`, `few-samples` and `clocks-dropped` also fire for a single
+outlier, for a warm-up that a study measures on purpose, and on a GPU that always runs at its power
+cap. None of
 these changes the median much, so the samples decide instead. A record is noisy if both are true:
 
 - half of the 95 % confidence interval of the median is at least `MAX_UNCERTAINTY` of its center;
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from stepscope.records.schema import Lint, Part, Record, Series
+from stepscope.records.schema import FailedCheck, Part, Record, Series
 from stepscope.records.stats import FAR_EXTREME, summarize
 
 Level = Literal["good", "noisy", "invalid"]
@@ -106,14 +107,16 @@ def reason(code: str) -> str:
     return _REASONS.get(code, f"the measurement is flagged {code}")
 
 
-def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
-    """Return the trust in a record, based on `lints` or on its stored ones.
+def trust(record: Record, failed_checks: Iterable[FailedCheck] | None = None) -> Trust:
+    """Return the trust in a record, based on `failed_checks` or on its stored ones.
 
     A record that is not `ok` has no time and is good: an out-of-memory is a result.
     """
     if record.status != "ok":
         return Trust()
-    codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
+    codes = dict.fromkeys(
+        check.code for check in (record.failed_checks if failed_checks is None else failed_checks)
+    )
     levels: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
     unknown = 0.0

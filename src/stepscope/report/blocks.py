@@ -123,7 +123,7 @@ class Lane(Data, frozen=True):
     """One row of a timeline."""
 
     label: str
-    stretches: tuple[LaneSpan, ...]
+    spans: tuple[LaneSpan, ...]
     look: Literal["named", "grouped", "gaps"] = "grouped"
     """`named`: intervals show their names. `grouped`: one color per group. `gaps`: idle time."""
 

@@ -218,7 +218,7 @@ def lead_blocks(section: Section) -> list[Block]:
 
 
 def _contents(blocks: Sequence[Block]) -> str:
-    """What a fold holds: 4 findings, 2 tables."""
+    """Contents of a collapsed section in words: 4 findings, 2 tables."""
     kinds = Counter(
         "finding" if isinstance(one, Finding) else "table" if isinstance(one, Table) else "figure"
         for one in blocks

@@ -27,7 +27,7 @@ _GAP_COLOURS = (CURVES[IDLE], SOFT, GRID)
 def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
     """Draw the timeline; `prefix` must be unique among the drawings of the page."""
     lanes = [_drawable(lane) for lane in timeline.lanes]
-    lanes = [lane for lane in lanes if lane.stretches]
+    lanes = [lane for lane in lanes if lane.spans]
     colors = _colors(lanes)
     left = width_of([short(lane.label) for lane in lanes]) + 10
     legend_rows, keys = _legend(colors, left)
@@ -35,7 +35,7 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
     height = top + len(lanes) * (_LANE + _GAP) + _AXIS
     root = Element("svg", {"viewBox": f"0 0 {WIDTH:g} {height:g}"})
     root.extend(keys)
-    ends = [span for lane in lanes for span in lane.stretches]
+    ends = [span for lane in lanes for span in lane.spans]
     if ends:
         first, last = min(0.0, *(s.start for s in ends)), max(s.end for s in ends)
         scale = (WIDTH - left - _RIGHT) / (last - first)
@@ -44,7 +44,7 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
         for index, lane in enumerate(lanes):
             y = top + index * (_LANE + _GAP)
             root.append(_text(short(lane.label), left - 8, y + _LANE / 2, SOFT, "end"))
-            for span in lane.stretches:
+            for span in lane.spans:
                 x = left + (span.start - first) * scale
                 wide = (span.end - span.start) * scale
                 box = _box(lane, span, x, y, wide, colors, timeline.x_label)
@@ -65,11 +65,9 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
 def _drawable(lane: Lane) -> Lane:
     """Remove the intervals that are empty or not finite."""
     drawable = tuple(
-        s
-        for s in lane.stretches
-        if math.isfinite(s.start) and math.isfinite(s.end) and s.end > s.start
+        s for s in lane.spans if math.isfinite(s.start) and math.isfinite(s.end) and s.end > s.start
     )
-    return Lane(label=lane.label, stretches=drawable, look=lane.look)
+    return Lane(label=lane.label, spans=drawable, look=lane.look)
 
 
 def _colors(lanes: list[Lane]) -> dict[tuple[str, str], str]:
@@ -77,7 +75,7 @@ def _colors(lanes: list[Lane]) -> dict[tuple[str, str], str]:
     colors: dict[tuple[str, str], str] = {}
     for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
         groups = {
-            span.group: span.style for lane in lanes if lane.look == look for span in lane.stretches
+            span.group: span.style for lane in lanes if lane.look == look for span in lane.spans
         }
         numbers = color_numbers(list(groups), list(groups.values()))
         if look == "gaps":
@@ -155,7 +153,7 @@ def _name(
     """The name inside its box; next to it if it does not fit and the lane is free; else cut."""
     text, middle = clean(span.label), y + _LANE / 2
     letters, needed = int((wide - 4) / LETTER), width_of([text])
-    if len(text) > letters and len(lane.stretches) == 1 and lane.look == "grouped":
+    if len(text) > letters and len(lane.spans) == 1 and lane.look == "grouped":
         if x + wide + 4 + needed <= WIDTH:
             yield _text(text, x + wide + 4, middle, INK)
             return

@@ -16,7 +16,7 @@ _ENTRY = "run.json"
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the index says of one run."""
+    """Entry of one run in the index."""
 
     run: str
     title: str

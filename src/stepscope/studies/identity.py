@@ -30,9 +30,9 @@ _PHRASES = {
     "compile_mode": "compile mode {}",
     "loss": "loss {}",
     "fused": "fused kernels",
-    "joined": "fused projections",
-    "searched": "autotuned GEMMs",
-    "keep": "saves {}",
+    "fused_projections": "fused projections",
+    "autotune_gemms": "autotuned GEMMs",
+    "activation_policy": "saves {}",
     "graph": "as a CUDA graph",
     "checkpoint": "checkpointed: {}",
     "table": "sizes of {}",
@@ -45,7 +45,7 @@ _SPECIAL = {
     ("optimizer", "stepscope-fused"): "Stepscope's AdamW in one launch",
     ("compile_mode", "default"): "",
     ("loss", "plain"): "",
-    ("keep", ALL): "",
+    ("activation_policy", ALL): "",
     ("checkpoint", "no"): "",
 }
 _IDENTITY: dict[str, Column] = {
@@ -59,9 +59,11 @@ _IDENTITY: dict[str, Column] = {
     "compile_mode": Column(title="compile mode"),
     "loss": Column(title="loss"),
     "fused": Column(title="fused kernels"),
-    "joined": Column(title="fused projections", hint="fused QKV and fused gate/up"),
-    "searched": Column(title="autotuned GEMMs", hint="the fastest kernel of cuBLAS for each shape"),
-    "keep": Column(title="saves", hint="what a block saves for backward"),
+    "fused_projections": Column(title="fused projections", hint="fused QKV and fused gate/up"),
+    "autotune_gemms": Column(
+        title="autotuned GEMMs", hint="the fastest kernel of cuBLAS for each shape"
+    ),
+    "activation_policy": Column(title="saves", hint="what a block saves for backward"),
     "graph": Column(title="graph"),
     "checkpoint": Column(title="checkpoint", hint="blocks of a checkpointed segment"),
     "table": Column(title="table"),

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 import msgspec
 
-from stepscope.analysis.lints import lint_record
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
@@ -215,8 +215,8 @@ def _ceilings_table(record: Record, name: str) -> Table:
 
 
 def _records_section(records: Sequence[Record]) -> Section:
-    def lints(record: Record) -> str:
-        return ", ".join(lint.code for lint in lint_record(record)) or record.reason
+    def failed_checks(record: Record) -> str:
+        return ", ".join(check.code for check in check_record(record)) or record.reason
 
     def samples(record: Record) -> int:
         return len(record.series[0].values) if record.series else 0
@@ -232,7 +232,7 @@ def _records_section(records: Sequence[Record]) -> Section:
             col("status", lambda record: record.status, key=True),
             col("samples", samples, "count", key=True),
             col("took", lambda record: duration(record.elapsed_s * 1e3), key=True),
-            col("failed checks or reason", lints, key=True),
+            col("failed checks or reason", failed_checks, key=True),
         ],
         details=_details,
         caption="Open a row for its raw samples, quantities and readings.",

@@ -41,7 +41,7 @@ _ORDER = (
     "sharding",
     "fsdp",
     "rehearsal",
-    "levers",
+    "techniques",
 )
 
 

@@ -32,7 +32,7 @@ _WRITING_OPERATORS: set[Any] = {
 
 
 class AutogradState(NamedTuple):
-    """Whether gradients are enabled, and the autocast dtype."""
+    """Grad mode and autocast dtype."""
 
     gradients: bool
     autocast: torch.dtype | None

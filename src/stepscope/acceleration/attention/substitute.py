@@ -216,7 +216,7 @@ class DeferredMatmul:
 
     @property
     def are_weights(self) -> bool:
-        """Whether softmax has been applied: these are probabilities, not scores."""
+        """True if softmax has been applied: these are probabilities, not scores."""
         return self._has_softmax
 
     @property
@@ -367,7 +367,7 @@ class DeferredMatmul:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the masks together are exactly one causal mask, without a bias."""
+        """True if the masks together are exactly one causal mask, without a bias."""
         return self._within.masks.causal_together(self.masked, self.added)
 
     def takes(self, values: Any) -> bool:

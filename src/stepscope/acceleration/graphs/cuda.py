@@ -30,7 +30,7 @@ class Replayable(Protocol):
 
 
 class Backend(Protocol):
-    """What runs and captures a function; tests use one without a GPU."""
+    """Interface that runs and captures a function; tests use one without a GPU."""
 
     @property
     def generation(self) -> int:

@@ -45,7 +45,7 @@ class Head:
         self.x, self.weight, self.copies = x, weight, copies
         self.state = AutogradState.now(x)
         self.has_loss = False
-        """Whether a loss has been computed from the hidden states."""
+        """True if a loss has been computed from the hidden states."""
         self.value: Tensor | None = None
         with torch._C.DisableTorchFunction():
             self.dtype = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))

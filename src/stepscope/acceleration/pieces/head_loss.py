@@ -89,7 +89,7 @@ class _Deferral:
         self._copies = copies
         self._running = threading.local()
         self._is_read = False
-        """Whether the program has read the last deferred logits."""
+        """True if the program has read the last deferred logits."""
         self._reads = 0
         """Consecutive calls whose logits the program has read."""
 

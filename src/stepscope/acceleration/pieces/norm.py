@@ -21,7 +21,7 @@ _SCALES = (1.0, 1e-3)
 _TOLERANCE = 1e-4
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 _OFFSETS = (0.0, 1.0)
-"""What is added to the weight; Gemma adds 1."""
+"""Constant that is added to the weight; Gemma adds 1."""
 
 
 def find(model: nn.Module) -> Found:

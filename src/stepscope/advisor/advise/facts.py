@@ -31,7 +31,7 @@ from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.setting import Setting
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16")
@@ -60,7 +60,7 @@ _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[str] = ()) -> Facts:
     """Collect the facts of a recorded step. `ceilings` are used for a record that has none, such as
     one of `inspect`."""
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     summary, step_ms = watched.summary, watched.step_ms
     if summary is None or step_ms is None:
         raise StepscopeError(f"no advice for {record.case}: {watched.missing}", "record it again")

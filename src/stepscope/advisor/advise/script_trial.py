@@ -36,7 +36,7 @@ _NO_TARGET = {
     "optimizer": "no optimizer with another implementation is created",
     "read_back": "no value is read from the device by .item() or .cpu()",
 }
-"""Why a setting had no effect on a script."""
+"""Reason why a setting had no effect on a script."""
 
 
 class Times:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.analysis.lints import lint_record
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.trace.collectives import collective_starts
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.model import Trace
@@ -18,15 +18,15 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 PART = "rank-*.jsonl"
 """File name pattern of a rank's part."""
 
 
 def with_profile(record: Record, folder: Path) -> Record:
-    """Add the summary of the trace to the record, and lint it."""
-    watched, notes, series = Watched(record), dict(record.notes), record.series
+    """Add the summary of the trace to the record, and check it."""
+    watched, notes, series = ProgramRecord(record), dict(record.notes), record.series
     attachments = dict(record.attachments)
     trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes and not trace.is_file():
@@ -46,7 +46,7 @@ def with_profile(record: Record, folder: Path) -> Record:
             attachments["profile"] = msgspec.to_builtins(summary)
             series = (*series, Series(name="traced", unit="ms", values=summary.steps))
     complete = msgspec.structs.replace(record, notes=notes, series=series, attachments=attachments)
-    return msgspec.structs.replace(complete, lints=lint_record(complete))
+    return msgspec.structs.replace(complete, failed_checks=check_record(complete))
 
 
 def _summarize_usual_steps(

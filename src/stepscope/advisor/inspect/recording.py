@@ -16,7 +16,7 @@ from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
 _LAST_LINES = 3
@@ -24,8 +24,8 @@ _FIX = "let it run more steps"
 
 
 def record_script(order: Order) -> Record:
-    """Return the record of its timed and traced steps. Without one, raise an error with the reason
-    and, if the script failed, the last lines of its output."""
+    """Run the script and return the record of its timed and traced steps. If there is none, raise
+    an error with the reason and, if the script failed, the last lines of its output."""
     with (
         tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name,
         tempfile.TemporaryFile() as log,
@@ -53,7 +53,7 @@ def record_script(order: Order) -> Record:
         ending = describe_end(status)
         if parts(folder):
             record = gather(folder, ending, order.command)[0]
-            missing = Watched(record).missing
+            missing = ProgramRecord(record).missing
             if not missing:
                 return record
             why = f"no advice for {order.name}: {missing}"

@@ -26,7 +26,7 @@ _WITHIN_S = 60.0
 _POLL_EVERY_S = 0.05
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class SharedDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """The shared directory as seen by one rank."""
 
     folder: Path
@@ -45,22 +45,22 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def meet(within_s: float = _WITHIN_S) -> Meeting:
+def shared_directory(within_s: float = _WITHIN_S) -> SharedDirectory:
     """Return the shared directory. If the ranks cannot share one, each gets its own: the program
     must not fail for that."""
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
-        return Meeting(folder=_new_folder(), leads=True)
+        return SharedDirectory(folder=_new_folder(), leads=True)
     try:
         invitation = _private(_cache()) / _name()
         if leads:
             folder = _new_folder()
             _invite(invitation, folder)
-            return Meeting(folder=folder, leads=True, invitation=invitation)
-        return Meeting(folder=_invited(invitation, within_s), leads=False)
+            return SharedDirectory(folder=folder, leads=True, invitation=invitation)
+        return SharedDirectory(folder=_invited(invitation, within_s), leads=False)
     except (StepscopeError, OSError, RuntimeError, psutil.Error) as error:
         why = str(error) if isinstance(error, StepscopeError) else one_line(error)
-        return Meeting(folder=_new_folder(), leads=leads, alone=why)
+        return SharedDirectory(folder=_new_folder(), leads=leads, alone=why)
 
 
 def _new_folder() -> Path:
@@ -69,7 +69,7 @@ def _new_folder() -> Path:
 
 def _cache() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "stepscope" / "meetings"
+    return Path(root) / "stepscope" / "inspect"
 
 
 def _name() -> str:

@@ -65,7 +65,7 @@ class Recorder:
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.peak_bytes: int | None = None
         self.notes: dict[str, str] = {}
-        """What is missing from the recording, and why."""
+        """Parts that are missing from the recording, with the reasons."""
         self.energy = StepEnergy(self.notes)
         self.done = False
         self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
@@ -278,7 +278,7 @@ class Recorder:
 
     @property
     def cut_short(self) -> str:
-        """How far the recording got, if the program ended early; else empty."""
+        """Progress of the recording, if the program ended early; else empty."""
         if self.steps >= self.effort.steps or self.notes.keys() & _ENDED_EARLY:
             return ""
         # The first step ends at the first edge.

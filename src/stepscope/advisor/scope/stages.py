@@ -10,12 +10,12 @@ from stepscope.errors import UsageError
 
 
 class Stage(Enum):
-    """What is done with one step."""
+    """Treatment of one step of the program."""
 
     WARMUP = "warm-up"
     TIMED = "timed"
     ISSUED = "issued"
-    """Each phase starts on an idle device, to time how long the host takes to issue it."""
+    """Each phase starts on an idle device, to time how long the CPU takes to issue it."""
     COUNTED = "counted"
     """Every storage is counted, for the memory ledger."""
     LEAD_IN = "lead-in"

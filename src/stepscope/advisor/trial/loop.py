@@ -17,7 +17,7 @@ _MAX_WORKERS = 8
 _PIN_MEMORY_POSITION = 6
 """Position of `pin_memory` among DataLoader's positional arguments after the data set."""
 Applied = Counter[str]
-"""How often each change took effect."""
+"""Number of times that each change took effect."""
 _TORCH = str(Path(torch.__file__).parent)
 
 

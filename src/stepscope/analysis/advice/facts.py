@@ -160,7 +160,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     lacks: tuple[str, ...] = ()
     """Features this machine does not have: a dtype, or `compiler`."""
     doubt: str = ""
-    """Why the times cannot be trusted, such as a busy machine; empty if they can."""
+    """Reason why the times cannot be trusted, such as a busy machine; empty if they can."""
 
     def is_tight(self, share: float) -> bool:
         """Return True if the peak uses more than this share of the device's memory."""

@@ -36,7 +36,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     setting: dict[str, str] = {}
     """Settings that apply the change from outside; empty if only the author can apply it."""
     by_author: str = ""
-    """Why only the author can apply it."""
+    """Reason why only the author can apply it."""
     best_after: str = ""
     """Title of the change without which this one gains no time."""
     gain_after_ms: float = 0.0

@@ -79,9 +79,9 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "bfloat16 autocast", bf16
         if flash:
             yield f"{with_flash} and bfloat16 autocast", flash | bf16
-    if plan.joined and plan.mode != "forward" and plan.keep in KEEPS:
-        for keep in KEEPS[KEEPS.index(plan.keep) + 1 :]:
-            yield f"activation policy {keep}", {"keep": keep}
+    if plan.fused_projections and plan.mode != "forward" and plan.activation_policy in KEEPS:
+        for policy in KEEPS[KEEPS.index(plan.activation_policy) + 1 :]:
+            yield f"activation policy {policy}", {"activation_policy": policy}
     segments = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
     if plan.mode != "forward" and plan.checkpoint == NONE:
         for k in segments:

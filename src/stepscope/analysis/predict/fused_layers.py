@@ -138,24 +138,24 @@ class FusedProjectionLayers(FusedLayers):
         return self._copies[key]
 
     def fused_block(
-        self, x: Value, branch: Value | None, weights: Sequence[Value], keep: str
+        self, x: Value, branch: Value | None, weights: Sequence[Value], policy: str
     ) -> tuple[Value, Value]:
         """Apply a block to a stream whose last branch is not yet added; return such a stream."""
         tape = self.ops.tape
         first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
         with tape.inside("norm"):
-            x, read = self._matmul_input(x, branch, first_norm, keep)
+            x, read = self._matmul_input(x, branch, first_norm, policy)
         branch = self._fused_qkv_attention(read, (query, key, value), output)
         with tape.inside("norm"):
-            x, read = self._matmul_input(x, branch, second_norm, keep)
+            x, read = self._matmul_input(x, branch, second_norm, policy)
         with tape.inside("feed-forward"):
-            return x, self._fused_feed_forward(read, w1, w3, w2, keep)
+            return x, self._fused_feed_forward(read, w1, w3, w2, policy)
 
     def _matmul_input(
-        self, x: Value, branch: Value | None, weight: Value, keep: str
+        self, x: Value, branch: Value | None, weight: Value, policy: str
     ) -> tuple[Value, Normed]:
-        stream, normed = self.normed_sum(x, branch, weight, units=keep != ALL)
-        return stream, Normed(normed.value) if keep == NORMS else normed
+        stream, normed = self.normed_sum(x, branch, weight, units=policy != ALL)
+        return stream, Normed(normed.value) if policy == NORMS else normed
 
     def _fused_qkv_attention(self, x: Normed, weights: Sequence[Value], output: Value) -> Value:
         tape = self.ops.tape
@@ -222,20 +222,20 @@ class FusedProjectionLayers(FusedLayers):
             "rotation", (part,) * 3, (parts,), lambda _: (ops.new(size),)
         )
 
-    def _fused_feed_forward(self, x: Normed, w1: Value, w3: Value, w2: Value, keep: str) -> Value:
+    def _fused_feed_forward(self, x: Normed, w1: Value, w3: Value, w2: Value, policy: str) -> Value:
         ops, read = self.ops, x.value
         first, second = self.narrow((w1, w3)), self.narrow((w2,))
         elements, width, hidden = read.elements, read.width, self.shape.tokens * self.shape.d_ff
         gates, gated = ops.new(2 * hidden * width), ops.new(hidden * width)
         out = ops.new(elements * width)
-        saved = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        saved = {ALL: (gates, gated), INPUTS: ()}.get(policy, (gates,))
         recomputes = x.unit is not None
 
         def rule(_: Buffer) -> list[Buffer | None]:
             recomputed = ops.new(elements * width) if recomputes else None
             grad_gated = ops.new(hidden * width)
-            gates = ops.new(2 * hidden * width) if keep == INPUTS else None
-            gated = ops.new(hidden * width) if keep != ALL else None
+            gates = ops.new(2 * hidden * width) if policy == INPUTS else None
+            gated = ops.new(hidden * width) if policy != ALL else None
             # Recomputed gates are overwritten by their gradient.
             grad_gates = gates or ops.new(2 * hidden * width)
             grad_x = ops.new(elements * width)

@@ -9,13 +9,13 @@ import msgspec
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
-from stepscope.model.checkpointing import NONE, stretches
+from stepscope.model.checkpointing import NONE, segment_sizes
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
 
 IN_BACKWARD = "stepscope-in-backward"
-AS_MADE = "stepscope-as-made"
-WITHIN_BACKWARD = (IN_BACKWARD, AS_MADE)
+LOW_PRECISION_GRADS = "stepscope-low-precision-grads"
+WITHIN_BACKWARD = (IN_BACKWARD, LOW_PRECISION_GRADS)
 OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD, "course")
 _CAPTURED = ("stepscope-fused", *WITHIN_BACKWARD)
 _UNKNOWN_ATTENTIONS = {
@@ -47,9 +47,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """From all logits, or in chunks of rows."""
     fused: bool = False
     """Fused kernels between the matmuls."""
-    joined: bool = False
+    fused_projections: bool = False
     """Fused projections (QKV, gate/up), from stored copies of the weights."""
-    keep: str = ALL
+    activation_policy: str = ALL
     """Activation policy: what blocks save for backward; names of `kernels.activation_policy`."""
     graph: bool = False
     """As CUDA graphs: the live tensors are the same, on streams with their own workspaces."""
@@ -82,7 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         precision(self.dtype)
         self.segments()
         self.policies()
-        check_layer_options(self.fused, self.joined, self.keep)
+        check_layer_options(self.fused, self.fused_projections, self.activation_policy)
         self._refuse_unpredictable()
 
     def _refuse_unpredictable(self) -> None:
@@ -154,14 +154,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.optimizer in WITHIN_BACKWARD and self.mode == "train-step"
 
     @property
-    def takes_gradients_as_made(self) -> bool:
+    def takes_low_precision_grads(self) -> bool:
         """The optimizer's kernels read gradients in the dtype of the fused projections."""
-        return self.updates_in_backward and self.optimizer == AS_MADE and self.has_kernels
+        return (
+            self.updates_in_backward and self.optimizer == LOW_PRECISION_GRADS and self.has_kernels
+        )
 
     def policies(self) -> tuple[str, ...]:
         """Return the activation policy of each block."""
-        return policy_per_layer(self.keep, self.model.n_layers)
+        return policy_per_layer(self.activation_policy, self.model.n_layers)
 
     def segments(self) -> tuple[int, ...]:
         """Return the blocks per checkpointed segment of each level, outermost first."""
-        return stretches(self.checkpoint, self.model.n_layers)
+        return segment_sizes(self.checkpoint, self.model.n_layers)

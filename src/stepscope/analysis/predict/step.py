@@ -98,7 +98,13 @@ class StepSimulation:
             d_ff=model.d_ff,
             heads=model.n_heads,
         )
-        kind = FusedProjectionLayers if plan.joined else FusedLayers if plan.fused else Layers
+        kind = (
+            FusedProjectionLayers
+            if plan.fused_projections
+            else FusedLayers
+            if plan.fused
+            else Layers
+        )
         self.layers = kind(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
         self.policies = plan.policies()
         self.state: list[Buffer] = []
@@ -107,7 +113,7 @@ class StepSimulation:
             self.tape.on_gradient = self._update_now
             if plan.device == "cuda":
                 self.ops.read_by_side_stream = self.deferred.read
-            if plan.takes_gradients_as_made:
+            if plan.takes_low_precision_grads:
                 self.ops.on_weight_gradient = self._update_by_kernel
 
     def run(self) -> None:

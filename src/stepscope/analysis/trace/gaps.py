@@ -38,7 +38,7 @@ def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[G
         length = idle[1] - idle[0]
         is_long = length >= LONG_NS
         idle = idle[0][is_long], idle[1][is_long]
-        long_host += int(gap_causes(work, idle, waiting)["host"].sum())
+        long_host += int(gap_causes(work, idle, waiting)["cpu"].sum())
         edges += zip(
             *(moments.tolist() for moments in idle), [step_index] * len(idle[0]), strict=True
         )

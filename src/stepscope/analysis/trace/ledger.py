@@ -7,7 +7,7 @@ nothing runs is a gap, and a gap has a cause only if the trace proves it:
 - queue: the next kernel was launched before the gap began, whatever the CPU did meanwhile; the
   GPU was idle between two kernels of its queue,
 - synchronization: it was not, and the CPU was inside a call that waits,
-- host: it was not, and the CPU did not wait, so there was nothing to run,
+- CPU: it was not, and the CPU did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
 The rest, and work without a known phase, is unattributed.
@@ -27,8 +27,15 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
-UNATTRIBUTED = "residual"
-"""Class of the line with the unattributed time, as records store it."""
+UNATTRIBUTED = "unattributed"
+"""Class of the line with the unattributed time."""
+CAUSES = {
+    "cpu": "CPU: nothing was launched",
+    "synchronization": "synchronization: the CPU waits for the GPU",
+    "queue": "queue: between two launched kernels",
+    "between_operators": "between operators",
+}
+"""Causes of idle time: field of `Ledger`, and the line in words."""
 MAX_UNATTRIBUTED = 0.02
 """Share of the step above which the ledger is reported as not adding up."""
 
@@ -43,8 +50,8 @@ class Ledger:
     wall: int
     work: dict[tuple[str, str], int] = field(default_factory=dict)
     """Time by phase and class; optimizer and communication only while nothing else runs."""
-    host: int = 0
-    synchronisation: int = 0
+    cpu: int = 0
+    synchronization: int = 0
     queue: int = 0
     between_operators: int = 0
     no_phase: int = 0
@@ -88,14 +95,9 @@ class Ledger:
         phases: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
         ranked = sorted(self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]]))
         lines = [(phase, kind, length) for (phase, kind), length in ranked if length]
-        for cause, length in (
-            ("host: nothing was launched", self.host),
-            ("synchronisation: the host waits", self.synchronisation),
-            ("queue: between two launched kernels", self.queue),
-            ("between operators", self.between_operators),
-        ):
-            if length:
-                lines.append(("idle", cause, length))
+        for cause, words in CAUSES.items():
+            if length := getattr(self, cause):
+                lines.append(("idle", words, length))
         return [*lines, ("", UNATTRIBUTED, self.unattributed)]
 
 
@@ -113,10 +115,7 @@ def total(parts: tuple[Ledger, ...]) -> Ledger:
             work[key] = work.get(key, 0) + length
     names = (
         "wall",
-        "host",
-        "synchronisation",
-        "queue",
-        "between_operators",
+        *CAUSES,
         "no_phase",
         "no_launch",
         "waited",
@@ -182,8 +181,8 @@ def gap_causes(
     waited = np.where(queued, 0, overlap(start, end, *waiting))
     rest = length - waited
     return {
-        "synchronisation": waited,
-        "host": np.where(late, rest, 0),
+        "synchronization": waited,
+        "cpu": np.where(late, rest, 0),
         "queue": np.where(queued, rest, 0),
         "no_launch": np.where(there & ~known, rest, 0),
     }

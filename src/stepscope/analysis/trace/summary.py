@@ -24,7 +24,7 @@ class LedgerLine(Piece, frozen=True):
     phase: str
     """Phase of the step; `idle` for a gap, empty for unattributed time."""
     kind: str
-    """Kernel class, or cause of a gap; `residual` for unattributed time."""
+    """Kernel class, or cause of a gap; `unattributed` for unattributed time."""
     ms: float
 
 
@@ -140,7 +140,7 @@ class Summary(Piece, frozen=True):
     """Wall time of each phase in milliseconds, idle time included."""
     lines: tuple[LedgerLine, ...]
     doubt: str
-    """Why too much of the step is unattributed; empty if it is not."""
+    """Reason why too much of the step is unattributed; empty if it is not."""
     waited_ms: float
     waited_busy_ms: float
     launches: float
@@ -180,13 +180,13 @@ class Summary(Piece, frozen=True):
 
     @property
     def unattributed_ms(self) -> float:
-        return self.line_ms(lambda line: line.kind == "residual")
+        return self.line_ms(lambda line: line.kind == "unattributed")
 
     def line_ms(self, which: Callable[[LedgerLine], bool]) -> float:
         return sum(line.ms for line in self.lines if which(line))
 
     def idle_of(self, cause: str) -> float:
-        """Idle time of a cause: host, synchronization, queue, between."""
+        """Idle time of a cause: CPU, synchronization, queue, between."""
         return self.line_ms(lambda line: line.phase == "idle" and line.kind.startswith(cause))
 
     def phase_ms(self, phase: str) -> float:

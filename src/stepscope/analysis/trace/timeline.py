@@ -15,7 +15,7 @@ import numpy as np
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, union
-from stepscope.analysis.trace.ledger import gap_causes, waits
+from stepscope.analysis.trace.ledger import CAUSES, gap_causes, waits
 from stepscope.analysis.trace.steps import Step
 from stepscope.analysis.trace.summary import Bar, Row
 from stepscope.analysis.trace.work import DeviceWork
@@ -60,7 +60,7 @@ def _host_rows(work: DeviceWork, step: Step, finest: float) -> Iterator[Row]:
         for i in inside.tolist()
         if host.phase[i] != UNKNOWN and not _inherits_phase(work, i)
     ]
-    yield Row(label="host", bars=_merged(by_phase, step, finest))
+    yield Row(label="CPU", bars=_merged(by_phase, step, finest))
     ranges = [i for i in inside.tolist() if spans.is_range[i] and _names_module(work, i)]
     for depth in (1, 2):
         intervals = [
@@ -108,7 +108,7 @@ def _idle_bars(work: DeviceWork, step: Step, finest: float) -> tuple[Bar, ...]:
     end = np.minimum(work.end[inside], step.end)
     idle = gaps(*union(start, end), step.start, step.end)
     causes = gap_causes(work, idle, waits(work))
-    names = [cause.replace("_", " ") for cause in causes]
+    names = [CAUSES.get(cause, "unattributed").partition(":")[0] for cause in causes]
     largest = np.stack(list(causes.values())).argmax(axis=0)
     return _filled(
         (

@@ -38,7 +38,7 @@ from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import STUDY_NAME as OWN_NAME
 from stepscope.studies.own.cases import OwnFlags, OwnStep
 from stepscope.studies.page import explained
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 
@@ -206,7 +206,7 @@ def _page(options: AdviseOptions, name: str) -> Path:
 
 def _subject(record: Record) -> str:
     """Name of the script or of the function that builds the model, usable in a file name."""
-    return Watched(record).name.removesuffix(".py").replace(":", "-")
+    return ProgramRecord(record).name.removesuffix(".py").replace(":", "-")
 
 
 def _find_run(

@@ -29,7 +29,7 @@ class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE")]
     """The baseline: a run, a .jsonl file, or the id of one record."""
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-    """What to compare with it: a run, a .jsonl file, or the id of one record."""
+    """The other side of the comparison: a run, a .jsonl file, or the id of one record."""
     across: bool = False
     """Compare two machines: each time is divided by the time at its machine's measured ceilings."""
     fail_above: str | None = None

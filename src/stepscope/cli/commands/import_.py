@@ -14,7 +14,7 @@ from stepscope.report.format import counted
 
 
 class ImportOptions(StoreOptions, frozen=True, kw_only=True):
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE [FILE …]")]
     """JSON Lines files of records."""
     json: bool = False
     """Print one line of JSON."""

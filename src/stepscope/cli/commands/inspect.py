@@ -18,7 +18,7 @@ import tyro
 
 from stepscope.advisor.inspect.background import Background
 from stepscope.advisor.inspect.order import Order
-from stepscope.advisor.inspect.rendezvous import Meeting, meet
+from stepscope.advisor.inspect.rendezvous import SharedDirectory, shared_directory
 from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words
@@ -44,11 +44,11 @@ class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     """First steps of the script, which are not recorded."""
     steps: int = 10
     """Steps that are timed, without a profiler."""
-    traced: int = 3
-    """Steps that are traced with torch.profiler, after the timed ones."""
+    profiled_steps: int = 3
+    """Steps that are recorded with torch.profiler, after the timed ones."""
     memory: bool = True
     """Record the memory of one step, tensor by tensor. This resets CUDA's peak statistics."""
-    stop: bool = False
+    stop_early: bool = False
     """End the script, with exit code 0, as soon as its steps are recorded."""
     keep_traces: bool = False
     """Keep the traces and memory snapshots next to the page."""
@@ -86,7 +86,7 @@ def main(words: list[str]) -> int:
         "writes its own (NAME.node-0.html, ...).",
         (
             "stepscope inspect train.py --batch-size 8",
-            "stepscope inspect --stop --page first.html train.py config/small.yaml",
+            "stepscope inspect --stop-early --page first.html train.py config/small.yaml",
             "stepscope inspect -m mylab.train --steps 100",
             "torchrun --nproc-per-node 2 -m stepscope inspect train.py",
         ),
@@ -98,23 +98,24 @@ def main(words: list[str]) -> int:
     name = f"{target}-module" if options.module else Path(target).stem
     page = _page_of_this_machine(options.page or options.out / f"{name}.html")
     require_writable(page, "give another path with --page")
-    meeting = meet()
-    if meeting.alone:
+    shared = shared_directory()
+    if shared.alone:
         rank = os.environ.get("RANK", "0")
-        log(f"rank {rank} is recorded separately from the other ranks: {meeting.alone}")
+        log(f"rank {rank} is recorded separately from the other ranks: {shared.alone}")
     try:
-        return _run(order, meeting, page if meeting.leads else None, options)
+        return _run(order, shared, page if shared.leads else None, options)
     finally:
-        meeting.leave()
+        shared.leave()
 
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
         raise no_such_file(target, "script", "give a module after -m")
-    if options.steps < 1 or options.traced < 1 or options.warmup < 0:
+    if options.steps < 1 or options.profiled_steps < 1 or options.warmup < 0:
         raise UsageError(
-            f"--warmup is {options.warmup}, --steps {options.steps} and --traced {options.traced}",
-            "at least one step must be timed and one traced, and --warmup must be 0 or above",
+            f"--warmup is {options.warmup}, --steps {options.steps} and --profiled-steps"
+            f" {options.profiled_steps}",
+            "at least one step must be timed and one profiled, and --warmup must be 0 or above",
         )
     return Order(
         target=target,
@@ -122,9 +123,9 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         words=tuple(words),
         warmup=options.warmup,
         timed=options.steps,
-        traced=options.traced,
+        traced=options.profiled_steps,
         memory=options.memory,
-        stop=options.stop,
+        stop=options.stop_early,
     )
 
 
@@ -136,13 +137,13 @@ def _page_of_this_machine(page: Path) -> Path:
     return page.with_name(f"{page.stem}.node-{os.environ.get('GROUP_RANK', '0')}{page.suffix}")
 
 
-def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOptions) -> int:
+def _run(order: Order, shared: SharedDirectory, page: Path | None, options: InspectOptions) -> int:
     from stepscope.advisor.inspect.child import Child, describe_end, end_alike
     from stepscope.advisor.inspect.gather import parts
     from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
 
-    folder = meeting.folder
-    ranks = 1 if meeting.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    folder = shared.folder
+    ranks = 1 if shared.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     writing: Background[Outcome] | None = None
 
     def write_when_there() -> None:
@@ -194,7 +195,7 @@ def _write(
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_facts, verdict_lines
     from stepscope.studies.page import make_page
-    from stepscope.studies.program.rows import Watched
+    from stepscope.studies.program.rows import ProgramRecord
     from stepscope.studies.trusted import banner
 
     saved: Path | None = None
@@ -210,7 +211,7 @@ def _write(
         why = str(error) if isinstance(error, StepscopeError) else one_line(error)
         text = f"{why}; the records are in {saved}" if saved else why
         return _failed(text, options, saved)
-    ranks = [Watched(record) for record in records]
+    ranks = [ProgramRecord(record) for record in records]
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]

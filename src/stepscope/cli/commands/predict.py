@@ -19,17 +19,17 @@ from stepscope.model.sizes import find_size, with_overrides
 
 class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
-    """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi."""
+    """Sizes of the model (`stepscope list sizes`): small, medium, large, xl, 2.7b, …"""
     table: Literal["2025", "2026"] = "2025"
-    """Year of the size table; xl differs between them."""
+    """Year of the CS336 assignment that defines the sizes; xl differs between the years."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: int = 4
-    """Sequences per step and rank."""
+    """Batch size: sequences per step on each rank."""
     dtype: tuple[str, ...] = ("float32",)
-    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast with the
-    residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32 master
-    weights)."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
+    residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
+    weights with float32 master weights)."""
     attention: str = "reference"
     """Attention implementation (`stepscope list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
@@ -39,33 +39,35 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "torch"
     """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
     launch), stepscope-in-backward (each parameter is updated as soon as its gradient is computed),
-    course."""
+    course (the AdamW of the CS336 assignment)."""
     loss: Literal["plain", "fused"] = "plain"
-    """plain (loss from all logits), fused (LM head and loss in chunks of rows)."""
+    """Loss: plain (all logits in memory), fused (LM head and cross-entropy in chunks of rows)."""
     fused: bool = False
-    """Use Stepscope's fused kernels between the GEMMs."""
+    """Fused kernels for norms, SwiGLU and rotary embeddings."""
     fused_projections: bool = False
-    """With --fused: fused projections (QKV, gate/up), one GEMM with packed weights."""
+    """With --fused: fused QKV and fused gate/up projections."""
     activation_policy: str = ALL
-    """With --fused-projections, activations saved for backward: all; norms (recompute the gated
-    activations); gates (recompute norms too); inputs (recompute gates too); inputs-12 (inputs in
-    the first twelve blocks)."""
+    """With --fused-projections, what is saved for backward: all; norms (recompute the gated
+    product); gates (recompute the norms too); inputs (recompute the gates too); inputs-12 (inputs
+    for the first 12 blocks, all for the others)."""
     graph: bool = False
     """Capture the full step as CUDA graphs."""
     checkpoint: str = NONE
-    """Activation checkpointing: no, blocks per segment (1, 2, 4, …), levels (8-1), or nested."""
+    """Activation checkpointing: no; segments of 1, 2, 4, … blocks; nested segments such as 8-1 (8
+    blocks, recomputed one by one); nested (halved recursively)."""
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
-    """State sharded over the ranks: none, optimizer, or full (parameters and gradients too)."""
+    """State that is sharded over the ranks: none, optimizer (its state), full (parameters and
+    gradients too, as in FSDP)."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Device whose operators and allocator are modelled; the CUDA allocator rounds sizes up."""
+    """Device to predict for. On cuda the rounding of the caching allocator is included."""
     written_out: bool = False
-    """Softmax and SiLU from elementary operators, as in the course's reference model."""
+    """Softmax and SiLU as separate elementwise operators, as in the CS336 reference model."""
     budget: float | None = None
     """Memory budget in GiB; if the step exceeds it, list the smallest changes that make it fit."""
     json: bool = False
-    """Print one line of JSON: every phase with its ledger, in bytes."""
+    """Print one line of JSON: the memory of every phase by kind of tensor, in bytes."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget < 2**40:
@@ -82,8 +84,10 @@ def main(words: list[str]) -> int:
         PredictOptions,
         words,
         "predict",
-        "Predict the peak memory of each phase of an eager training step from its configuration:\n"
-        "operator by operator, including the rounding of the CUDA allocator. Needs no GPU.",
+        "Predict the peak memory of each phase of a training step, from the configuration alone.\n"
+        "The step is simulated operator by operator, in eager mode, with the rounding of CUDA's\n"
+        "caching allocator. No GPU is needed. With --budget, the answer includes which changes\n"
+        "make the step fit.",
         (
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
@@ -121,8 +125,8 @@ def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepP
         checkpoint=options.checkpoint,
         loss=options.loss,
         fused=options.fused,
-        joined=options.fused_projections,
-        keep=options.activation_policy,
+        fused_projections=options.fused_projections,
+        activation_policy=options.activation_policy,
         graph=options.graph,
         ranks=options.ranks,
         sharding=options.sharding,

@@ -46,9 +46,10 @@ _QUESTION = "How long would this step take on a cluster?"
 
 class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A run, a record or a .jsonl file with a recorded step; default: the newest in the store."""
+    """A run, a record or a .jsonl file that `stepscope run rehearsal` recorded; default: the newest
+    one."""
     ranks: tuple[int, ...] = (8, 64, 1024)
-    """Numbers of ranks."""
+    """Numbers of ranks (devices) to predict for."""
     link: tuple[str, ...] = ()
     """Interconnects: nvlink, infiniband, ethernet; default: all."""
     latency_us: float | None = None
@@ -58,21 +59,25 @@ class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
     per_node: int = 1
     """Custom interconnect: ranks per node; ranks of a node communicate over NVLink."""
     strategy: tuple[str, ...] = ALL
-    """Strategies: naive, flat, overlap, bucketed, sharded (optimizer state), fsdp."""
+    """Strategies: naive (one all-reduce per parameter after backward), flat (one for all
+    parameters), overlap (one per parameter, during backward), bucketed (as DDP), sharded (ZeRO-1),
+    fsdp."""
     bucket_mb: tuple[float, ...] = BUCKETS_MB
-    """Bucket sizes in MiB from which the best is chosen."""
+    """Bucket sizes to try, in MiB; the fastest is reported."""
     batch: float | None = None
-    """Sequences per rank; default: as recorded. Forward and backward times scale with it."""
+    """Batch size per rank; default: as recorded. Forward and backward are scaled in proportion."""
     faster: float = 1.0
-    """Speed of the device relative to the recorded one."""
+    """Predict for a device that is this many times as fast as the recorded one."""
     tflops: float | None = None
-    """Device rate in TFLOP/s for the closed forms; default: as recorded."""
+    """Compute rate of a device in TFLOP/s, for the batch sizes at which parallelism becomes
+    communication-bound; default: as recorded."""
     tensor: int = 0
     """Ranks per tensor-parallel group in 2-D parallelism; 0 means one node."""
     exposed_above: float = 20.0
-    """Exposed communication, in percent of the step, above which scaling no longer pays off."""
+    """Largest share of exposed communication, in percent of the step, at which scaling still
+    pays."""
     json: bool = False
-    """Print one line of JSON: every prediction, the sweeps and the closed forms."""
+    """Print one line of JSON: all predictions."""
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
@@ -124,10 +129,11 @@ def main(words: list[str]) -> int:
         RehearseOptions,
         words,
         "rehearse",
-        "Replay a recorded step on a simulated cluster: step time and exposed communication of\n"
-        "each strategy, the best bucket size, where scaling stops paying off, and the batch size\n"
-        "below which data, tensor, FSDP and 2-D parallelism become communication-bound. Writes\n"
-        "rehearsal.html.",
+        "Predict the time of a training step on a cluster, from a step recorded on one device.\n"
+        "For each number of ranks, interconnect and strategy it reports the step time, the\n"
+        "communication that computation does not hide (exposed), and the best bucket size; then\n"
+        "the number of ranks up to which scaling pays, and the batch size below which data,\n"
+        "tensor, FSDP and 2-D parallelism are communication-bound. Writes rehearsal.html.",
         (
             "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
             "stepscope rehearse",

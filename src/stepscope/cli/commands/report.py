@@ -73,7 +73,7 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
 
 
 def _keep(records: Sequence[Record], page: Page, out: Path, written: Sequence[str]) -> None:
-    """The pages of this run in a folder of its own, so that the next run leaves them alone, and the
+    """The pages of this run in a separate folder, so that the next run leaves them alone, and the
     index of all runs."""
     from stepscope.report.run_index import entry_of, index_page, read_entries, write_entry
 

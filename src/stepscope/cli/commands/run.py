@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.commands.report import print_results, write_report
-from stepscope.cli.common import RENAMED_FLAGS, StoreOptions, json_line, parse, with_new_names
+from stepscope.cli.common import (
+    RENAMED_FLAGS,
+    StoreOptions,
+    json_line,
+    new_study,
+    parse,
+    with_new_names,
+)
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
@@ -101,6 +108,8 @@ class StudyCases(NamedTuple):
 
 def main(words: list[str]) -> int:
     named = words[0] if words and not words[0].startswith("-") else ""
+    if named:
+        words = [named := new_study(named), *words[1:]]
     command = f"run {named}"
     words = with_new_names(words, command if command in RENAMED_FLAGS else "run")
     if named:

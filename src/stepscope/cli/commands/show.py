@@ -13,6 +13,7 @@ import tyro
 
 from stepscope.cli.common import StoreOptions, existing_store, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError, printable
+from stepscope.records.renames import with_former_names
 from stepscope.records.schema import Record
 from stepscope.studies.registry import viewables
 
@@ -66,8 +67,8 @@ def main(words: list[str]) -> int:
         from stepscope.report.verdict import verdict_facts
         from stepscope.studies.page import verdict_of
 
-        facts = {"verdict": verdict_facts(verdict_of(records)), "records": records}
-        print(json_line(msgspec.to_builtins(facts)))
+        shown = [with_former_names(msgspec.to_builtins(record)) for record in records]
+        print(json_line({"verdict": verdict_facts(verdict_of(records)), "records": shown}))
     elif isinstance(loaded, Record):
         print(printable(msgspec.json.format(msgspec.json.encode(loaded), indent=2).decode()))
     else:

@@ -53,7 +53,7 @@ class AttentionInputs(Case, frozen=True, kw_only=True):
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one head of one sequence."""
+        """True if there is one head of one sequence."""
         return self.batch * self.heads == 1
 
 

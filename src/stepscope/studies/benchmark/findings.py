@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope.analysis.group_lints import lint_group
+from stepscope.analysis.checks import PHASES_OFF, check_record
+from stepscope.analysis.group_checks import check_group
 from stepscope.analysis.limits import (
     achieved_flops,
     host_bound,
@@ -14,7 +15,6 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
-from stepscope.analysis.lints import PHASES_OFF, lint_record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
@@ -304,18 +304,18 @@ def _failures(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
 def _checks(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     """Failed checks by code. They are run again, because a record may be older than a check."""
     records = [record for row in rows for record in row.records]
-    of_groups = lint_group(records)
-    lints = [
-        (lint, record)
+    of_groups = check_group(records)
+    failed = [
+        (check, record)
         for record in records
-        for lint in (*lint_record(record), *of_groups.get(record.id, ()))
+        for check in (*check_record(record), *of_groups.get(record.id, ()))
     ]
-    for code, members in grouped(lints, lambda pair: pair[0].code).items():
+    for code, members in grouped(failed, lambda pair: pair[0].code).items():
         yield finding(
-            "benchmark.lint",
+            "benchmark.failed-check",
             f"Check {code} failed {len(members)}×, first: {members[0][0].message}",
             [record for _, record in members],
-            {"lint": code, "times": len(members)},
+            {"check": code, "times": len(members)},
             tone="warn",
             timed=False,
         )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.analysis.checks import BUSY
 from stepscope.analysis.limits import HostShare, host_bound
-from stepscope.analysis.lints import BUSY
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, stability, summarize
@@ -171,4 +171,4 @@ def is_steady(record: Record, name: str = "step") -> bool:
     if series is None or not series.values or stability(series.values):
         return False
     # Even steady samples are too long on a busy machine.
-    return BUSY not in {lint.code for lint in record.lints}
+    return BUSY not in {check.code for check in record.failed_checks}

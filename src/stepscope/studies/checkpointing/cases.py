@@ -11,7 +11,7 @@ import msgspec
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
-from stepscope.model.checkpointing import NESTED, NONE, run_again, stretches
+from stepscope.model.checkpointing import NESTED, NONE, recomputed_blocks, segment_sizes
 from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.workload import Workload, WorkloadFlags, case_of, workloads
@@ -98,7 +98,10 @@ def chosen_for(workload: W, budget: int, device_kind: str) -> W:
     fitting = [name for name, peak in peaks.items() if peak * MARGIN <= budget]
     if not fitting:
         raise _too_little(workload, budget, peaks)
-    best = min(fitting, key=lambda name: (run_again(stretches(name, layers), layers), peaks[name]))
+    best = min(
+        fitting,
+        key=lambda name: (recomputed_blocks(segment_sizes(name, layers), layers), peaks[name]),
+    )
     return msgspec.structs.replace(workload, checkpoint=best)
 
 

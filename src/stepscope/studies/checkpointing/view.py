@@ -9,7 +9,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.analysis.limits import median_ms
-from stepscope.model.checkpointing import NESTED, NONE, run_again, saved_inputs, stretches
+from stepscope.model.checkpointing import (
+    NESTED,
+    NONE,
+    recomputed_blocks,
+    saved_inputs,
+    segment_sizes,
+)
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, table
@@ -34,9 +40,9 @@ class StrategyRun:
         self.strategy = self.record.notes.get("strategy", planned.checkpoint)
         self.case = msgspec.structs.replace(planned, checkpoint=self.strategy)
         self.layers = int(self.record.quantity("blocks") or planned.layers)
-        self.sizes = stretches(self.strategy, self.layers)
+        self.sizes = segment_sizes(self.strategy, self.layers)
         self.inputs = saved_inputs(self.sizes, self.layers)
-        self.again = run_again(self.sizes, self.layers) / self.layers
+        self.again = recomputed_blocks(self.sizes, self.layers) / self.layers
         """Average number of recomputed forward passes per block."""
         self.ok = self.record.status == "ok"
         self.peak = self.record.quantity("peak_bytes") or 0.0
@@ -199,7 +205,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
         return
     layers = halved.layers
     to_two = tuple(range(layers - 1, 0, -1))
-    fewest, most_again = saved_inputs(to_two, layers), run_again(to_two, layers) / layers
+    fewest, most_again = saved_inputs(to_two, layers), recomputed_blocks(to_two, layers) / layers
     same = abs(halved.peak / single.peak - 1) <= _SAME
     text = (
         f"{sweep.name}: the strategy with the fewest saved inputs is nested, {layers} blocks halved"

@@ -46,7 +46,7 @@ class StepVariant(NamedTuple):
     name: str
     step: Subject
     replays: bool = False
-    """Whether torch replays it as CUDA graphs."""
+    """True if torch replays it as CUDA graphs."""
 
 
 def eager_variant(case: TimedCase, device: Device) -> StepVariant:

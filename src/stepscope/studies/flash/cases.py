@@ -154,7 +154,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
     racers: tuple[str, ...]
     back_to_back: int
     host_ahead: bool = False
-    """Whether the GPU was kept busy until the CPU had issued the call."""
+    """True if the GPU was kept busy until the CPU had issued the call."""
     warmup: int
     rounds: int
     min_seconds: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
-from stepscope.analysis.lints import lint_record
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Value
@@ -120,7 +120,7 @@ def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
     slower = sum(pair.ratio < 1.0 for pair in by_cpu)
     faster = len(by_gpu) - len(lost)
     yield finding(
-        "flash.fastest-peer",
+        "flash.fastest-baseline",
         f"Compared with the fastest other implementation at each of {counted(len(pairs), 'shape')}"
         f" (timed one after the other, not interleaved), Stepscope is faster at {faster} of"
         f" {len(by_gpu)} GPU-bound shapes"
@@ -292,7 +292,9 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
 
 def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
     ours = [row for row in rows if row.attention == OURS and row.kernels.get("forward")]
-    foreign = any(lint.code == "other-kernel" for row in ours for lint in lint_record(row.record))
+    foreign = any(
+        check.code == "other-kernel" for row in ours for check in check_record(row.record)
+    )
     if ours and not foreign:
         yield finding(
             "flash.own-kernels",
@@ -308,17 +310,17 @@ def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Itera
     """Failed cases and failed checks of all parts."""
     yield from failure_findings("flash.without-result", [(r.case, r) for r in records])
     cpu_bound = {row.record.id for row in rows if row.is_cpu_bound}
-    lints = [(lint, record) for record in records for lint in lint_record(record)]
-    for code, matches in grouped(lints, lambda pair: pair[0].code).items():
+    failed = [(check, record) for record in records for check in check_record(record)]
+    for code, matches in grouped(failed, lambda pair: pair[0].code).items():
         expected = sum(record.id in cpu_bound for _, record in matches) * (code in _OF_THE_HOST)
         text = f"Check {code} failed {len(matches)}×, first: {matches[0][0].message}"
         if expected:
             text += f". Of these, {counted(expected, 'cell')} are CPU-bound"
         yield finding(
-            "flash.lint",
+            "flash.failed-check",
             f"{text}.",
             [record for _, record in matches],
-            {"lint": code, "times": len(matches), "host_decides": expected},
+            {"check": code, "times": len(matches), "host_decides": expected},
             tone="warn",
             timed=False,
         )

@@ -122,13 +122,13 @@ def _against_baseline(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
     shapes = counted(len(wanted.shapes), "shape")
     missing = len(wanted.shapes) - len(pairs)
     return finding(
-        "flash.against-peer",
+        "flash.against-baseline",
         f"Compared with {wanted.baseline} in {wanted.dtype}, Stepscope is {number(mean.value, 3)}"
         f" times as fast (geometric mean of {f'{len(pairs)} of {shapes}' if missing else shapes};"
         f" lowest {number(least.ratio.value, 3)} at {least.race.case.sizes}).",
         pairs,
         {
-            "peer": wanted.baseline,
+            "baseline": wanted.baseline,
             "dtype": wanted.dtype,
             "mean": mean.value,
             "low": mean.low,
@@ -159,7 +159,7 @@ def _short_calls(ours: str, pairs: Sequence[Compared]) -> Finding:
         pairs,
         {
             "ours": ours,
-            "peer": SHORT_BASELINE,
+            "baseline": SHORT_BASELINE,
             "mean": mean,
             "lowest": least.ratio.value,
             "shape": least.race.case.sizes,

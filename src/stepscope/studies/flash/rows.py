@@ -77,7 +77,7 @@ class GridRow(Result[GridCase]):
 
     @cached_property
     def is_cpu_bound(self) -> bool:
-        """Whether the time is that of issuing the launches."""
+        """True if the time is that of issuing the launches."""
         issued, time = self.issued_ms(), self.time()
         return bool(issued and time and issued >= CPU_BOUND_FROM * time.median)
 

@@ -199,7 +199,7 @@ def _baseline_table(rows: Sequence[GridRow]) -> Iterator[Table]:
     ]
     if pairs:
         yield table(
-            "flash-fastest-peer",
+            "flash-fastest-baseline",
             "Stepscope compared with the fastest other, by shape",
             pairs,
             columns,

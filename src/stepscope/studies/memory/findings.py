@@ -112,8 +112,8 @@ def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
 def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     if not cases:
         return
-    worst = max(cases, key=lambda case: case.residual_share)
-    share = worst.residual_share
+    worst = max(cases, key=lambda case: case.unattributed_share)
+    share = worst.unattributed_share
     if not worst.on_cuda:
         text = (
             "On a CPU there is no allocator to query: the peak is the count of all tensors itself,"
@@ -133,7 +133,7 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     yield _finding(
         "account",
         cases,
-        {"cases": len(cases), "residual": share, "step": worst.name},
+        {"cases": len(cases), "unattributed": share, "step": worst.name},
         text,
         tone if share <= _CLOSED else "warn",
     )
@@ -173,13 +173,13 @@ def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Why `nvidia-smi` shows more than `memory_allocated`."""
-    queried = [case for case in cases if case.driver_residual is not None]
+    """Difference between `nvidia-smi` and `memory_allocated`, by cause."""
+    queried = [case for case in cases if case.driver_unattributed is not None]
     if not queried:
         return
     case = max(queried, key=lambda case: case.peak)
     driver, context = case.bytes("driver_bytes") or 0, case.bytes("context_bytes") or 0
-    reserved, left = case.bytes("reserved_bytes") or 0, case.driver_residual or 0
+    reserved, left = case.bytes("reserved_bytes") or 0, case.driver_unattributed or 0
     text = (
         f"`nvidia-smi` and `memory_allocated` disagree because the driver counts all memory of the"
         f" process: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
@@ -187,10 +187,10 @@ def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" {bytes_(context)} of CUDA context, kernels and libraries, measured before the model"
         " existed; "
     )
-    of_peak = percent(case.driver_residual_share or 0)
+    of_peak = percent(case.driver_unattributed_share or 0)
     text += f"{bytes_(left)} ({of_peak} of the peak) remain." if left else "nothing remains."
-    worst = max(queried, key=lambda case: case.driver_residual_share or 0)
-    share = worst.driver_residual_share or 0
+    worst = max(queried, key=lambda case: case.driver_unattributed_share or 0)
+    share = worst.driver_unattributed_share or 0
     if not share and len(queried) > 1:
         text += f" The same holds in all {len(queried)} cases."
     elif worst is not case:

@@ -131,7 +131,7 @@ def in_small(workload: Workload) -> Workload:
         batch=1,
         overrides={},
         checkpoint=NONE,
-        keep=ALL,
+        activation_policy=ALL,
     )
 
 

@@ -72,7 +72,7 @@ class Account:
         return self.record.attachment("standing", dict[str, Standing]) or {}
 
     @property
-    def residual_share(self) -> float:
+    def unattributed_share(self) -> float:
         """Largest unattributed share of the peak, over all peaks and ends of phases."""
         left = max(abs(moment.unattributed) for moment in (*self.phases, *self.ends))
         return left / self.highest.allocated if self.highest.allocated else 0
@@ -118,7 +118,7 @@ class Accounted(Account):
         return self.record.attachment("course", Course) or ()
 
     @property
-    def driver_residual(self) -> float | None:
+    def driver_unattributed(self) -> float | None:
         """Bytes of the driver beyond the allocator's and those from before the model existed."""
         driver = self.bytes("driver_bytes")
         if driver is None:
@@ -126,8 +126,8 @@ class Accounted(Account):
         return driver - (self.bytes("reserved_bytes") or 0) - (self.bytes("context_bytes") or 0)
 
     @property
-    def driver_residual_share(self) -> float | None:
-        left = self.driver_residual
+    def driver_unattributed_share(self) -> float | None:
+        left = self.driver_unattributed
         return None if left is None or not self.peak else abs(left) / self.peak
 
     @property

@@ -110,7 +110,7 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         ),
         col(
             "unattributed",
-            lambda case: case.residual_share,
+            lambda case: case.unattributed_share,
             "percent",
             hint="largest share of the peak, at any peak or end of a phase",
         ),
@@ -184,7 +184,7 @@ def _outside_the_allocator(case: Account, end: PhasePeak) -> dict[str, Cell]:
 
 def _driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
     """From tensors to the driver's figure, for every case."""
-    queried = [case for case in cases if case.driver_residual is not None]
+    queried = [case for case in cases if case.driver_unattributed is not None]
     if not queried:
         return
     named, shared = step_columns(queried)
@@ -206,12 +206,12 @@ def _driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
         ),
         col(
             _LEFT_OVER,
-            lambda case: case.driver_residual,
+            lambda case: case.driver_unattributed,
             "bytes",
             hint="the only remainder",
         ),
         col(_DRIVER, lambda case: case.bytes("driver_bytes"), "bytes"),
-        col("left over, of the peak", lambda case: case.driver_residual_share, "percent"),
+        col("left over, of the peak", lambda case: case.driver_unattributed_share, "percent"),
     ]
     title = "From tensors to what nvidia-smi shows"
     yield table("memory-driver", title, queried, columns, caption=_sentence(shared))

@@ -11,7 +11,7 @@ from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
 from stepscope.studies.program.findings import memory_finding, rate_finding
-from stepscope.studies.program.rows import Watched, resting_on
+from stepscope.studies.program.rows import ProgramRecord, resting_on
 from stepscope.studies.program.view import account_blocks, trace_parts
 from stepscope.studies.program.waterfall import waterfall_blocks
 from stepscope.studies.trace.findings import trace_findings
@@ -22,7 +22,7 @@ Own = Result[OwnCase]
 
 def view(results: Sequence[Own]) -> tuple[Block, ...]:
     done = [result for result in results if result.record.status == "ok"]
-    lead = [Watched(result.record) for result in done[:1]]
+    lead = [ProgramRecord(result.record) for result in done[:1]]
     return (
         *_changes(done),
         *(finding for result in lead for finding in resting_on(result, _findings(result))),
@@ -34,7 +34,7 @@ def view(results: Sequence[Own]) -> tuple[Block, ...]:
     )
 
 
-def _findings(lead: Watched) -> Iterator[Finding]:
+def _findings(lead: ProgramRecord) -> Iterator[Finding]:
     if lead.summary is not None:
         yield from trace_findings(lead.summary, lead.step_ms, records=(lead.record.id,))
     yield from memory_finding(lead)

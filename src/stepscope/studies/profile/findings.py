@@ -51,7 +51,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
         worst = max(map(unexplained, traced))
         return Finding(
             code="profile.accounted",
-            values={"steps": len(traced), "residual": worst},
+            values={"steps": len(traced), "unattributed": worst},
             records=record_ids(traced),
             text=f"The time of all {len(traced)} traced steps is attributed: at most"
             f" {percent(worst)} of a step is unexplained.",
@@ -62,7 +62,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
     others = list(dict.fromkeys(named))[1:]
     more = f" The same holds for {_listed(others)}, of {len(traced)} steps." if others else ""
     return Finding(
-        code="profile.ledger-open",
+        code="profile.unattributed",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
         records=record_ids(still_open),
         text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",

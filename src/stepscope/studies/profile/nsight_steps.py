@@ -17,7 +17,7 @@ from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.workload import Workload
 
 
-class Watched(Workload, frozen=True, kw_only=True):
+class NsightCase(Workload, frozen=True, kw_only=True):
     warmup: int = 5
     traced: int = 3
 
@@ -49,9 +49,9 @@ def main(words: list[str]) -> None:
     torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
 
 
-def read_config(words: list[str]) -> Watched:
+def read_config(words: list[str]) -> NsightCase:
     try:
-        return from_json(words[0], Watched)
+        return from_json(words[0], NsightCase)
     except (IndexError, msgspec.DecodeError) as error:
         raise StepscopeError(f"expected one case as JSON: {error}") from error
 

@@ -57,7 +57,7 @@ class Traced(NamedTuple):
         return median_ms(self.record, "issue", "host")
 
     def host_share(self) -> float:
-        return self.summary.idle_of("host") / self.summary.wall_ms
+        return self.summary.idle_of("CPU") / self.summary.wall_ms
 
     @property
     def idle_without_profiler(self) -> float | None:
@@ -139,7 +139,7 @@ def variant(w: Workload) -> str:
     settings = unusual_settings(
         w,
         *("table", "attention", "compile", "optimizer", "compile_mode", "loss"),
-        *("fused", "joined", "searched", "keep", "graph"),
+        *("fused", "fused_projections", "autotune_gemms", "activation_policy", "graph"),
     )
     return ", ".join((*settings, *(f"{k} {value}" for k, value in sorted(w.overrides.items()))))
 

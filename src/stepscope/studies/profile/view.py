@@ -41,7 +41,7 @@ from stepscope.studies.trace.view import (
 )
 from stepscope.studies.training.workload import MODES, Mode, Workload
 from stepscope.studies.views.flame import flame_blocks
-from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
+from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _MAX_STACKS = 12
 _MAX_COMPARISONS = 6
@@ -56,7 +56,7 @@ def view(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
         blocks += [
             _ledger_table(all_groups),
             _class_figure(all_groups),
-            *waterfall_blocks(_falls(all_groups), "profile"),
+            *waterfall_blocks(_waterfalls(all_groups), "profile"),
             _timer_table(all_groups),
             *_sizes_table(all_groups),
             _top_table(all_groups),
@@ -83,14 +83,15 @@ def _in_full(lead: Traced) -> Iterator[Block]:
         yield msgspec.structs.replace(block, title=title)
 
 
-def _falls(all_groups: Sequence[Group]) -> list[Fall]:
+def _waterfalls(all_groups: Sequence[Group]) -> list[StepWaterfall]:
     """Waterfalls of each step's fullest mode; a graph has none, as its kernels have no phase."""
     return [
-        fall
+        waterfall
         for group in all_groups
         if not group.workload.graph
         and (traced := group.fullest())
-        and (fall := fall_of(traced.record, traced.workload, traced.summary)) is not None
+        and (waterfall := step_waterfall(traced.record, traced.workload, traced.summary))
+        is not None
     ]
 
 
@@ -145,12 +146,10 @@ def _ledger_table(all_groups: Sequence[Group]) -> Table:
                 hint="what the trace does not explain",
             ),
             col("kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"),
-            col(
-                "host", partial(idle, "host"), "percent", hint="idle: nothing was launched in time"
-            ),
+            col("CPU", partial(idle, "CPU"), "percent", hint="idle: nothing was launched in time"),
             col(
                 "waits",
-                partial(idle, "synchronisation"),
+                partial(idle, "synchronization"),
                 "percent",
                 hint="idle while the CPU waits",
             ),

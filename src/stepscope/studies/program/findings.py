@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.limits import achieved_flops, mfu
-from stepscope.analysis.lints import lint_record
 from stepscope.analysis.trace.collectives import times_last
 from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
@@ -13,7 +13,7 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.studies.base import record_ids
 from stepscope.studies.program.rows import (
-    Watched,
+    ProgramRecord,
     lateness,
     resting_on,
     slowest,
@@ -34,7 +34,7 @@ _MISSING = {
 _MAX_RANKS = 4
 
 
-def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
+def inspected_findings(ranks: Sequence[ProgramRecord]) -> tuple[Finding, ...]:
     """Findings of all ranks; those that name no record rest on that of the first rank."""
     lead = ranks[0]
     findings = (
@@ -55,7 +55,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
     return resting_on(lead, findings)
 
 
-def _time(lead: Watched) -> Iterator[Finding]:
+def _time(lead: ProgramRecord) -> Iterator[Finding]:
     series = lead.record.find("step")
     if series is None or not series.values:
         return
@@ -88,7 +88,7 @@ def _time(lead: Watched) -> Iterator[Finding]:
     )
 
 
-def _launches(lead: Watched) -> Iterator[Finding]:
+def _launches(lead: ProgramRecord) -> Iterator[Finding]:
     idle = lead.host_idle
     if idle is not None and lead.summary is not None and idle < HOST_LIMITS_FROM:
         launches = round(lead.summary.launches)
@@ -101,7 +101,7 @@ def _launches(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _trace(lead: Watched) -> Iterator[Finding]:
+def _trace(lead: ProgramRecord) -> Iterator[Finding]:
     if lead.summary is None:
         return
     yield from trace_findings(
@@ -118,7 +118,7 @@ def _trace(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _evaluations(lead: Watched) -> Iterator[Finding]:
+def _evaluations(lead: ProgramRecord) -> Iterator[Finding]:
     """Report steps that, unlike the others, also ran the model without gradients."""
     timed = int(lead.record.notes.get("left_out", 0))
     traced = len(lead.traced_validations) if lead.summary is not None else 0
@@ -147,7 +147,7 @@ def _evaluations(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _issue(lead: Watched) -> Iterator[Finding]:
+def _issue(lead: ProgramRecord) -> Iterator[Finding]:
     """Report the CPU's issue time, which is hidden as long as the GPU is slower."""
     took = lead.issue_ms
     if not took or lead.step_ms is None:
@@ -168,7 +168,7 @@ def _issue(lead: Watched) -> Iterator[Finding]:
     )
 
 
-def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
+def _ranks(ranks: Sequence[ProgramRecord]) -> Iterator[Finding]:
     planned = ranks[0].case.ranks
     if planned > len(ranks):
         here = {present.rank for present in ranks}
@@ -225,7 +225,7 @@ def _several_late(late: dict[int, float], last: dict[int, int]) -> str:
     return f"Several ranks are late at collectives, on average after the first one: {listed}."
 
 
-def memory_finding(lead: Watched) -> Iterator[Finding]:
+def memory_finding(lead: ProgramRecord) -> Iterator[Finding]:
     account = lead.account
     if account is None or not account.phases:
         return
@@ -249,7 +249,7 @@ def memory_finding(lead: Watched) -> Iterator[Finding]:
     )
 
 
-def rate_finding(lead: Watched) -> Iterator[Finding]:
+def rate_finding(lead: ProgramRecord) -> Iterator[Finding]:
     flops, achieved = lead.record.quantity("flops"), achieved_flops(lead.record)
     if not flops or achieved is None:
         return
@@ -268,7 +268,7 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
     )
 
 
-def _no_ceilings(lead: Watched) -> Iterator[Finding]:
+def _no_ceilings(lead: ProgramRecord) -> Iterator[Finding]:
     if not any(ceiling.source == "measured" for ceiling in lead.record.ceilings):
         yield Finding(
             code="inspect.no-ceilings",
@@ -279,7 +279,7 @@ def _no_ceilings(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _loop(lead: Watched) -> Iterator[Finding]:
+def _loop(lead: ProgramRecord) -> Iterator[Finding]:
     setting, parts = lead.setting, []
     if lead.micro_batches > 1:
         parts.append(f"{lead.micro_batches} forward passes per step")
@@ -296,7 +296,7 @@ def _loop(lead: Watched) -> Iterator[Finding]:
         )
 
 
-def _missing(watched: Watched, several: bool) -> Iterator[Finding]:
+def _missing(watched: ProgramRecord, several: bool) -> Iterator[Finding]:
     whose = f"Rank {watched.rank}: " if several else ""
     for note, what in _MISSING.items():
         if reason := watched.record.notes.get(note):
@@ -310,12 +310,12 @@ def _missing(watched: Watched, several: bool) -> Iterator[Finding]:
             )
 
 
-def _failed_checks(lead: Watched) -> Iterator[Finding]:
-    for lint in lint_record(lead.record):
+def _failed_checks(lead: ProgramRecord) -> Iterator[Finding]:
+    for check in check_record(lead.record):
         yield Finding(
-            code="inspect.lint",
-            values={"lint": lint.code},
-            text=f"{lint.message[0].upper()}{lint.message[1:]}.",
+            code="inspect.failed-check",
+            values={"check": check.code},
+            text=f"{check.message[0].upper()}{check.message[1:]}.",
             tone="warn",
             timed=False,
         )

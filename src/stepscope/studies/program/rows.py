@@ -24,7 +24,7 @@ _CLEARLY = 2.0
 """A rank is the slowest if it is at least this many times as late as the next one."""
 
 
-class Watched:
+class ProgramRecord:
     """Record of one process of an observed program, or of the step of a user's model."""
 
     def __init__(self, record: Record) -> None:
@@ -125,7 +125,7 @@ class Watched:
         return self.record.attachment("traced_longer", list[float]) or []
 
 
-def resting_on(watched: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def resting_on(watched: ProgramRecord, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Add the record to findings that name none."""
     ids = (watched.record.id,)
     return tuple(
@@ -134,27 +134,27 @@ def resting_on(watched: Watched, findings: Iterable[Finding]) -> tuple[Finding, 
     )
 
 
-def programs(records: Sequence[Record]) -> list[list[Watched]]:
+def programs(records: Sequence[Record]) -> list[list[ProgramRecord]]:
     """Group records by program; ranks in order."""
-    groups: dict[tuple[str, str], list[Watched]] = {}
+    groups: dict[tuple[str, str], list[ProgramRecord]] = {}
     for record in records:
-        watched = Watched(record)
+        watched = ProgramRecord(record)
         groups.setdefault((record.run, watched.name), []).append(watched)
     return [sorted(ranks, key=lambda watched: watched.rank) for ranks in groups.values()]
 
 
-def lateness(ranks: Sequence[Watched]) -> dict[int, float]:
+def lateness(ranks: Sequence[ProgramRecord]) -> dict[int, float]:
     """Mean lateness of each rank at collectives in ms, relative to the first rank to arrive."""
     return lateness_ms(starts(ranks))
 
 
-def wait_matters(ranks: Sequence[Watched]) -> bool:
+def wait_matters(ranks: Sequence[ProgramRecord]) -> bool:
     """True if ranks wait for each other for a significant share of the step."""
     late, step = lateness(ranks), ranks[0].summary
     return bool(late) and step is not None and max(late.values()) >= _MIN_SHARE * step.wall_ms
 
 
-def slowest(ranks: Sequence[Watched]) -> Watched | None:
+def slowest(ranks: Sequence[ProgramRecord]) -> ProgramRecord | None:
     """The rank that the others wait for; None if waits are short or for several ranks."""
     if not wait_matters(ranks):
         return None
@@ -164,6 +164,6 @@ def slowest(ranks: Sequence[Watched]) -> Watched | None:
     return last if most >= _CLEARLY * next_to_last else None
 
 
-def starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
+def starts(ranks: Sequence[ProgramRecord]) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Start times of the collectives of each rank, of those that were traced."""
     return {rank.rank: times for rank in ranks if (times := rank.collectives) is not None}

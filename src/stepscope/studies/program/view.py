@@ -10,7 +10,7 @@ from stepscope.report.blocks import Block, Table
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.memory.view import account_table, saved_table, stack_figure
 from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import Watched, lateness, programs
+from stepscope.studies.program.rows import ProgramRecord, lateness, programs
 from stepscope.studies.program.waterfall import waterfall_blocks
 from stepscope.studies.trace.view import (
     class_figure,
@@ -28,7 +28,7 @@ def inspected_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     return tuple(block for ranks in programs(records) for block in _program(ranks))
 
 
-def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
+def _program(ranks: Sequence[ProgramRecord]) -> tuple[Block, ...]:
     lead = ranks[0]
     blocks: list[Block] = [*inspected_findings(ranks)]
     if len(ranks) > 1:
@@ -42,7 +42,7 @@ def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
     )
 
 
-def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:
+def trace_parts(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
     """Tables and figures of its trace; `name` is the prefix of their names."""
     summary = lead.summary
     if summary is None:
@@ -58,7 +58,7 @@ def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:
     )
 
 
-def account_blocks(lead: Watched) -> tuple[Block, ...]:
+def account_blocks(lead: ProgramRecord) -> tuple[Block, ...]:
     account = lead.account
     if account is None or not account.phases:
         return ()
@@ -120,7 +120,7 @@ def headline_table(records: Sequence[Record]) -> Table:
     )
 
 
-def _rank_table(ranks: Sequence[Watched]) -> Table:
+def _rank_table(ranks: Sequence[ProgramRecord]) -> Table:
     late = lateness(ranks)
     return table(
         "inspect-ranks",

@@ -16,7 +16,7 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Limit
 from stepscope.report.blocks import Block, Finding, Timeline
 from stepscope.report.format import duration, percent
-from stepscope.studies.program.rows import Watched, resting_on
+from stepscope.studies.program.rows import ProgramRecord, resting_on
 from stepscope.studies.views.energy import capped_finding
 from stepscope.studies.views.figures import bar
 
@@ -32,7 +32,7 @@ COPIES, OUTSIDE = "copies and casts", "outside of the model"
 UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
 
 
-def least_ms(lead: Watched) -> dict[str, float]:
+def least_ms(lead: ProgramRecord) -> dict[str, float]:
     """Ideal time of each part; empty if the FLOPs or the machine's rate are unknown."""
     limit = step_limit(lead)
     if limit is None:
@@ -41,7 +41,7 @@ def least_ms(lead: Watched) -> dict[str, float]:
     return least | ({"optimizer bytes, moved once": limit.update_ms} if limit.update_ms else {})
 
 
-def step_limit(lead: Watched) -> Limit | None:
+def step_limit(lead: ProgramRecord) -> Limit | None:
     """The hardware limit of a step, the same as in the verdict: that of the fastest dtype."""
     record = lead.record
     rates = {
@@ -113,7 +113,7 @@ def _fitted(spent: dict[str, float], step_ms: float) -> dict[str, float]:
 def _cause(phase: str, kind: str) -> str:
     if phase == "idle":
         return f"{IDLE}{kind}"
-    if kind == "residual":
+    if kind == "unattributed":
         return UNEXPLAINED
     if kind == "communication":
         return COMMUNICATION
@@ -126,7 +126,7 @@ def _cause(phase: str, kind: str) -> str:
     return OUTSIDE if phase == "outside" else "memory-bound operations"
 
 
-def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
+def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
     summary, step_ms = lead.summary, lead.step_ms
     at_rates = least_ms(lead)
     if summary is None or not step_ms or not at_rates:
@@ -163,7 +163,7 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
 
 
 def _meaning(cause: str) -> str:
-    """What a part beyond the minimum means; it determines the color."""
+    """Meaning of a part beyond the minimum; it determines the color."""
     if cause.startswith(IDLE):
         return "idle"
     if cause == COMMUNICATION:
@@ -171,7 +171,7 @@ def _meaning(cause: str) -> str:
     return "unattributed" if cause in (UNEXPLAINED, NOT_TRACED) else "lost"
 
 
-def _largest(lead: Watched, parts: Parts, step_ms: float) -> Finding:
+def _largest(lead: ProgramRecord, parts: Parts, step_ms: float) -> Finding:
     cause, lost = max(parts.beyond.items(), key=lambda item: item[1])
     total = sum(parts.least.values())
     limit, own = step_limit(lead), mfu(lead.record)

@@ -28,7 +28,7 @@ from stepscope.studies.training.workload import case_of, workloads
 
 class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
     name = "rehearsal"
-    title = "Rehearsal for a cluster"
+    title = "Predicted step time on a cluster"
     question = "How long would this step take on a cluster, and what would limit it there?"
     examples = (
         "stepscope run rehearsal --size small --context 512 --dtype bfloat16",

@@ -28,7 +28,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of measured cases on one kind of device."""
 
     device: str
-    """Where they were measured."""
+    """Device on which they were measured."""
     start_s: float
     """Time of a run that no case takes: starting workers, and ceilings if they are not cached."""
     per_case_s: float

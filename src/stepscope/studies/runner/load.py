@@ -10,7 +10,7 @@ import psutil
 
 SHORT_BY = 0.10
 """Share of a case's cores used by other work from which times are too long; the same as in the
-lint `busy-machine`."""
+check `busy-machine`."""
 _FIRST_LOOK_S, _LOOK_S = 0.25, 1.0
 _NOT_WORK = ("idle", "iowait", "guest", "guest_nice")
 """Guest time is already part of `user`."""
@@ -27,8 +27,8 @@ def other_work(seconds: float) -> float:
 def _used_s() -> float:
     """CPU seconds of all other processes so far."""
     spent = psutil.cpu_times()._asdict()
-    everybody = sum(value for name, value in spent.items() if name not in _NOT_WORK)
-    return float(everybody - _own_s())
+    total = sum(value for name, value in spent.items() if name not in _NOT_WORK)
+    return float(total - _own_s())
 
 
 def _own_s() -> float:

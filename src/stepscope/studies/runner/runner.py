@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from stepscope.analysis.lints import lint_record
+from stepscope.analysis.checks import check_record
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling, Environment, Record, Run
@@ -277,7 +277,7 @@ class Runner:
             readings=measurement.readings,
             ceilings=ceilings,
         )
-        return msgspec.structs.replace(record, lints=lint_record(record))
+        return msgspec.structs.replace(record, failed_checks=check_record(record))
 
     def _replace_worker(self) -> None:
         self._worker.stop()

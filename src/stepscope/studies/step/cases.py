@@ -43,8 +43,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
-    fused-pieces, joined (fused projections), fused-optimizer, in-backward, graph, searched
-    (autotuned GEMMs), as-made (gradients in the dtype of the matmuls), narrow-stream, master,
+    fused-pieces, fused-projections, fused-optimizer, in-backward, graph, autotune-gemms,
+    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master,
     checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
@@ -59,8 +59,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     attentions: tuple[str, ...] = ATTENTIONS
     """Attention implementations of the torch.compile variants."""
     forms: tuple[str, ...] = ()
-    """Compare only the variants whose name contains one of these strings, such as 'peer: block'
-    (torch.compile of each block) 'updates in backward'."""
+    """Compare only the variants whose name contains one of these strings, such as
+    'baseline: block' (torch.compile of each block) 'optimizer-in-backward'."""
     heat_seconds: float = 300.0
     """Time limit for trying the variants in seconds; those not tried by then are left out."""
     form_seconds: float = 400.0

@@ -147,8 +147,9 @@ def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
 
 
 def _race(race: StepRace) -> Iterator[Finding]:
-    ratio, ms, peer_ms, times = race.ratio(), race.step_ms(), race.step_ms("peer"), race.speedup()
-    if ratio is None or ms is None or peer_ms is None or times is None:
+    ratio, times = race.ratio(), race.speedup()
+    ms, baseline_ms = race.step_ms(), race.step_ms("baseline")
+    if ratio is None or ms is None or baseline_ms is None or times is None:
         return
     lead, share = race.lead(), race.mfu()
     interval = ratio if lead is None else lead.ratio
@@ -165,13 +166,18 @@ def _race(race: StepRace) -> Iterator[Finding]:
     where = "" if lead is None else " in consecutive steps"
     text = (
         f"{race.name}: a step takes {duration(ms)}{mfu}{where}; the fastest PyTorch variant"
-        f" ({race.form('peer')}) takes {duration(peer_ms)}: {outcome}."
+        f" ({race.form('baseline')}) takes {duration(baseline_ms)}: {outcome}."
     )
     if lead is not None:
         text += f" Interleaved samples give a ratio of {number(ratio.value, 3)}."
-    values: dict[str, Value] = {"race": race.name, "ms": ms, "peer_ms": peer_ms, "times": times}
+    values: dict[str, Value] = {
+        "race": race.name,
+        "ms": ms,
+        "baseline_ms": baseline_ms,
+        "times": times,
+    }
     values |= {"interleaved": ratio.value, "mfu": share}
-    narrow_ms, narrow_times = race.step_ms("narrow"), race.speedup("narrow")
+    narrow_ms, narrow_times = race.step_ms("low-precision"), race.speedup("low-precision")
     if narrow_ms is not None and narrow_times is not None:
         values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
         text += f" With narrower dtypes Stepscope takes {duration(narrow_ms)}; PyTorch takes"
@@ -179,7 +185,9 @@ def _race(race: StepRace) -> Iterator[Finding]:
     # Races with fewer variants of PyTorch, or in which its fastest was slower.
     others = [(other, result) for other in race.others if (result := other.ratio()) is not None]
     for other, result in others:
-        text += f" Another run, with {counted(other.peers, 'variant')} of PyTorch, gave a ratio of"
+        text += (
+            f" Another run, with {counted(other.baselines, 'variant')} of PyTorch, gave a ratio of"
+        )
         text += f" {number(result.value, 3)}."
     yield finding(
         code,
@@ -193,7 +201,7 @@ def _race(race: StepRace) -> Iterator[Finding]:
 def _power_capped(race: StepRace) -> Iterator[Finding]:
     capped = {
         side: (draw, draw.lasts_ms)
-        for side in ("ours", *SIDES)
+        for side in ("stepscope", *SIDES)
         if (draw := race.draw(side)) is not None and draw.lasts_ms is not None
     }
     if not capped:

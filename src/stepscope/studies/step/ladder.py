@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from stepscope.errors import unknown_name
 from stepscope.model.config import precision
-from stepscope.studies.training.flags import AS_MADE, IN_BACKWARD, WITHIN_BACKWARD
+from stepscope.studies.training.flags import IN_BACKWARD, LOW_PRECISION_GRADS, WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 
 How = Literal["start", "first", "alone", "so far"]
@@ -24,7 +24,7 @@ class Rung(NamedTuple):
     words: str
     changes: dict[str, Any]
     stays: bool = True
-    """Whether later rungs include this change."""
+    """True if later rungs include this change."""
 
 
 RUNGS: dict[str, Rung] = {
@@ -38,26 +38,29 @@ RUNGS: dict[str, Rung] = {
         Rung("compile", "torch.compile of each block", {"compile": "block"}, stays=False),
         Rung("fused-pieces", "Stepscope's kernels between the matmuls", {"fused": True}),
         Rung(
-            "joined",
+            "fused-projections",
             "fused QKV and gate/up projections, cached weight casts",
-            {"fused": True, "joined": True},
+            {"fused": True, "fused_projections": True},
         ),
         Rung("fused-optimizer", "single-launch AdamW", {"optimizer": "stepscope-fused"}),
         Rung("in-backward", "AdamW overlapped with the backward pass", {"optimizer": IN_BACKWARD}),
         Rung("graph", "CUDA graph of the step", {"graph": True}),
         Rung(
-            "searched",
+            "autotune-gemms",
             "autotuned cuBLAS kernel for each GEMM",
-            {"fused": True, "joined": True, "searched": True},
+            {"fused": True, "fused_projections": True, "autotune_gemms": True},
             stays=False,
         ),
         Rung(
-            "as-made", "gradients in the dtype of the matmuls", {"optimizer": AS_MADE}, stays=False
+            "low-precision-grads",
+            "gradients in the dtype of the matmuls",
+            {"optimizer": LOW_PRECISION_GRADS},
+            stays=False,
         ),
         Rung(
             "narrow-stream",
             "gradients in the dtype of the matmuls, bfloat16 residual stream",
-            {"dtype": "bfloat16-stream", "optimizer": AS_MADE},
+            {"dtype": "bfloat16-stream", "optimizer": LOW_PRECISION_GRADS},
             stays=False,
         ),
         Rung(

@@ -65,11 +65,11 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
         bench.progress(index, len(case.racers), f"trial of {racer.name}")
         field.heat(racer, case, last=index == len(case.racers) - 1)
     sides = list(field.heats)
-    if {"peer", "ours"} - set(sides):
+    if {"baseline", "stepscope"} - set(sides):
         reasons = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
         raise CaseSkipped(f"nothing to compare: {reasons}")
     # PyTorch goes last: a variant of it may still be built, and rebuilding costs minutes.
-    fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
+    fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "baseline")}
     entries = [field.entry(fastest[side]) for side in sides]
     blocks = _consecutive(
         entries, bench, "blocks of consecutive steps", case.blocks, case.block_seconds
@@ -78,7 +78,7 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
     energy, no_energy = _energy(entries, bench)
     return Measurement(
         series=(*samples.series, *blocks.series),
-        quantities=(*fastest["ours"].workload.quantities(), *energy),
+        quantities=(*fastest["stepscope"].workload.quantities(), *energy),
         readings=(*blocks.readings, *samples.readings),
         notes=no_energy,
         attachments={

@@ -13,7 +13,7 @@ from stepscope.kernels.activation_policy import ALL, GATES, INPUTS, NORMS
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.studies.step.ladder import start
-from stepscope.studies.training.flags import AS_MADE, IN_BACKWARD
+from stepscope.studies.training.flags import IN_BACKWARD, LOW_PRECISION_GRADS
 from stepscope.studies.training.workload import Workload
 
 SCOPES = ("block", "model")
@@ -37,7 +37,7 @@ class RaceSpec(NamedTuple):
     other_attention: str = "sdpa_cudnn"
     """Attention tried next to `auto`, whose choice assumes that the CPU is not ahead."""
     less_memory: bool = False
-    """Whether Stepscope's variants save fewer activations than they could, one of them inputs only,
+    """True if Stepscope's variants save fewer activations than they could, one of them inputs only,
     and their peak memory is compared with PyTorch's."""
 
 
@@ -64,10 +64,10 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SIDES = {
-    "peer": "PyTorch",
-    "ours": "Stepscope",
-    "spare": "Stepscope with fewer saved activations",
-    "narrow": "Stepscope with narrower dtypes",
+    "baseline": "PyTorch",
+    "stepscope": "Stepscope",
+    "low-memory": "Stepscope with fewer saved activations",
+    "low-precision": "Stepscope with narrower dtypes",
 }
 """Sides of a race, as records name them, in words."""
 
@@ -86,18 +86,27 @@ class Racer(NamedTuple):
             w.compile if w.compile != "no" else "eager",
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
-            *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
-            *(["searched"] if w.searched else []),
-            *(["narrow stream"] if precision(w.dtype).narrow_stream else []),
-            *([] if w.keep == ALL else [f"keeps {w.keep}"]),
+            *(
+                ["fused projections"]
+                if w.fused_projections
+                else ["fused pieces"]
+                if w.fused
+                else []
+            ),
+            *(["autotuned GEMMs"] if w.autotune_gemms else []),
+            *(["low-precision stream"] if precision(w.dtype).narrow_stream else []),
+            *([] if w.activation_policy == ALL else [f"saves {w.activation_policy}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
-            *([f"{_UPDATES[w.optimizer]} in backward"] if w.optimizer in _UPDATES else []),
+            *([_UPDATES[w.optimizer]] if w.optimizer in _UPDATES else []),
             *(["graph"] if w.graph else []),
         ]
         return f"{self.side}: {' '.join(parts)}"
 
 
-_UPDATES = {IN_BACKWARD: "updates", AS_MADE: "narrow updates"}
+_UPDATES = {
+    IN_BACKWARD: "optimizer-in-backward",
+    LOW_PRECISION_GRADS: "low-precision optimizer-in-backward",
+}
 
 
 def race_spec(name: str) -> RaceSpec:
@@ -124,7 +133,7 @@ def racers(
     common = msgspec.structs.replace(first, dtype=spec.dtype)
     # The logits of a long sequence and a large vocabulary do not fit: both get the fused loss.
     loss = "fused" if spec.checkpoint != NONE else "plain"
-    peer = msgspec.structs.replace(
+    baseline = msgspec.structs.replace(
         common, optimizer="torch-fused", loss=loss, checkpoint=spec.checkpoint
     )
     ours = msgspec.structs.replace(
@@ -132,17 +141,17 @@ def racers(
     )
     if spec.size == "tiny":
         # For machines without a GPU, where compiling takes too long.
-        peers = [_racer("peer", peer, attention=kind) for kind in ("sdpa", "reference")]
-        own = [_racer("ours", ours, optimizer="torch-fused")]
+        baselines = [_racer("baseline", baseline, attention=kind) for kind in ("sdpa", "reference")]
+        own = [_racer("stepscope", ours, optimizer="torch-fused")]
     else:
-        peers = [
-            _racer("peer", peer, compile=scope, compile_mode=mode, attention=attention)
+        baselines = [
+            _racer("baseline", baseline, compile=scope, compile_mode=mode, attention=attention)
             for scope, mode, attention in itertools.product(scopes, modes, attentions)
         ]
-        own = list(_our_variants(spec, ours))
-    variants = [*peers[:1], *own, *peers[1:]]
+        own = list(_stepscope_variants(spec, ours))
+    variants = [*baselines[:1], *own, *baselines[1:]]
     left = [racer for racer in variants if not forms or any(form in racer.name for form in forms)]
-    if {"peer", "ours"} - {racer.side for racer in left}:
+    if {"baseline", "stepscope"} - {racer.side for racer in left}:
         raise UsageError(
             f"race {name} has no variants of both sides with {', '.join(forms)} in their name",
             f"choose at least one of each side: {'; '.join(racer.name for racer in variants)}",
@@ -150,34 +159,47 @@ def racers(
     return tuple(left)
 
 
-def _our_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
-    fused = msgspec.structs.replace(ours, fused=True, joined=True)
+def _stepscope_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
+    fused = msgspec.structs.replace(ours, fused=True, fused_projections=True)
     overlapped = msgspec.structs.replace(fused, optimizer=IN_BACKWARD)
     if spec.checkpoint != NONE:
         # Save as much as fits; only one matmul of some blocks is recomputed.
-        for keep in (f"{INPUTS}-{spec.thrifty}", INPUTS):
-            yield _racer("ours", overlapped, keep=keep)
-        yield _racer("ours", ours, compile="block", checkpoint=spec.checkpoint)
+        for policy in (f"{INPUTS}-{spec.thrifty}", INPUTS):
+            yield _racer("stepscope", overlapped, activation_policy=policy)
+        yield _racer("stepscope", ours, compile="block", checkpoint=spec.checkpoint)
         return
-    keep = GATES if spec.less_memory else ALL
-    yield _racer("ours", overlapped, keep=keep, graph=True)
+    policy = GATES if spec.less_memory else ALL
+    yield _racer("stepscope", overlapped, activation_policy=policy, graph=True)
     if spec.less_memory:
-        yield _racer("ours", overlapped, keep=NORMS, graph=True, searched=True)
+        yield _racer(
+            "stepscope", overlapped, activation_policy=NORMS, graph=True, autotune_gemms=True
+        )
     for attention in ("auto", spec.other_attention):
-        yield _racer("ours", overlapped, keep=keep, graph=True, searched=True, attention=attention)
-    yield _racer("ours", fused, keep=keep, graph=True)
+        yield _racer(
+            "stepscope",
+            overlapped,
+            activation_policy=policy,
+            graph=True,
+            autotune_gemms=True,
+            attention=attention,
+        )
+    yield _racer("stepscope", fused, activation_policy=policy, graph=True)
     if spec.less_memory:
-        yield _racer("ours", overlapped, keep=keep)
-    yield _racer("ours", ours, compile="block", graph=True)
+        yield _racer("stepscope", overlapped, activation_policy=policy)
+    yield _racer("stepscope", ours, compile="block", graph=True)
     # Gradients and residual stream in other dtypes than PyTorch's: compared in a separate row.
-    narrow = msgspec.structs.replace(overlapped, keep=keep, graph=True, optimizer=AS_MADE)
-    yield _racer("narrow", narrow)
+    narrow = msgspec.structs.replace(
+        overlapped, activation_policy=policy, graph=True, optimizer=LOW_PRECISION_GRADS
+    )
+    yield _racer("low-precision", narrow)
     most = NORMS if spec.less_memory else ALL
-    narrow = msgspec.structs.replace(narrow, dtype=f"{spec.dtype}-stream", searched=True, keep=most)
+    narrow = msgspec.structs.replace(
+        narrow, dtype=f"{spec.dtype}-stream", autotune_gemms=True, activation_policy=most
+    )
     for attention in ("auto", spec.other_attention):
-        yield _racer("narrow", narrow, attention=attention)
+        yield _racer("low-precision", narrow, attention=attention)
     if spec.less_memory:
-        yield _racer("spare", overlapped, keep=INPUTS)
+        yield _racer("low-memory", overlapped, activation_policy=INPUTS)
 
 
 def _racer(side: str, workload: Workload, **changes: object) -> Racer:

@@ -172,14 +172,14 @@ def loss_curves(results: Sequence[Result[StepCase]]) -> dict[str, LossCurve]:
 class Lead(NamedTuple):
     """Step times of PyTorch and of one side in consecutive steps, and their ratio."""
 
-    peer_ms: float
+    baseline_ms: float
     ms: float
     ratio: Ratio | None
     """Ratio of alternating blocks; None where each side ran one block, for its energy."""
 
     @property
     def value(self) -> float:
-        return self.peer_ms / self.ms if self.ratio is None else self.ratio.value
+        return self.baseline_ms / self.ms if self.ratio is None else self.ratio.value
 
 
 class StepRace(NamedTuple):
@@ -199,10 +199,10 @@ class StepRace(NamedTuple):
         return RACES[self.name]
 
     @property
-    def peers(self) -> int:
+    def baselines(self) -> int:
         """Number of variants of PyTorch that ran."""
         return sum(
-            isinstance(heat, Heat) and variant.startswith("peer: ")
+            isinstance(heat, Heat) and variant.startswith("baseline: ")
             for variant, heat in self.heats.items()
         )
 
@@ -214,26 +214,26 @@ class StepRace(NamedTuple):
         series = self.record.find(name, variant=self.best[side]) if side in self.best else None
         return () if series is None else series.values
 
-    def lead(self, side: str = "ours") -> Lead | None:
+    def lead(self, side: str = "stepscope") -> Lead | None:
         """PyTorch against one side in consecutive steps; None if these were not measured."""
-        peer, own = self.blocks("peer"), self.blocks(side)
-        if peer and own:
-            ratio = paired_ratio(own, peer, level=0.95)
-            return Lead(statistics.median(peer), statistics.median(own), ratio)
-        others, alone = self.draw("peer"), self.draw(side)
+        baseline, own = self.blocks("baseline"), self.blocks(side)
+        if baseline and own:
+            ratio = paired_ratio(own, baseline, level=0.95)
+            return Lead(statistics.median(baseline), statistics.median(own), ratio)
+        others, alone = self.draw("baseline"), self.draw(side)
         return Lead(others.step_ms, alone.step_ms, None) if others and alone else None
 
-    def ratio(self, side: str = "ours") -> Ratio | None:
+    def ratio(self, side: str = "stepscope") -> Ratio | None:
         """PyTorch's time over that of a side in interleaved samples, each from an idle GPU."""
-        peer, own = self._samples("step", "peer"), self._samples("step", side)
-        return ratio_interval(own, peer, level=0.95) if peer and own else None
+        baseline, own = self._samples("step", "baseline"), self._samples("step", side)
+        return ratio_interval(own, baseline, level=0.95) if baseline and own else None
 
-    def speedup(self, side: str = "ours") -> float | None:
+    def speedup(self, side: str = "stepscope") -> float | None:
         """Speedup in consecutive steps, or in interleaved samples if the former are missing."""
         lead, ratio = self.lead(side), self.ratio(side)
         return None if ratio is None else ratio.value if lead is None else lead.value
 
-    def step_ms(self, side: str = "ours") -> float | None:
+    def step_ms(self, side: str = "stepscope") -> float | None:
         """Median step time in consecutive steps, or of interleaved samples if these are missing."""
         if (lead := self.lead(side)) is not None:
             return lead.ms
@@ -245,7 +245,7 @@ class StepRace(NamedTuple):
         """The rate that `mfu` is relative to: the peak of the data sheet, else the ceiling."""
         return "data sheet" if matrix_ceiling(self.record, measured=False) else "measured"
 
-    def mfu(self, side: str = "ours") -> float | None:
+    def mfu(self, side: str = "stepscope") -> float | None:
         ms, flops = self.step_ms(side), self.record.quantity("flops")
         rate = matrix_ceiling(self.record, measured=self.mfu_basis == "measured")
         if ms is None or flops is None or rate is None or ms <= 0:
@@ -274,7 +274,9 @@ def races(results: Sequence[Result[StepCase]]) -> list[StepRace]:
     raced = []
     for name in RACES:
         if name in groups:
-            first, *others = sorted(groups[name], key=lambda race: (-race.peers, _nearness(race)))
+            first, *others = sorted(
+                groups[name], key=lambda race: (-race.baselines, _nearness(race))
+            )
             raced.append(first._replace(others=tuple(others)))
     return raced
 

@@ -36,7 +36,7 @@ from stepscope.studies.views.builders import (
     curve,
     ratio_cell,
 )
-from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
+from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
 """Points of a loss curve and windows of its deviation; each point is the mean of its steps."""
@@ -55,7 +55,7 @@ def view(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
             for index, ladder in enumerate(climbed, start=1)
             for block in _ladder_blocks(ladder, f"-{index}" if len(climbed) > 1 else "")
         ),
-        *waterfall_blocks(list(_falls(results)), "step"),
+        *waterfall_blocks(list(_waterfalls(results)), "step"),
         *_loss_blocks(curves),
         *heat_table(raced),
         *failed_table("step", others),
@@ -103,7 +103,7 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
     )
 
 
-def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
+def _waterfalls(results: Sequence[Result[StepCase]]) -> Iterator[StepWaterfall]:
     for record, case in results_of(results, WaterfallCase):
         trace = record.attachment("profile", Trace)
         if trace is None:
@@ -111,8 +111,8 @@ def _falls(results: Sequence[Result[StepCase]]) -> Iterator[Fall]:
         if record.find("replay") is None:
             # Without a replay the times are those of the eager step.
             case = msgspec.structs.replace(case, graph=False)
-        if (fall := fall_of(record, case, trace)) is not None:
-            yield fall
+        if (traced := step_waterfall(record, case, trace)) is not None:
+            yield traced
 
 
 def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
@@ -210,8 +210,8 @@ class SpeedRow(NamedTuple):
     """Times of one side of a race, or its peak memory."""
 
     case: str
-    peer: str
-    peer_ms: float | None
+    baseline: str
+    baseline_ms: float | None
     own: str
     ms: float | None
     consecutive: Cell
@@ -230,8 +230,8 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         rows,
         [
             col("case", lambda r: r.case),
-            col("PyTorch", lambda r: r.peer, hint="the fastest of its variants"),
-            col("PyTorch", lambda r: r.peer_ms, unit="ms", hint="consecutive steps"),
+            col("PyTorch", lambda r: r.baseline, hint="the fastest of its variants"),
+            col("PyTorch", lambda r: r.baseline_ms, unit="ms", hint="consecutive steps"),
             col("Stepscope", lambda r: r.own),
             col("Stepscope", lambda r: r.ms, unit="ms", hint="consecutive steps"),
             col(
@@ -258,19 +258,21 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         " power-limited clock recovers between them. Dtypes are the same, except in rows with"
         " narrower dtypes: there the gradients of the blocks' matmuls reach the optimizer in the"
         " dtype of the matmuls, to which PyTorch's are rounded before they become float32, and"
-        " with a narrow stream the residual stream has that dtype too. MFU counts the visible half"
-        " of causal attention and no recomputation.",
+        " with a low-precision stream the residual stream has that dtype too. MFU counts the"
+        " visible half of causal attention and no recomputation.",
     )
 
 
 def _speed_rows(race: StepRace) -> Iterator[SpeedRow]:
-    if race.step_ms("peer") is None or race.step_ms() is None:
+    if race.step_ms("baseline") is None or race.step_ms() is None:
         return
-    yield from _time_row(race, "ours", race.name)
+    yield from _time_row(race, "stepscope", race.name)
     if race.spec.less_memory:
-        yield from _memory_row(race, "ours", f"{race.name}, peak memory")
-        yield from _memory_row(race, "spare", f"{race.name}, peak memory, {race.form('spare')}")
-    yield from _time_row(race, "narrow", f"{race.name}, narrower dtypes")
+        yield from _memory_row(race, "stepscope", f"{race.name}, peak memory")
+        yield from _memory_row(
+            race, "low-memory", f"{race.name}, peak memory, {race.form('low-memory')}"
+        )
+    yield from _time_row(race, "low-precision", f"{race.name}, narrower dtypes")
 
 
 def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
@@ -278,8 +280,8 @@ def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     if ms is not None and ratio is not None:
         yield SpeedRow(
             name,
-            race.form("peer"),
-            race.step_ms("peer"),
+            race.form("baseline"),
+            race.step_ms("baseline"),
             race.form(side),
             ms,
             lead_cell(race.lead(side)),
@@ -290,11 +292,11 @@ def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
 
 def _memory_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     """Row of peak memory; with times only for a variant that has no row of times."""
-    peer, own, ms = race.peak("peer"), race.peak(side), race.step_ms(side)
-    if peer is not None and own is not None and ms is not None:
-        row = SpeedRow(name, bytes_(peer), None, bytes_(own), None, own / peer, None, None)
-        if side != "ours":
-            row = row._replace(peer_ms=race.step_ms("peer"), ms=ms, mfu=race.mfu(side))
+    baseline, own, ms = race.peak("baseline"), race.peak(side), race.step_ms(side)
+    if baseline is not None and own is not None and ms is not None:
+        row = SpeedRow(name, bytes_(baseline), None, bytes_(own), None, own / baseline, None, None)
+        if side != "stepscope":
+            row = row._replace(baseline_ms=race.step_ms("baseline"), ms=ms, mfu=race.mfu(side))
         yield row
 
 
@@ -394,9 +396,8 @@ def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         ],
         caption="The fastest variant of each side was compared, by its run-off where there was one."
         " The peak memory of a variant includes what all variants share (weights,"
-        " moments). In the names, joined means fused QKV and gate/up projections, searched means"
-        " autotuned GEMMs, keeps names the saved activations, and updates in backward means that"
-        " the optimizer overlaps with the backward pass.",
+        " moments). Fused projections are fused QKV and gate/up; with optimizer-in-backward, the"
+        " optimizer overlaps with the backward pass.",
     )
 
 

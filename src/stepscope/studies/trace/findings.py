@@ -13,7 +13,7 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import counted, duration, percent
 
 HOST_LIMITS_FROM = 0.25
-"""Share of idle time without a launch from which the host is the first thing to look at."""
+"""Share of idle time without a launch from which the CPU is the first thing to look at."""
 
 TRACED_APART = 0.02
 """Difference above which traced steps are distinguished from the timed ones."""
@@ -78,31 +78,31 @@ def _ledger(summary: Summary, step_ms: float | None) -> Finding:
             f"No step is marked in this trace: {len(summary.steps)} steps are cut at optimizer"
             f" steps, and what lies before and after them is left out. {text}"
         )
-    residual = summary.unattributed_ms / wall
-    closes = f"The ledger closes with a residual of {percent(residual)}."
+    unattributed = summary.unattributed_ms / wall
+    sums = f"{percent(unattributed)} of the time is unattributed."
     if summary.doubt:
-        closes = f"The ledger does not close: {summary.doubt}."
+        sums = f"Too much of the time is unattributed: {summary.doubt}."
     return Finding(
-        code="trace.ledger-open" if summary.doubt else "trace.ledger-closes",
+        code="trace.unattributed" if summary.doubt else "trace.attributed",
         values={
             "wall_ms": wall,
             "busy": summary.busy_ms / wall,
             "launches": round(summary.launches),
-            "residual": residual,
+            "unattributed": unattributed,
             "cut": summary.cut,
         },
-        text=f"{text} {closes}",
+        text=f"{text} {sums}",
         tone="warn" if summary.doubt else "good",
     )
 
 
 def host_idle(summary: Summary, step_ms: float | None) -> float:
-    """Share of the step in which the device has nothing to run because the host is late.
+    """Share of the step in which the device has nothing to run because the CPU is late.
 
-    The profiler slows the host down and leaves kernels unchanged, so it is at most what the traced
+    The profiler slows the CPU down and leaves kernels unchanged, so it is at most what the traced
     kernels do not fill of the step without the profiler.
     """
-    traced = summary.idle_of("host") / summary.wall_ms
+    traced = summary.idle_of("CPU") / summary.wall_ms
     return traced if not step_ms else min(traced, max(0.0, 1 - summary.busy_ms / step_ms))
 
 
@@ -110,13 +110,13 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
     wall = summary.wall_ms
     host = host_idle(summary, step_ms)
     waits, queue, between = (
-        summary.idle_of(cause) / wall for cause in ("synchronisation", "queue", "between")
+        summary.idle_of(cause) / wall for cause in ("synchronization", "queue", "between")
     )
     if host >= HOST_LIMITS_FROM:
         yield Finding(
             code="trace.host-limits",
             values={"idle": host, "in_long_gaps": summary.long_host_ms / wall},
-            text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
+            text=f"The CPU limits this step: for {percent(host)} of it the device has nothing to"
             " run, because the next kernel was not launched before the previous one ended.",
             conclusion=_host_remedy(summary, host),
             tone="warn",
@@ -132,8 +132,8 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         yield Finding(
             code="trace.synchronization",
             values={"idle": waits, "waited_ms": summary.waited_ms, "meanwhile_busy": meanwhile},
-            text=f"The device is idle while the host waits for it, for {percent(waits)} of the"
-            f" step. In total the host waits {duration(summary.waited_ms)} per step, and during"
+            text=f"The device is idle while the CPU waits for it, for {percent(waits)} of the"
+            f" step. In total the CPU waits {duration(summary.waited_ms)} per step, and during"
             f" {percent(meanwhile)} of that the device works.",
             tone="warn" if waits >= _WORTH else "info",
         )
@@ -160,13 +160,13 @@ def _host_remedy(summary: Summary, host: float) -> str:
     if host - in_long < HOST_LIMITS_FROM:
         return (
             f"Of that, {percent(min(1.0, in_long / host))} is in gaps of 1 ms and more, which"
-            " neither fewer launches nor faster kernels would remove: look at what the host does in"
+            " neither fewer launches nor faster kernels would remove: look at what the CPU does in"
             " them."
         )
     if summary.replayed >= 0.5:
         return (
             f"CUDA graphs already launch {percent(summary.replayed)} of the kernels, so the time is"
-            " lost between graphs: in what the host does from one to the next."
+            " lost between graphs: in what the CPU does from one to the next."
         )
     return (
         "A lower precision or faster kernels cannot help with that part; fewer launches can (a"
@@ -199,7 +199,7 @@ def _gaps(summary: Summary) -> Iterator[Finding]:
 
 
 def _same_host(host: str, gaps: list[Gap]) -> str:
-    what = f"the host was in {host}" if host else "the trace does not show what the host did"
+    what = f"the CPU was in {host}" if host else "the trace does not show what the CPU did"
     if len(gaps) == 1:
         return f"{duration(gaps[0].ms)} {_where(gaps[0])} ({what})"
     total = duration(sum(gap.ms for gap in gaps))

@@ -31,7 +31,7 @@ CLASS_STYLES: dict[str, int] = {
 lost, ideal and idle time are not used."""
 IDLE_STYLES = (4, 13)
 """Idle time, by cause: plain, then hatched."""
-_LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
+_LOOKS = {_IDLE: "gaps", "CPU": "named", "ranges": "named", "within": "named"}
 
 
 def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
@@ -77,20 +77,20 @@ def glance_table(summary: Summary) -> Table:
             col("most of the work", lambda _: most),
             col("its share of the work", lambda _: share, "percent"),
             col(
-                "residual",
+                "unattributed",
                 lambda s: s.unattributed_ms / s.wall_ms,
                 "percent",
-                hint="what the ledger does not explain",
+                hint="time whose phase or cause the trace does not show",
             ),
         ],
     )
 
 
 def ledger_table(summary: Summary, name: str) -> Table:
-    closes = (
-        f"It does not close: {summary.doubt}."
+    sums = (
+        f"Too much is unattributed: {summary.doubt}."
         if summary.doubt
-        else "It closes: the residual is below 2 %."
+        else "Less than 2 % is unattributed."
     )
     total = LedgerLine(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
     return table(
@@ -105,7 +105,7 @@ def ledger_table(summary: Summary, name: str) -> Table:
         ],
         caption=f"{_of_steps(summary)}; each moment is counted once, also where streams overlap: as"
         " optimizer only if nothing of the model runs, and as communication only if nothing else"
-        f" runs. {closes}",
+        f" runs. {sums}",
     )
 
 
@@ -150,7 +150,7 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
         title="The full trace" if summary.cut == "nothing" else "One step of median length",
         lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
-        caption=f"What the host did, what {what} ran, and where it was idle. Neighbours of one"
+        caption=f"What the CPU did, what {what} ran, and where it was idle. Neighbours of one"
         " class that are too short to be visible are drawn as one if they fill half of that time,"
         " and left out if they do not.",
     )
@@ -164,7 +164,7 @@ def _overstated(row: Row, summary: Summary) -> bool:
 
 
 def _lane(row: Row) -> Lane:
-    stretches = tuple(
+    spans = tuple(
         LaneSpan(
             start=bar.start,
             end=bar.end,
@@ -175,7 +175,7 @@ def _lane(row: Row) -> Lane:
         for bar in row.bars
     )
     look = _LOOKS.get(row.label, "grouped")
-    return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
+    return Lane(label=row.label, spans=spans, look=look)  # type: ignore[arg-type]
 
 
 def kernel_table(summary: Summary, name: str) -> Table:
@@ -302,7 +302,7 @@ def gap_table(summary: Summary, name: str) -> Table:
             ),
             col("lasts", lambda gap: gap.ms, unit="ms"),
             col(
-                "the host was in",
+                "the CPU was in",
                 lambda gap: gap.host or "nothing that the trace shows",
                 hint="for at least half of the gap",
             ),

@@ -16,8 +16,8 @@ COMPILE = ("no", "block", "model")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
 IN_BACKWARD = "stepscope-in-backward"
-AS_MADE = "stepscope-as-made"
-WITHIN_BACKWARD = (IN_BACKWARD, AS_MADE)
+LOW_PRECISION_GRADS = "stepscope-low-precision-grads"
+WITHIN_BACKWARD = (IN_BACKWARD, LOW_PRECISION_GRADS)
 OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD)
 LOSSES = ("plain", "fused")
 _FOR_ANY_MODEL = ("batch", "dtype", "compile", "optimizer", "compile_mode", "checkpoint", "model")
@@ -46,7 +46,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[str, ...] = ("torch",)
     """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
     launch), stepscope-in-backward (optimizer-in-backward: each parameter as soon as its gradient is
-    ready), stepscope-as-made (the same; gradients keep the dtype of the fused projections)."""
+    ready), stepscope-low-precision-grads (the same; gradients keep the dtype of the fused
+    projections)."""
     compile_mode: tuple[str, ...] = ("default",)
     """Mode of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune (CUDA graphs and
     autotuned GEMMs), max-autotune-no-cudagraphs."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training.flags import AS_MADE, WITHIN_BACKWARD
+from stepscope.studies.training.flags import LOW_PRECISION_GRADS, WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def make_optimizer(
     }.get(name, torch.optim.AdamW)
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name in WITHIN_BACKWARD:
-        settings = {"attach": False, "as_made": name == AS_MADE}
+        settings = {"attach": False, "low_precision_grads": name == LOW_PRECISION_GRADS}
     has_kernel = name in ("stepscope-fused", *WITHIN_BACKWARD)
     if has_kernel:
         settings |= {"copies": getattr(model, "copies", None), "master": master}

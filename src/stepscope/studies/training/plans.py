@@ -23,8 +23,8 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         checkpoint=workload.checkpoint,
         loss="fused" if workload.loss == "fused" else "plain",
         fused=workload.fused,
-        joined=workload.joined,
-        keep=workload.keep,
+        fused_projections=workload.fused_projections,
+        activation_policy=workload.activation_policy,
         graph=workload.graph,
         device=device,
         # The small step before this one had a backward pass if this one has one.

@@ -55,9 +55,9 @@ class TransformerStep(TrainingStep):
             device=device.torch_device if shares is None else "meta",
             dtype=getattr(torch, policy.weights),
             fused=workload.fused,
-            checkpoint=workload.stretches(),
-            joined=workload.joined,
-            keep=workload.kept(),
+            checkpoint=workload.segment_sizes(),
+            fused_projections=workload.fused_projections,
+            activation_policy=workload.kept(),
             narrow_stream=policy.narrow_stream,
         )
         if shares is not None:
@@ -173,7 +173,7 @@ class TransformerStep(TrainingStep):
         return context
 
     def _autotuned(self) -> AbstractContextManager[None]:
-        if not self.workload.searched:
+        if not self.workload.autotune_gemms:
             return nullcontext()
         from stepscope.kernels.autotune import autotuned_matmuls
 

@@ -12,8 +12,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model import cost
-from stepscope.model.checkpointing import NONE, stretches
-from stepscope.model.checkpointing import run_again as blocks_again
+from stepscope.model.checkpointing import NONE, recomputed_blocks, segment_sizes
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
@@ -67,9 +66,9 @@ class Workload(Case, frozen=True, kw_only=True):
     own: str = ""
     """`package.module:function` of a user's model, empty for a built-in model; then `size` is its
     name and `context` is 0."""
-    joined: bool = False
-    keep: str = ALL
-    searched: bool = False
+    fused_projections: bool = False
+    activation_policy: str = ALL
+    autotune_gemms: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, batch=self.batch)
@@ -91,19 +90,19 @@ class Workload(Case, frozen=True, kw_only=True):
                     "a user's model supports --checkpoint no or 1",
                 )
             check_dtype(self.own, self.dtype)
-        self.stretches()
+        self.segment_sizes()
         self._check_layer_options()
 
     def _check_layer_options(self) -> None:
         if self.own and self.optimizer in WITHIN_BACKWARD:
             raise UsageError(f"{self.optimizer} is for the built-in models", "use stepscope-fused")
         self.kept()
-        check_layer_options(self.fused, self.joined, self.keep)
-        if self.searched and not self.joined:
+        check_layer_options(self.fused, self.fused_projections, self.activation_policy)
+        if self.autotune_gemms and not self.fused_projections:
             raise UsageError(
                 "autotuned GEMMs need fused projections", "add --fused --fused-projections"
             )
-        if self.joined and self.compile != "no":
+        if self.fused_projections and self.compile != "no":
             raise UsageError(
                 "a compiled model has no fused projections", "leave out one of the two"
             )
@@ -129,13 +128,13 @@ class Workload(Case, frozen=True, kw_only=True):
         shape = self.shape
         return 1 if shape is None else shape.n_layers
 
-    def stretches(self) -> tuple[int, ...]:
+    def segment_sizes(self) -> tuple[int, ...]:
         """Blocks of each checkpointed segment, outermost first."""
-        return stretches(self.checkpoint, self.layers)
+        return segment_sizes(self.checkpoint, self.layers)
 
     def kept(self) -> tuple[str, ...]:
         """The activation policy of each block: what it saves for backward."""
-        return policy_per_layer(self.keep, self.layers)
+        return policy_per_layer(self.activation_policy, self.layers)
 
     @property
     def key(self) -> str:
@@ -154,8 +153,11 @@ class Workload(Case, frozen=True, kw_only=True):
             (f"adamw={self.optimizer}", trains and self.optimizer != "torch"),
             # A forward pass alone computes the logits.
             ("loss=fused", self.fuses_loss),
-            *((name, getattr(self, name)) for name in ("fused", "joined", "searched", "graph")),
-            (f"keep={self.keep}", self.keep != ALL),
+            *(
+                (name.replace("_", "-"), getattr(self, name))
+                for name in ("fused", "fused_projections", "autotune_gemms", "graph")
+            ),
+            (f"activation-policy={self.activation_policy}", self.activation_policy != ALL),
             (f"checkpoint={self.checkpoint}", self.checkpoint != NONE),
             (self.mode, True),
         )
@@ -166,8 +168,16 @@ class Workload(Case, frozen=True, kw_only=True):
         """Name for findings; default values are left out, other values keep names distinct."""
         extras = unusual_settings(
             self,
-            *("batch", "attention", "compile", "compile_mode", "fuses_loss", "fused", "joined"),
-            *("searched", "keep", "graph", "checkpoint"),
+            *(
+                "batch",
+                "attention",
+                "compile",
+                "compile_mode",
+                "fuses_loss",
+                "fused",
+                "fused_projections",
+            ),
+            *("autotune_gemms", "activation_policy", "graph", "checkpoint"),
         )
         at = "" if self.own else f" at context {self.context}"
         words = f"{self.model_name}{at} in {self.dtype}"
@@ -189,12 +199,12 @@ class Workload(Case, frozen=True, kw_only=True):
             precision(self.dtype).compute,
             *([] if self.compile == "no" else ["compiler"]),
             *(["graph"] if self.graph or self.compile_mode == "reduce-overhead" else []),
-            *(["cublas"] if self.searched else []),
+            *(["cublas"] if self.autotune_gemms else []),
         )
 
-    def run_again(self) -> float:
+    def recomputations(self) -> float:
         """Average number of times that a block is recomputed in the backward pass."""
-        return blocks_again(self.stretches(), self.layers) / self.layers
+        return recomputed_blocks(self.segment_sizes(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:
         """FLOPs, tokens and parameters, known before the step runs."""
@@ -218,9 +228,9 @@ _PHRASES: dict[str, tuple[object, str]] = {
     "loss": ("plain", "{} loss"),
     "fuses_loss": (False, "fused loss"),
     "fused": (False, "fused kernels"),
-    "joined": (False, "fused projections"),
-    "searched": (False, "autotuned GEMMs"),
-    "keep": (ALL, "saves {}"),
+    "fused_projections": (False, "fused projections"),
+    "autotune_gemms": (False, "autotuned GEMMs"),
+    "activation_policy": (ALL, "saves {}"),
     "updates_in_backward": (False, "optimizer-in-backward"),
     "graph": (False, "as a graph"),
     "checkpoint": (NONE, "checkpointed: {}"),
@@ -281,9 +291,9 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             table=flags.table,
             overrides=overrides,
             fused=flags.fused,
-            joined=flags.fused_projections,
-            searched=flags.autotune_gemms,
-            keep=flags.activation_policy,
+            fused_projections=flags.fused_projections,
+            autotune_gemms=flags.autotune_gemms,
+            activation_policy=flags.activation_policy,
             graph=flags.graph,
             own=flags.model,
         )

@@ -45,8 +45,8 @@ def at_cap_words(drawn: Draw) -> str:
     clock = _clock_words(drawn.clock_mhz, drawn.highest_mhz)
     return (
         f"at {number(drawn.watts, 3)} of {number(drawn.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: consecutive steps take as long as that"
-        f" energy lasts at the limit, {duration(drawn.lasts_ms or 0.0)}"
+        f"{f', with its clock at {clock}' if clock else ''}: the duration of consecutive"
+        f" steps is that energy divided by the limit, {duration(drawn.lasts_ms or 0.0)}"
         f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)})"
     )
 
@@ -74,7 +74,7 @@ def capped_finding(
         values={name: cap.clock_mhz for name, cap in capped.items()},
         records=records,
         text=f"At the power cap: {listed}.",
-        conclusion="There a step takes as long as its energy lasts: matmuls are below peak in part"
-        " because the clock is lower, and recovering a part shortens the step by its energy, not by"
-        " its time.",
+        conclusion="At the cap the duration of a step is its energy divided by the power limit: matmuls"
+        " are below peak in part because the clock is lower, and recovering a part shortens the"
+        " step by its energy, not by its time.",
     )

@@ -22,7 +22,7 @@ def lane(label: str, spans: Iterable[tuple[float, float, str, str]]) -> Lane:
     """A lane of a timeline from start, end, label and group of its spans."""
     return Lane(
         label=label,
-        stretches=tuple(
+        spans=tuple(
             LaneSpan(start=start, end=end, label=text, group=group)
             for start, end, text, group in spans
         ),

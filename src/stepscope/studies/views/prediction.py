@@ -146,7 +146,15 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
 def plan_name(size_name: str, plan: StepPlan) -> str:
     extras = unusual_settings(
         plan,
-        *("attention", "loss", "fused", "joined", "keep", "updates_in_backward", "graph"),
+        *(
+            "attention",
+            "loss",
+            "fused",
+            "fused_projections",
+            "activation_policy",
+            "updates_in_backward",
+            "graph",
+        ),
         "checkpoint",
     )
     if plan.ranks > 1:

@@ -33,12 +33,12 @@ _KINDS = {
 }
 
 _STEP: list[Declared] = [
-    col("step", lambda fall: fall.workload.name),
-    col("mode", lambda fall: fall.workload.mode),
+    col("step", lambda traced: traced.workload.name),
+    col("mode", lambda traced: traced.workload.mode),
 ]
 
 
-class Fall(NamedTuple):
+class StepWaterfall(NamedTuple):
     """The waterfall of one traced step."""
 
     workload: Workload
@@ -49,7 +49,7 @@ class Fall(NamedTuple):
     """The id of its record."""
 
 
-def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
+def step_waterfall(record: Record, workload: Workload, summary: Summary) -> StepWaterfall | None:
     """The waterfall of a record; None without the ceilings that an ideal time needs, or for a
     user's model. If the same kernels were replayed as a CUDA graph, the total is that time."""
     model = workload.shape
@@ -61,52 +61,52 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     step = waterfall_step(workload, model, precision(workload.dtype))
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
-    return Fall(workload, water, summary.on_device, power_capped(record), record.id)
+    return StepWaterfall(workload, water, summary.on_device, power_capped(record), record.id)
 
 
 def waterfall_step(workload: Workload, model: ModelConfig, policy: Precision) -> Step:
     """The step whose ideal time a waterfall starts from."""
     w = workload
-    return Step(model, w.batch, w.context, policy, w.mode, w.run_again())
+    return Step(model, w.batch, w.context, policy, w.mode, w.recomputations())
 
 
-def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
+def waterfall_blocks(waterfalls: Sequence[StepWaterfall], name: str) -> tuple[Block, ...]:
     """A table of all; figures and findings of the slowest and of the fastest with its task."""
-    if not falls:
+    if not waterfalls:
         return ()
-    shown = _slowest_and_fastest(falls)
-    capped = {fall.workload.name: fall.capped for fall in falls if fall.capped}
+    shown = _slowest_and_fastest(waterfalls)
+    capped = {traced.workload.name: traced.capped for traced in waterfalls if traced.capped}
     return (
-        *(_finding(fall) for fall in shown),
-        *capped_finding(capped, tuple(fall.record for fall in falls if fall.capped)),
+        *(_finding(traced) for traced in shown),
+        *capped_finding(capped, tuple(traced.record for traced in waterfalls if traced.capped)),
         *(
-            waterfall_figure(fall, f"{name}-waterfall" + (f"-{index}" if index > 1 else ""))
-            for index, fall in enumerate(shown, start=1)
+            waterfall_figure(traced, f"{name}-waterfall" + (f"-{index}" if index > 1 else ""))
+            for index, traced in enumerate(shown, start=1)
         ),
-        _times_table(falls, name),
-        _shares_table(falls, name),
+        _times_table(waterfalls, name),
+        _shares_table(waterfalls, name),
     )
 
 
-def _slowest_and_fastest(falls: Sequence[Fall]) -> list[Fall]:
+def _slowest_and_fastest(waterfalls: Sequence[StepWaterfall]) -> list[StepWaterfall]:
     """The slowest, and the fastest with the same task, or the fastest of all if it is alone."""
-    slowest = max(falls, key=_taken)
-    others = [fall for fall in falls if fall is not slowest]
-    same = [fall for fall in others if _task(fall.workload) == _task(slowest.workload)]
+    slowest = max(waterfalls, key=_taken)
+    others = [traced for traced in waterfalls if traced is not slowest]
+    same = [traced for traced in others if _task(traced.workload) == _task(slowest.workload)]
     return [slowest, min(same or others, key=_taken)] if others else [slowest]
 
 
-def _taken(fall: Fall) -> float:
-    return fall.water.measured_ms
+def _taken(traced: StepWaterfall) -> float:
+    return traced.water.measured_ms
 
 
 def _task(w: Workload) -> tuple[object, ...]:
     return w.table, w.size, w.overrides, w.context, w.batch, w.mode
 
 
-def waterfall_figure(fall: Fall, name: str) -> Timeline:
+def waterfall_figure(traced: StepWaterfall, name: str) -> Timeline:
     """Bars in which each cause begins where the previous one ended."""
-    water, total = fall.water, fall.water.measured_ms
+    water, total = traced.water, traced.water.measured_ms
     lanes, at = [], 0.0
     for kind, ms in water.ideal.items():
         if ms > 0:
@@ -121,7 +121,7 @@ def waterfall_figure(fall: Fall, name: str) -> Timeline:
     lanes.append(bar("measured", 0.0, total, total, "measured"))
     return Timeline(
         name=name,
-        title=f"From the ideal to the measured step: {fall.workload.name}",
+        title=f"From the ideal to the measured step: {traced.workload.name}",
         lanes=tuple(lanes),
         x_label="ms",
         caption="A waterfall: each bar starts where the previous one ends. Ideal: for each"
@@ -139,14 +139,14 @@ def _group(cause: Cause) -> str:
     return "idle" if cause == "launch gaps" else "lost"
 
 
-def _shares_table(falls: Sequence[Fall], name: str) -> Table:
-    def share(fall: Fall, title: str) -> float:
-        return fall.water.parts[_COLUMNS[title]] / fall.water.measured_ms
+def _shares_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
+    def share(traced: StepWaterfall, title: str) -> float:
+        return traced.water.parts[_COLUMNS[title]] / traced.water.measured_ms
 
     full_table = table(
         f"{name}-waterfall-shares",
         "The same as shares of the measured time",
-        falls,
+        waterfalls,
         [
             *_STEP,
             col("ideal", _ideal_share, "percent"),
@@ -156,25 +156,25 @@ def _shares_table(falls: Sequence[Fall], name: str) -> Table:
     return keep_columns(full_table, _is_informative)
 
 
-def _times_table(falls: Sequence[Fall], name: str) -> Table:
-    def largest(fall: Fall) -> Cause | None:
-        part = fall.water.largest()
+def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
+    def largest(traced: StepWaterfall) -> Cause | None:
+        part = traced.water.largest()
         return part[0] if part else None
 
-    def recovers(fall: Fall) -> str | None:
-        cause = largest(fall)
-        return remedy(cause, fall) if cause else None
+    def recovers(traced: StepWaterfall) -> str | None:
+        cause = largest(traced)
+        return remedy(cause, traced) if cause else None
 
     full_table = table(
         f"{name}-waterfall-table",
         "Where the time beyond the ideal goes",
-        falls,
+        waterfalls,
         [
             *_STEP,
             col("measured", _taken, unit="ms"),
-            col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
+            col("ideal", lambda traced: traced.water.ideal_ms, unit="ms"),
             col("ideal / measured", _ideal_share, "percent"),
-            *cols(_COLUMNS, lambda fall, title: fall.water.parts[_COLUMNS[title]], unit="ms"),
+            *cols(_COLUMNS, lambda traced, title: traced.water.parts[_COLUMNS[title]], unit="ms"),
             col("largest", largest),
             col("what recovers it", recovers),
         ],
@@ -184,8 +184,8 @@ def _times_table(falls: Sequence[Fall], name: str) -> Table:
     return keep_columns(full_table, _is_informative)
 
 
-def _ideal_share(fall: Fall) -> float:
-    return fall.water.ideal_ms / fall.water.measured_ms
+def _ideal_share(traced: StepWaterfall) -> float:
+    return traced.water.ideal_ms / traced.water.measured_ms
 
 
 def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
@@ -197,8 +197,8 @@ def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
     return True
 
 
-def _finding(fall: Fall) -> Finding:
-    water = fall.water
+def _finding(traced: StepWaterfall) -> Finding:
+    water = traced.water
     largest = water.largest()
     lost = water.parts["unattributed"]
     faster = water.faster_ms > _FASTER_FROM * water.measured_ms
@@ -207,7 +207,7 @@ def _finding(fall: Fall) -> Finding:
     return Finding(
         code="waterfall.ideal",
         values={
-            "step": fall.workload.name,
+            "step": traced.workload.name,
             "ideal_ms": water.ideal_ms,
             "measured_ms": water.measured_ms,
             "largest": largest[0] if largest else None,
@@ -216,22 +216,24 @@ def _finding(fall: Fall) -> Finding:
             "traced_over_timed": water.traced_over_timed,
             "unattributed_ms": lost,
         },
-        records=(fall.record,) if fall.record else (),
-        text=f"{fall.workload.name}: the ideal time of its operations is"
-        f" {duration(water.ideal_ms)}, {percent(_ideal_share(fall))} of the"
+        records=(traced.record,) if traced.record else (),
+        text=f"{traced.workload.name}: the ideal time of its operations is"
+        f" {duration(water.ideal_ms)}, {percent(_ideal_share(traced))} of the"
         f" {duration(water.measured_ms)} that it takes.",
-        conclusion=" ".join(_conclusions(fall, faster=faster, scaled=scaled, doubt=doubt)),
+        conclusion=" ".join(_conclusions(traced, faster=faster, scaled=scaled, doubt=doubt)),
         tone="warn" if doubt or faster or scaled else "info",
     )
 
 
-def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
-    water = fall.water
+def _conclusions(
+    traced: StepWaterfall, *, faster: bool, scaled: bool, doubt: bool
+) -> Iterator[str]:
+    water = traced.water
     if largest := water.largest():
         cause, ms = largest
         yield (
             f"The largest recoverable part is {cause}: {duration(ms)},"
-            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
+            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, traced)}."
         )
     if faster:
         yield (
@@ -249,22 +251,26 @@ def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iter
         yield f"{duration(lost)} have no cause, so read the parts with care."
 
 
-def remedy(cause: Cause, fall: Fall) -> str:
+def remedy(cause: Cause, traced: StepWaterfall) -> str:
     """The change that removes that part, among those that this step does not use yet."""
-    w, policy = fall.workload, precision(fall.workload.dtype)
+    w, policy = traced.workload, precision(traced.workload.dtype)
     plain = w.compile == "no" and not w.fused
-    passes = f"{'fused kernels or ' * fall.on_device}torch.compile"
+    passes = f"{'fused kernels or ' * traced.on_device}torch.compile"
     if cause == "matmuls below the ceiling":
-        if policy.compute == "float32" and fall.on_device:
+        if policy.compute == "float32" and traced.on_device:
             return "a lower-precision dtype: tf32, or bfloat16 autocast"
-        lost = fall.water.attention_lost_ms
-        if w.attention == "reference" and lost >= 0.5 * fall.water.parts[cause]:
+        lost = traced.water.attention_lost_ms
+        if w.attention == "reference" and lost >= 0.5 * traced.water.parts[cause]:
             return "flash attention, which does half of the work under a causal mask"
         others = [
-            *(["fused QKV and gate/up projections"] if w.compile == "no" and not w.joined else []),
+            *(
+                ["fused QKV and gate/up projections"]
+                if w.compile == "no" and not w.fused_projections
+                else []
+            ),
             *(
                 ["autotuned GEMMs"]
-                if w.compile == "no" and not w.searched and fall.on_device
+                if w.compile == "no" and not w.autotune_gemms and traced.on_device
                 else []
             ),
         ]
@@ -289,16 +295,16 @@ def remedy(cause: Cause, fall: Fall) -> str:
             return "bfloat16 weights with float32 master weights: nothing is cast in the step"
         return "layouts that the next operation reads without a copy"
     if cause == "launch gaps":
-        if w.graph or not fall.on_device:
+        if w.graph or not traced.on_device:
             return "a larger batch"
         return "fewer launches: a CUDA graph of the step, torch.compile, a larger batch"
     if cause == "optimizer":
         in_one_pass = w.optimizer in ("torch-fused", "stepscope-fused")
-        if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not fall.on_device):
+        if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not traced.on_device):
             return "a larger batch: the time of an update does not grow with it"
         if in_one_pass:
             return "optimizer-in-backward: stepscope-in-backward"
-        return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
+        return f"AdamW in one pass: {'stepscope-fused or ' * traced.on_device}torch-fused"
     return {
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
         "communication": "communication overlapped with the backward pass, in larger buckets",

@@ -1,4 +1,4 @@
-"""Flags and cases of the levers study."""
+"""Flags and cases of the techniques study."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.levers.catalog import LEVERS
+from stepscope.studies.techniques.catalog import TECHNIQUES
 
 CARD = "card"
-NAMES = (CARD, *LEVERS)
+NAMES = (CARD, *TECHNIQUES)
 _MAX_MIB = 8192
 _ROWS_STEP = 256
 
 
-class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
+class TechniquesFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study."""
 
-    lever: tuple[str, ...] = NAMES
+    technique: tuple[str, ...] = NAMES
     """Techniques to measure: card (the device's resources), divergence, precision, fusion,
     recomputation, coalescing, tiling."""
     mib: int = 0
@@ -33,9 +33,9 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of each variant."""
 
     def __post_init__(self) -> None:
-        for name in self.lever:
+        for name in self.technique:
             if name not in NAMES:
-                raise unknown_name("lever", name, NAMES)
+                raise unknown_name("technique", name, NAMES)
         if not 0 <= self.mib <= _MAX_MIB:
             raise UsageError(f"mib is {self.mib}", f"give at most {_MAX_MIB}, or 0")
         if self.rows < 0 or self.rows % _ROWS_STEP:
@@ -44,10 +44,10 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
         check_at_least(0, warmup=self.warmup)
 
 
-class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):
+class TechniqueCase(Case, frozen=True, kw_only=True, omit_defaults=True):
     """A technique in its two variants, or the device card, which has no sizes."""
 
-    lever: str
+    technique: str
     mib: int | None = None
     rows: int | None = None
     warmup: int | None = None
@@ -56,4 +56,4 @@ class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def key(self) -> str:
         sizes = (("m", self.mib), ("r", self.rows))
-        return self.lever + "".join(f"_{name}{value}" for name, value in sizes if value)
+        return self.technique + "".join(f"_{name}{value}" for name, value in sizes if value)

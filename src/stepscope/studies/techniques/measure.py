@@ -6,15 +6,15 @@ import importlib.util
 
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.levers.cases import CARD, LeverCase
+from stepscope.studies.techniques.cases import CARD, TechniqueCase
 
 FORMS = ("slow", "fast")
 _MIB = {"cuda": 512, "cpu": 32}
 _ROWS = {"cuda": 4096, "cpu": 512}
 
 
-def measure(case: LeverCase, bench: Bench) -> Measurement:
-    return measure_card(bench) if case.lever == CARD else measure_lever(case, bench)
+def measure(case: TechniqueCase, bench: Bench) -> Measurement:
+    return measure_card(bench) if case.technique == CARD else measure_technique(case, bench)
 
 
 def measure_card(bench: Bench) -> Measurement:
@@ -24,16 +24,16 @@ def measure_card(bench: Bench) -> Measurement:
     return Measurement(quantities=quantities(properties), attachments={"card": descriptions})
 
 
-def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
+def measure_technique(case: TechniqueCase, bench: Bench) -> Measurement:
     from stepscope.measure.interleaved import time_interleaved
-    from stepscope.measure.levers import make_pair
-    from stepscope.measure.levers.pair import error
+    from stepscope.measure.techniques import make_pair
+    from stepscope.measure.techniques.pair import error
 
     device = bench.device
     if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
         raise CaseSkipped("on a GPU both variants are Triton kernels, and Triton is not installed")
     elements = (case.mib or _MIB[device.kind]) << 18
-    pair = make_pair(case.lever, device, elements, case.rows or _ROWS[device.kind])
+    pair = make_pair(case.technique, device, elements, case.rows or _ROWS[device.kind])
     measured = [Quantity(name="work", value=pair.work, unit=pair.unit)]
     truth = pair.truth()
     for name, variant in zip(FORMS, (pair.slow, pair.fast), strict=True):

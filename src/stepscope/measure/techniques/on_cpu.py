@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepscope.measure.levers.pair import LINKS, KernelVariant, Pair, chain_gradient, numbers
+from stepscope.measure.techniques.pair import LINKS, KernelVariant, Pair, chain_gradient, numbers
 
 Array = NDArray[np.float32]
 

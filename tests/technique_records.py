@@ -1,4 +1,4 @@
-"""Records of the levers study with chosen times."""
+"""Records of the techniques study with chosen times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CEILINGS = (
 )
 
 
-def lever_record(
-    lever: str = "coalescing",
+def technique_record(
+    technique: str = "coalescing",
     *,
     slow: float = 1.0,
     fast: float = 0.25,
@@ -27,8 +27,8 @@ def lever_record(
     formats: tuple[str, str] = ("float32", "float32"),
     **changes: Any,
 ) -> Record:
-    study = find_study("levers")
-    (case,) = study.cases(study.flags(lever=(lever,)))
+    study = find_study("techniques")
+    (case,) = study.cases(study.flags(technique=(technique,)))
     quantities = [Quantity(name="work", value=work[0], unit=work[1])]
     for index, variant in enumerate(("slow", "fast")):
         facts = {
@@ -44,7 +44,7 @@ def lever_record(
         ]
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="levers",
+        study="techniques",
         case=case.key,
         config=case.config,
         **{
@@ -67,9 +67,9 @@ def card_record(**changes: Any) -> Record:
         Quantity(name="clock_hz", value=1.98e9, unit="Hz"),
     )
     return record(
-        study="levers",
+        study="techniques",
         case="card",
-        config={"lever": "card"},
+        config={"technique": "card"},
         **{
             "series": (),
             "quantities": facts,

@@ -1,7 +1,7 @@
 """Checks of records against physics. Each message says what is wrong and what to do.
 
 A check is a function that returns its message, or None; its decorator gives it a code. Checks that
-need several records are in `group_lints`.
+need several records are in `group_checks`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
+from stepscope.analysis.group_checks import GROUP_CHECKS, check_group
 from stepscope.analysis.kernels.expected import foreign_kernels
 from stepscope.analysis.limits import (
     PHASES,
@@ -18,7 +18,7 @@ from stepscope.analysis.limits import (
     median_ms,
     phase_sums,
 )
-from stepscope.records.schema import Lint, Reading, Record, Series
+from stepscope.records.schema import FailedCheck, Reading, Record, Series
 from stepscope.records.stats import (
     FAR_EXTREME,
     MIN_SAMPLES,
@@ -29,7 +29,7 @@ from stepscope.records.stats import (
     summarize,
 )
 
-__all__ = ["codes", "lint_group", "lint_record"]
+__all__ = ["check_group", "check_record", "codes"]
 
 Check = Callable[[Record], str | None]
 
@@ -47,12 +47,12 @@ CHOSEN_CLOCKS = frozenset({"none", "idle", "application-clocks", "display-clocks
 _CHECKS: dict[str, Check] = {}
 
 
-def lint_record(record: Record) -> tuple[Lint, ...]:
+def check_record(record: Record) -> tuple[FailedCheck, ...]:
     """Return the failed checks of one record. A record that is not `ok` has no results to check."""
     if record.status != "ok":
         return ()
     complaints = ((code, _complaint(check, record)) for code, check in _CHECKS.items())
-    return tuple(Lint(code=code, message=message) for code, message in complaints if message)
+    return tuple(FailedCheck(code=code, message=message) for code, message in complaints if message)
 
 
 def _complaint(check: Check, record: Record) -> str | None:
@@ -69,7 +69,7 @@ def codes() -> tuple[str, ...]:
     return (*_CHECKS, *GROUP_CHECKS)
 
 
-def _lint(code: str) -> Callable[[Check], Check]:
+def _check(code: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         _CHECKS[code] = check
         return check
@@ -77,7 +77,7 @@ def _lint(code: str) -> Callable[[Check], Check]:
     return register
 
 
-@_lint("above-ceiling")
+@_check("above-ceiling")
 def _above_ceiling(record: Record) -> str | None:
     for measured, allowed in ((True, ABOVE_MEASURED), (False, 1.0)):
         rate, ceiling = achieved_flops(record), matmul_ceiling(record, measured)
@@ -98,7 +98,7 @@ _FIRST_STEP = "first"
 """A first step happens only once."""
 
 
-@_lint("few-samples")
+@_check("few-samples")
 def _few_samples(record: Record) -> str | None:
     series = _timed(record)
     if series is None or len(series.values) >= MIN_SAMPLES or series.name == _FIRST_STEP:
@@ -111,7 +111,7 @@ def _few_samples(record: Record) -> str | None:
     )
 
 
-@_lint("wide-spread")
+@_check("wide-spread")
 def _wide_spread(record: Record) -> str | None:
     series = _timed(record)
     if series is None or len(series.values) < MIN_SAMPLES:
@@ -138,7 +138,7 @@ def _wide_spread(record: Record) -> str | None:
     )
 
 
-@_lint("first-call-inside")
+@_check("first-call-inside")
 def _first_call_inside(record: Record) -> str | None:
     series = _timed(record)
     if series is None or len(series.values) < MIN_SAMPLES:
@@ -152,7 +152,7 @@ def _first_call_inside(record: Record) -> str | None:
     )
 
 
-@_lint("clocks-dropped")
+@_check("clocks-dropped")
 def _clocks_dropped(record: Record) -> str | None:
     drop = _largest_clock_drop(record.readings)
     reasons = sorted({r for reading in record.readings for r in reading.throttle} - CHOSEN_CLOCKS)
@@ -166,7 +166,7 @@ def _clocks_dropped(record: Record) -> str | None:
     )
 
 
-@_lint(BUSY)
+@_check(BUSY)
 def _busy_machine(record: Record) -> str | None:
     waits = [(r.at_s, r.waited_s) for r in record.readings if r.waited_s is not None]
     # A later process counts from zero again.
@@ -181,7 +181,7 @@ def _busy_machine(record: Record) -> str | None:
     )
 
 
-@_lint("backward-too-fast")
+@_check("backward-too-fast")
 def _backward_too_fast(record: Record) -> str | None:
     forward, backward = record.find("forward"), record.find("backward")
     if record.config.get("loss") == "fused":
@@ -199,7 +199,7 @@ def _backward_too_fast(record: Record) -> str | None:
     )
 
 
-@_lint("no-gradient")
+@_check("no-gradient")
 def _no_gradient(record: Record) -> str | None:
     missing = record.quantity("gradients_missing")
     if not missing:
@@ -210,7 +210,7 @@ def _no_gradient(record: Record) -> str | None:
     )
 
 
-@_lint("phases-do-not-add-up")
+@_check("phases-do-not-add-up")
 def _phases_do_not_add_up(record: Record) -> str | None:
     step = record.find("step")
     if step is None:
@@ -232,7 +232,7 @@ def _phases_do_not_add_up(record: Record) -> str | None:
     )
 
 
-@_lint("other-kernel")
+@_check("other-kernel")
 def _other_kernel(record: Record) -> str | None:
     foreign = foreign_kernels(record)
     return f"{foreign}: the time does not belong to what the record names" if foreign else None

@@ -1,12 +1,12 @@
-"""Triton kernels of the levers study against float64, and the cost of each variant."""
+"""Triton kernels of the techniques study against float64, and the cost of each variant."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stepscope.measure.levers import on_gpu
-from stepscope.measure.levers.pair import Pair, error
+from stepscope.measure.techniques import on_gpu
+from stepscope.measure.techniques.pair import Pair, error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -21,15 +21,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(on_gpu, "TILES", dict.fromkeys((2, 4), on_gpu.Tile(32, 32, 16, 4, 2)))
 
 
-def create_pair(lever: str) -> Pair:
+def create_pair(technique: str) -> Pair:
     elements, rows = (1 << 20, 512) if ON_GPU else (1 << 14, 64)
-    return on_gpu.PAIRS[lever](DEVICE, elements if lever != "divergence" else 1 << 13, rows)
+    return on_gpu.PAIRS[technique](DEVICE, elements if technique != "divergence" else 1 << 13, rows)
 
 
-@pytest.mark.parametrize("lever", on_gpu.PAIRS)
+@pytest.mark.parametrize("technique", on_gpu.PAIRS)
 @pytest.mark.usefixtures("small")
-def test_both_variants_are_correct(lever: str) -> None:
-    pair = create_pair(lever)
+def test_both_variants_are_correct(technique: str) -> None:
+    pair = create_pair(technique)
     truth = pair.truth()
     for variant in (pair.slow, pair.fast):
         variant.run()

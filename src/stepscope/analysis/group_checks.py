@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from stepscope.analysis.limits import host_bound, step_ms
-from stepscope.records.schema import Lint, Record
+from stepscope.records.schema import FailedCheck, Record
 
 Complaint = tuple[Record, str]
 GroupCheck = Callable[[Sequence[Record]], Iterator[Complaint]]
@@ -19,17 +19,17 @@ TIME_FLAT = 0.10
 GROUP_CHECKS: dict[str, GroupCheck] = {}
 
 
-def lint_group(records: Sequence[Record]) -> dict[str, tuple[Lint, ...]]:
+def check_group(records: Sequence[Record]) -> dict[str, tuple[FailedCheck, ...]]:
     """Return failed checks that need several records, by the id of the record they are about."""
     sound = [record for record in records if record.status == "ok"]
-    lints_by_record: dict[str, dict[str, Lint]] = defaultdict(dict)
+    failed_by_record: dict[str, dict[str, FailedCheck]] = defaultdict(dict)
     for code, check in GROUP_CHECKS.items():
         for record, message in check(sound):
-            lints_by_record[record.id].setdefault(code, Lint(code=code, message=message))
-    return {record_id: tuple(lints.values()) for record_id, lints in lints_by_record.items()}
+            failed_by_record[record.id].setdefault(code, FailedCheck(code=code, message=message))
+    return {record_id: tuple(failed.values()) for record_id, failed in failed_by_record.items()}
 
 
-def _lint(code: str) -> Callable[[GroupCheck], GroupCheck]:
+def _check(code: str) -> Callable[[GroupCheck], GroupCheck]:
     def register(check: GroupCheck) -> GroupCheck:
         GROUP_CHECKS[code] = check
         return check
@@ -37,7 +37,7 @@ def _lint(code: str) -> Callable[[GroupCheck], GroupCheck]:
     return register
 
 
-@_lint("flat-in-size")
+@_check("flat-in-size")
 def _flat_in_size(records: Sequence[Record]) -> Iterator[Complaint]:
     for varied in ("size", "context"):
         for group in _alike_but_for(varied, records):
@@ -70,7 +70,7 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
         )
 
 
-@_lint("forward-peak-above-step")
+@_check("forward-peak-above-step")
 def _forward_peak_above_step(records: Sequence[Record]) -> Iterator[Complaint]:
     for group in _alike_but_for("mode", records):
         peaks = {record.config["mode"]: record for record in group}

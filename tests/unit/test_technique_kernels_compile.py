@@ -1,4 +1,4 @@
-"""The lever kernels compile for a Hopper GPU, on a machine without one, as intended.
+"""The technique kernels compile for a Hopper GPU, on a machine without one, as intended.
 
 Runs in a separate process, because Triton's interpreter does not compile.
 """
@@ -19,9 +19,9 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from stepscope.measure.levers import triton_kernels as kernels
-from stepscope.measure.levers.on_gpu import BLOCK, LANES, TILES, WARP
-from stepscope.measure.levers.pair import DECAY, GAIN, LINKS
+from stepscope.measure.techniques import triton_kernels as kernels
+from stepscope.measure.techniques.on_gpu import BLOCK, LANES, TILES, WARP
+from stepscope.measure.techniques.pair import DECAY, GAIN, LINKS
 
 def ptx(kernel, types, warps=4, stages=2, unaligned=(), **constants):
     names = [name for name in kernel.arg_names if name not in constants]
@@ -62,7 +62,7 @@ print(json.dumps({name: counts(text) for name, text in compiled.items()}))
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton supports only Linux")
-def test_every_kernel_compiles_to_the_instructions_of_its_lever(tmp_path: Path) -> None:
+def test_every_kernel_compiles_to_the_instructions_of_its_technique(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)

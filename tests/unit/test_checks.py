@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sample_records import ceilings, record, samples, step_series, times
-from stepscope.analysis.lints import codes, lint_group, lint_record
+from stepscope.analysis.checks import check_group, check_record, codes
 from stepscope.records.schema import Quantity, Reading, Record, Series
 
 
@@ -98,7 +98,7 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     [(code, *case) for code, cases in PLANTED.items() for case in cases],
 )
 def test_a_planted_fault_is_reported(code: str, fault: dict[str, Any], message: str) -> None:
-    messages = {lint.code: lint.message for lint in lint_record(record(**fault))}
+    messages = {check.code: check.message for check in check_record(record(**fault))}
     assert code in messages
     assert re.search(message, messages[code])
 
@@ -136,12 +136,12 @@ def test_a_planted_fault_is_reported(code: str, fault: dict[str, Any], message: 
     ],
 )
 def test_a_clean_record_raises_nothing(clean: dict[str, Any]) -> None:
-    assert lint_record(record(**clean)) == ()
+    assert check_record(record(**clean)) == ()
 
 
 def test_a_first_call_is_not_reported_as_a_spread_too() -> None:
-    lints = lint_record(record(series=step_of(2500.0, *STEADY)))
-    assert [lint.code for lint in lints] == ["first-call-inside"]
+    failed = check_record(record(series=step_of(2500.0, *STEADY)))
+    assert [check.code for check in failed] == ["first-call-inside"]
 
 
 def pair(varied: str, small: Any, large: Any, **of_large: Any) -> list[Record]:
@@ -154,25 +154,25 @@ def pair(varied: str, small: Any, large: Any, **of_large: Any) -> list[Record]:
 @pytest.mark.parametrize(("varied", "small", "large"), [("size", "s", "m"), ("context", 1, 2)])
 def test_time_that_does_not_grow_with_the_work_is_flat(varied: str, small: Any, large: Any) -> None:
     records = pair(varied, small, large, series=step_series(105.0))
-    lints = lint_group(records)
-    assert list(lints) == [records[1].id]
-    (lint,) = lints[records[1].id]
-    assert lint.code == "flat-in-size"
-    assert f"2 times the FLOPs of {varied} {small} take 1.05 times its time" in lint.message
-    assert "all work is executed" in lint.message
+    failed = check_group(records)
+    assert list(failed) == [records[1].id]
+    (check,) = failed[records[1].id]
+    assert check.code == "flat-in-size"
+    assert f"2 times the FLOPs of {varied} {small} take 1.05 times its time" in check.message
+    assert "all work is executed" in check.message
 
 
 def test_a_flat_step_that_waits_for_the_host_is_reported_as_launch_bound() -> None:
     series = step_series(issued=0.99)
-    (lint,) = lint_group(pair("size", "s", "m", series=series)).popitem()[1]
-    assert "100% of the step ends with an empty launch queue" in lint.message
-    assert "launches are the likely limit" in lint.message
+    (check,) = check_group(pair("size", "s", "m", series=series)).popitem()[1]
+    assert "100% of the step ends with an empty launch queue" in check.message
+    assert "launches are the likely limit" in check.message
 
 
 def test_a_flat_step_is_detected_past_sizes_that_did_not_double() -> None:
     sizes = (("a", 10e12), ("b", 15e12), ("c", 20e12))
     records = [record(config={"size": s}, quantities=flops(f)) for s, f in sizes]
-    assert list(lint_group(records)) == [records[2].id]
+    assert list(check_group(records)) == [records[2].id]
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,17 @@ def test_a_flat_step_is_detected_past_sizes_that_did_not_double() -> None:
     ],
 )
 def test_a_clean_group_raises_nothing(records: list[Record]) -> None:
-    assert lint_group(records) == {}
+    assert check_group(records) == {}
 
 
 def test_forward_alone_cannot_need_more_than_the_full_step() -> None:
     peak = (Quantity(name="peak_bytes", value=41 << 30, unit="B"),)
     forward = record(config={"mode": "forward"}, quantities=peak)
-    (lint,) = lint_group([record(), forward])[forward.id]
-    assert lint.code == "forward-peak-above-step"
-    assert "peaks at 41984 MiB, the full step at 40960 MiB" in lint.message
-    assert lint_group([record(quantities=peak), record(config={"mode": "forward"})]) == {}
-    assert lint_group([record(config={"batch": 1}), forward]) == {}
+    (check,) = check_group([record(), forward])[forward.id]
+    assert check.code == "forward-peak-above-step"
+    assert "peaks at 41984 MiB, the full step at 40960 MiB" in check.message
+    assert check_group([record(quantities=peak), record(config={"mode": "forward"})]) == {}
+    assert check_group([record(config={"batch": 1}), forward]) == {}
 
 
 def test_every_lint_is_tested() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.advisor.inspect.background import Background
-from stepscope.advisor.inspect.rendezvous import Meeting, meet
+from stepscope.advisor.inspect.rendezvous import SharedDirectory, shared_directory
 
 
 @pytest.fixture
@@ -26,22 +26,22 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def led(home: Path) -> Iterator[Meeting]:
+def led(home: Path) -> Iterator[SharedDirectory]:
     assert home.exists()
-    first = meet()
+    first = shared_directory()
     yield first
     first.leave()
 
 
-def follow(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+def follow(monkeypatch: pytest.MonkeyPatch) -> SharedDirectory:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    return meet(within_s=0.2)
+    return shared_directory(within_s=0.2)
 
 
 def test_ranks_share_a_private_directory_with_a_random_name(
-    led: Meeting, home: Path, monkeypatch: pytest.MonkeyPatch
+    led: SharedDirectory, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = meet()
+    again = shared_directory()
     assert again.folder != led.folder
     second = follow(monkeypatch)
     assert (second.folder, second.leads, second.alone) == (again.folder, False, "")
@@ -51,18 +51,20 @@ def test_ranks_share_a_private_directory_with_a_random_name(
     again.leave()
     led.leave()
     assert not list((home / "tmp").iterdir())
-    assert not list((home / "cache" / "stepscope" / "meetings").iterdir())
+    assert not list((home / "cache" / "stepscope" / "inspect").iterdir())
 
 
 def test_single_rank_needs_no_rendezvous(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    result = meet()
+    result = shared_directory()
     assert (result.leads, result.alone, result.invitation) == (True, "", None)
     assert not (home / "cache").exists()
     result.leave()
 
 
-def test_each_attempt_has_its_own_directory(led: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_has_its_own_directory(
+    led: SharedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     second = follow(monkeypatch)
     assert second.folder != led.folder
@@ -87,7 +89,7 @@ def open_to_others(folder: Path, home: Path) -> None:
 )
 @pytest.mark.parametrize("planted", ["the directory", "the directory of the invitation"])
 def test_directory_open_to_others_is_refused_and_the_program_still_runs(
-    led: Meeting,
+    led: SharedDirectory,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     plant: object,
@@ -96,7 +98,7 @@ def test_directory_open_to_others_is_refused_and_the_program_still_runs(
 ) -> None:
     directory = led.folder
     if planted != "the directory":
-        directory = home / "cache" / "stepscope" / "meetings"
+        directory = home / "cache" / "stepscope" / "inspect"
         led.leave()
     plant(directory, home)  # type: ignore[operator]
     second = follow(monkeypatch)
@@ -108,7 +110,7 @@ def test_directory_open_to_others_is_refused_and_the_program_still_runs(
 
 
 def test_directory_of_another_user_is_refused(
-    led: Meeting, monkeypatch: pytest.MonkeyPatch
+    led: SharedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: led.folder.stat().st_uid + 1)
     second = follow(monkeypatch)

@@ -1,4 +1,4 @@
-"""The levers study on a GPU: every variant correct, the fast one faster, the card complete."""
+"""The techniques study on a GPU: every variant correct, the fast one faster, the card complete."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from sample_records import value_of
 from stepscope.measure.device import Device, pick_device
 from stepscope.studies.base import Measurement
-from stepscope.studies.levers import STUDY
-from stepscope.studies.levers.cases import LeversFlags
-from stepscope.studies.levers.catalog import LEVERS
+from stepscope.studies.techniques import STUDY
+from stepscope.studies.techniques.cases import TechniquesFlags
+from stepscope.studies.techniques.catalog import TECHNIQUES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +25,8 @@ class Bench:
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-def measured(lever: str) -> Measurement:
-    (case,) = STUDY.cases(LeversFlags(lever=(lever,)))
+def measured(technique: str) -> Measurement:
+    (case,) = STUDY.cases(TechniquesFlags(technique=(technique,)))
     bench = Bench()
     bench.device.release()
     return STUDY.measure(case, bench)
@@ -37,9 +37,9 @@ def median(done: Measurement, variant: str) -> float:
     return sorted(values)[len(values) // 2]
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_both_variants_are_correct_and_the_fast_one_is_faster(lever: str) -> None:
-    done = measured(lever)
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_both_variants_are_correct_and_the_fast_one_is_faster(technique: str) -> None:
+    done = measured(technique)
     for variant in ("slow", "fast"):
         assert value_of(done.quantities, "error", variant=variant) < 1e-2
     # The gain is at least 1.5 on any GPU; the gain on this one is in the record.

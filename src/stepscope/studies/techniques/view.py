@@ -1,4 +1,4 @@
-"""Report blocks of the levers study."""
+"""Report blocks of the techniques study."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, count, duration, number, rate
 from stepscope.report.tables import col, failed_table, table
 from stepscope.studies.base import Result
-from stepscope.studies.levers.cases import CARD as CARD_CASE
-from stepscope.studies.levers.cases import LeverCase
-from stepscope.studies.levers.catalog import CARD, LEVERS, words
+from stepscope.studies.techniques.cases import CARD as CARD_CASE
+from stepscope.studies.techniques.cases import TechniqueCase
+from stepscope.studies.techniques.catalog import CARD, TECHNIQUES, words
 from stepscope.studies.views.builders import capitalized, curve, finding, suffix
 
 NO_GAIN = 1.05
 """Smallest speedup that counts as a gain."""
 
 
-class LeverRow:
+class TechniqueRow:
     """A measured technique with derived values."""
 
-    def __init__(self, result: Result[LeverCase]) -> None:
+    def __init__(self, result: Result[TechniqueCase]) -> None:
         self.record, case = result
-        self.lever = LEVERS[case.lever]
-        self.name = case.lever
-        self.title = self.lever.title
-        self.words = words(case.lever, self.record.environment.device_kind)
+        self.technique = TECHNIQUES[case.technique]
+        self.name = case.technique
+        self.title = self.technique.title
+        self.words = words(case.technique, self.record.environment.device_kind)
 
     @property
     def unit(self) -> str:
@@ -60,7 +60,7 @@ class LeverRow:
             (self._dtype(form), self.record.quantity("flops", variant=form))
             for form in ("slow", "fast")
         }
-        if self.lever.cached and len(arithmetic) == 1:
+        if self.technique.cached and len(arithmetic) == 1:
             return None
         slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
         return None if slow is None or fast is None else slow / fast
@@ -77,7 +77,7 @@ class LeverRow:
         flops, moved = (self.record.quantity(what, variant=form) for what in ("flops", "moved"))
         if arithmetic is None or memory is None or flops is None or moved is None:
             return None
-        if self.lever.cached:
+        if self.technique.cached:
             return flops / arithmetic
         return max(flops / arithmetic, moved / memory)
 
@@ -89,38 +89,38 @@ class LeverRow:
         return None if ceiling is None else ceiling.value
 
 
-def lever_rows(results: Sequence[Result[LeverCase]]) -> list[LeverRow]:
-    """The measured techniques in the order of `LEVERS`."""
-    order = list(LEVERS)
+def technique_rows(results: Sequence[Result[TechniqueCase]]) -> list[TechniqueRow]:
+    """The measured techniques in the order of `TECHNIQUES`."""
+    order = list(TECHNIQUES)
     done = [
-        LeverRow(result)
+        TechniqueRow(result)
         for result in results
         if result.record.status == "ok"
-        and result.case.lever in LEVERS
+        and result.case.technique in TECHNIQUES
         and result.record.find("step", variant="fast")
     ]
     return sorted(done, key=lambda row: order.index(row.name))
 
 
-def view(results: Sequence[Result[LeverCase]]) -> tuple[Block, ...]:
-    rows = lever_rows(results)
+def view(results: Sequence[Result[TechniqueCase]]) -> tuple[Block, ...]:
+    rows = technique_rows(results)
     cards = [
         result.record
         for result in results
-        if result.record.status == "ok" and result.case.lever == CARD_CASE
+        if result.record.status == "ok" and result.case.technique == CARD_CASE
     ]
-    shown = levers_table(results)
+    shown = techniques_table(results)
     return (
         *map(_finding, rows),
         *_balance_findings(cards or [row.record for row in rows]),
         *filter(None, (shown,)),
         *((_figure(rows), _hardware_table(rows)) if rows else ()),
         *(_card_table(record, index) for index, record in enumerate(cards)),
-        *failed_table("levers", [result.record for result in results]),
+        *failed_table("techniques", [result.record for result in results]),
     )
 
 
-def _finding(row: LeverRow) -> Finding:
+def _finding(row: TechniqueRow) -> Finding:
     slow, fast, gain = row.ms("slow"), row.ms("fast"), row.gain
     times = f"{duration(slow)} vs {duration(fast)}"
     if gain >= NO_GAIN:
@@ -134,9 +134,14 @@ def _finding(row: LeverRow) -> Finding:
     much, little = row.saved_bytes("slow"), row.saved_bytes("fast")
     if much is not None and little is not None:
         text += f"; {bytes_(little)} instead of {bytes_(much)} saved for backward"
-    values: dict[str, Value] = {"lever": row.name, "slow_ms": slow, "fast_ms": fast, "gain": gain}
+    values: dict[str, Value] = {
+        "technique": row.name,
+        "slow_ms": slow,
+        "fast_ms": fast,
+        "gain": gain,
+    }
     return finding(
-        "levers.gain",
+        "techniques.gain",
         f"{text}.",
         row,
         values | {"expected": row.expected},
@@ -164,7 +169,7 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
         ridges = {dtype: value / memory.value for dtype, value in rates.items()}
         parts = ", ".join(f"{number(ridge, 3)} in {dtype}" for dtype, ridge in ridges.items())
         yield finding(
-            "levers.balance",
+            "techniques.balance",
             f"Ridge point of {name} in FLOPs per byte of memory traffic: {parts}. Kernels with a"
             " lower arithmetic intensity are memory-bound.",
             record,
@@ -173,8 +178,10 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
         )
 
 
-def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> Table | None:
-    rows = lever_rows(results)
+def techniques_table(
+    results: Sequence[Result[TechniqueCase]], name: str = "techniques"
+) -> Table | None:
+    rows = technique_rows(results)
     if not rows:
         return None
     return table(
@@ -216,10 +223,10 @@ def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> 
     )
 
 
-def _figure(rows: Sequence[LeverRow]) -> Figure:
+def _figure(rows: Sequence[TechniqueRow]) -> Figure:
     expected = [(row.title, row.expected) for row in rows if row.expected is not None]
     return Figure(
-        name="levers-gains",
+        name="techniques-gains",
         title="Gain of each technique",
         kind="bars",
         curves=(
@@ -231,9 +238,9 @@ def _figure(rows: Sequence[LeverRow]) -> Figure:
     )
 
 
-def _hardware_table(rows: Sequence[LeverRow]) -> Table:
+def _hardware_table(rows: Sequence[TechniqueRow]) -> Table:
     return table(
-        "levers-hardware",
+        "techniques-hardware",
         "Hardware mechanism of each technique",
         rows,
         [
@@ -243,10 +250,10 @@ def _hardware_table(rows: Sequence[LeverRow]) -> Table:
             col("mechanism", lambda r: r.words.hardware),
             col(
                 "in the waterfall",
-                lambda r: r.lever.cause,
+                lambda r: r.technique.cause,
                 hint="the part of a step's time that the technique shortens",
             ),
-            col("in a training step", lambda r: r.lever.example),
+            col("in a training step", lambda r: r.technique.example),
         ],
     )
 
@@ -267,7 +274,7 @@ def _card_table(record: Record, index: int) -> Table:
         ),
     ]
     return table(
-        f"levers-card{suffix(index)}",
+        f"techniques-card{suffix(index)}",
         f"Device card: {record.environment.device_name}",
         lines,
         [

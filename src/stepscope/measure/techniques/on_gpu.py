@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.measure.levers import triton_kernels as kernels
-from stepscope.measure.levers.pair import (
+from stepscope.measure.techniques import triton_kernels as kernels
+from stepscope.measure.techniques.pair import (
     DECAY,
     GAIN,
     LINKS,

@@ -15,7 +15,7 @@ class Words(NamedTuple):
     hardware: str
 
 
-class Lever(NamedTuple):
+class Technique(NamedTuple):
     """An optimization technique and its descriptions."""
 
     title: str
@@ -24,13 +24,13 @@ class Lever(NamedTuple):
     cause: Cause
     """The part of a step's waterfall that the technique shortens."""
     example: str
-    """Where it applies in a training step."""
+    """Parts of a training step to which it applies."""
     cached: bool = False
-    """Whether most loads hit caches, for whose bandwidth there is no measured ceiling."""
+    """True if most loads hit caches, for whose bandwidth there is no measured ceiling."""
 
 
-LEVERS: dict[str, Lever] = {
-    "divergence": Lever(
+TECHNIQUES: dict[str, Technique] = {
+    "divergence": Technique(
         "Control divergence",
         Words(
             "loops of 16 to 2048 iterations, shuffled over the lanes",
@@ -47,7 +47,7 @@ LEVERS: dict[str, Lever] = {
         "matmuls below the ceiling",
         "masked tiles of causal attention, padding of ragged batches",
     ),
-    "precision": Lever(
+    "precision": Technique(
         "Lower precision",
         Words(
             "a matmul in float32",
@@ -64,7 +64,7 @@ LEVERS: dict[str, Lever] = {
         "a matmul in a wider dtype than necessary",
         cached=True,
     ),
-    "fusion": Lever(
+    "fusion": Technique(
         "Operator fusion",
         Words(
             "four elementwise operations, one kernel each",
@@ -81,7 +81,7 @@ LEVERS: dict[str, Lever] = {
         "memory-bound operations",
         "norms, activations, residual sums, casts, the optimizer",
     ),
-    "recomputation": Lever(
+    "recomputation": Technique(
         "Recomputation",
         Words(
             "the forward pass saves what the backward pass needs, and the backward pass reads it",
@@ -99,7 +99,7 @@ LEVERS: dict[str, Lever] = {
         "flash attention, which never writes its scores; activation checkpointing does the same to"
         " save memory, and is the recomputation of the waterfall",
     ),
-    "coalescing": Lever(
+    "coalescing": Technique(
         "Coalesced access",
         Words(
             "neighboring lanes read 32 bytes apart (array of structs with eight fields)",
@@ -116,7 +116,7 @@ LEVERS: dict[str, Lever] = {
         "casts and copies",
         "transposes, strided heads, copies to contiguous",
     ),
-    "tiling": Lever(
+    "tiling": Technique(
         "Tiling",
         Words(
             "a matmul with one lane per output element, operands loaded for every multiply-add",
@@ -181,7 +181,7 @@ CARD: dict[str, tuple[str, str]] = {
 """Entries of the device card: title and meaning for a kernel."""
 
 
-def words(lever: str, device_kind: str) -> Words:
+def words(technique: str, device_kind: str) -> Words:
     """Description of a technique on this kind of device."""
-    entry = LEVERS[lever]
+    entry = TECHNIQUES[technique]
     return entry.gpu if device_kind == "cuda" else entry.cpu

@@ -1,4 +1,4 @@
-"""The levers study: correctness of both variants, the device card, and report blocks."""
+"""The techniques study: correctness of both variants, the device card, and report blocks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 import torch
 
 from command_line import CommandLine
-from lever_records import CEILINGS, card_record, lever_record
 from quiet_bench import QuietBench
 from sample_records import quantity_of, value_of
 from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
 from stepscope.measure.device_properties import cpu_properties, cuda_properties
-from stepscope.measure.levers import on_cpu, pair
+from stepscope.measure.techniques import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.levers.cases import NAMES, LeverCase, LeversFlags
-from stepscope.studies.levers.catalog import LEVERS
-from stepscope.studies.levers.measure import measure_lever
 from stepscope.studies.registry import find_study
+from stepscope.studies.techniques.cases import NAMES, TechniqueCase, TechniquesFlags
+from stepscope.studies.techniques.catalog import TECHNIQUES
+from stepscope.studies.techniques.measure import measure_technique
+from technique_records import CEILINGS, card_record, technique_record
 
 CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_both_variants_on_a_cpu_are_correct_and_timed(lever: str) -> None:
-    done = measure_lever(LeverCase(lever=lever, **CONFIG), QuietBench())
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_both_variants_on_a_cpu_are_correct_and_timed(technique: str) -> None:
+    done = measure_technique(TechniqueCase(technique=technique, **CONFIG), QuietBench())
     assert [(s.name, s.variant) for s in done.series] == [("step", "slow"), ("step", "fast")]
     assert all(len(series.values) == 2 for series in done.series)
     for variant in ("slow", "fast"):
@@ -60,7 +60,7 @@ def test_a_wrong_variant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(on_cpu, "PAIRS", {"coalescing": broken})
     with pytest.raises(RuntimeError, match="the fast variant is wrong: its error is"):
-        measure_lever(LeverCase(lever="coalescing", **CONFIG), QuietBench())
+        measure_technique(TechniqueCase(technique="coalescing", **CONFIG), QuietBench())
 
 
 def test_the_error_of_a_non_finite_result_is_infinite() -> None:
@@ -68,17 +68,17 @@ def test_the_error_of_a_non_finite_result_is_infinite() -> None:
     assert pair.error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]).double()) == 0.5
 
 
-def test_without_triton_levers_are_skipped_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_techniques_are_skipped_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     bench: Any = SimpleNamespace(device=SimpleNamespace(kind="cuda"))
     with pytest.raises(CaseSkipped, match="Triton is not installed"):
-        measure_lever(LeverCase(lever="fusion", **CONFIG), bench)
+        measure_technique(TechniqueCase(technique="fusion", **CONFIG), bench)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"lever": ("luck",)},
+        {"technique": ("luck",)},
         {"mib": -1},
         {"mib": 10**6},
         {"rows": 100},
@@ -88,11 +88,11 @@ def test_without_triton_levers_are_skipped_on_a_gpu(monkeypatch: pytest.MonkeyPa
 )
 def test_invalid_flags_are_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        LeversFlags(**fields)
+        TechniquesFlags(**fields)
 
 
 def test_keys_contain_the_sizes() -> None:
-    keys = [case.key for case in find_study("levers").cases(LeversFlags(mib=8, rows=512))]
+    keys = [case.key for case in find_study("techniques").cases(TechniquesFlags(mib=8, rows=512))]
     assert keys == ["card", *(f"{name}_m8_r512" for name in NAMES[1:])]
 
 
@@ -150,16 +150,16 @@ def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
 
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
-    blocks = find_study("levers").view(records)
+    blocks = find_study("techniques").view(records)
     text = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
     return text, {block.name: block for block in blocks if isinstance(block, Table)}
 
 
 def test_the_report_has_gain_prediction_rates_and_shares() -> None:
-    text, tables = viewed(lever_record())
+    text, tables = viewed(technique_record())
     assert "Coalesced access: 4.00× faster (1.00 ms vs 250 µs); 4.50× predicted" in text
     assert "Memory moves sectors of 32 bytes" in text
-    (row,) = tables["levers"].rows
+    (row,) = tables["techniques"].rows
     assert row[0] == "Coalesced access"
     assert row[3:5] == (pytest.approx(4.0), pytest.approx(4.5))
     assert row[5:7] == ("1.00 TB/s", "4.00 TB/s")
@@ -168,7 +168,7 @@ def test_the_report_has_gain_prediction_rates_and_shares() -> None:
 
 
 def test_each_variant_is_compared_with_the_rate_of_its_dtype() -> None:
-    matmul = lever_record(
+    matmul = technique_record(
         "precision",
         slow=4.0,
         fast=0.4,
@@ -178,21 +178,21 @@ def test_each_variant_is_compared_with_the_rate_of_its_dtype() -> None:
         formats=("float32", "bfloat16"),
     )
     _, tables = viewed(matmul)
-    (row,) = tables["levers"].rows
+    (row,) = tables["techniques"].rows
     assert row[4] == pytest.approx(700 / 50)
     assert row[7:9] == (pytest.approx(35 / 50), pytest.approx(350 / 700))
 
 
-def test_a_lever_without_a_gain_is_reported() -> None:
-    slower = lever_record("recomputation", slow=1.0, fast=1.25, kept=(4 << 20, 1 << 20))
-    text, _ = viewed(slower, lever_record("fusion", slow=1.0, fast=1.01))
+def test_a_technique_without_a_gain_is_reported() -> None:
+    slower = technique_record("recomputation", slow=1.0, fast=1.25, kept=(4 << 20, 1 << 20))
+    text, _ = viewed(slower, technique_record("fusion", slow=1.0, fast=1.01))
     assert "Recomputation: 1.25× slower" in text
     assert "1.00 MiB instead of 4.00 MiB saved for backward" in text
     assert "Operator fusion: no difference" in text
 
 
 def test_cached_traffic_has_no_prediction() -> None:
-    tiled = lever_record(
+    tiled = technique_record(
         "tiling",
         work=(17e9, "FLOP"),
         flops=(17e9, 17e9),
@@ -200,19 +200,19 @@ def test_cached_traffic_has_no_prediction() -> None:
         formats=("float32", "float32"),
     )
     text, tables = viewed(tiled)
-    assert tables["levers"].rows[0][4] is None
+    assert tables["techniques"].rows[0][4] is None
     assert "predicted from FLOPs and memory traffic" not in text
 
 
 def test_without_ceilings_there_is_no_prediction() -> None:
-    text, tables = viewed(lever_record(ceilings=()))
+    text, tables = viewed(technique_record(ceilings=()))
     assert "predicted from FLOPs and memory traffic" not in text
-    assert tables["levers"].rows[0][4] is None
+    assert tables["techniques"].rows[0][4] is None
 
 
 def test_the_card_has_units_and_the_ridge_point() -> None:
     text, tables = viewed(card_record())
-    rows = {row[0]: row[1] for row in tables["levers-card"].rows}
+    rows = {row[0]: row[1] for row in tables["techniques-card"].rows}
     assert rows["streaming multiprocessors (SMs)"] == "132"
     assert rows["shared memory per SM"] == "228 KiB"
     assert rows["memory bus"] == "6,144 bit"
@@ -227,29 +227,31 @@ def test_emulated_dtypes_have_no_ridge_point() -> None:
     assert "float16" not in text.replace("bfloat16", "")
 
 
-def test_each_lever_names_a_part_of_the_waterfall() -> None:
-    for lever in LEVERS.values():
-        assert lever.cause in CAUSES
-    _, tables = viewed(lever_record())
-    assert tables["levers-hardware"].rows[0][4] == "casts and copies"
+def test_each_technique_names_a_part_of_the_waterfall() -> None:
+    for technique in TECHNIQUES.values():
+        assert technique.cause in CAUSES
+    _, tables = viewed(technique_record())
+    assert tables["techniques-hardware"].rows[0][4] == "casts and copies"
 
 
 def test_a_cpu_has_its_own_descriptions() -> None:
     from sample_records import environment
 
-    text, _ = viewed(lever_record(environment=environment(device_kind="cpu")))
+    text, _ = viewed(technique_record(environment=environment(device_kind="cpu")))
     assert "cache lines" in text
     assert "sectors" not in text
 
 
-def test_a_failed_lever_is_a_row_with_its_reason() -> None:
-    _, tables = viewed(lever_record(status="skipped", reason="Triton is not installed"))
-    assert tables["levers-lost"].rows == (("coalescing", "skipped", "Triton is not installed"),)
-    assert "levers" not in tables
+def test_a_failed_technique_is_a_row_with_its_reason() -> None:
+    _, tables = viewed(technique_record(status="skipped", reason="Triton is not installed"))
+    assert tables["techniques-lost"].rows == (("coalescing", "skipped", "Triton is not installed"),)
+    assert "techniques" not in tables
 
 
 def test_the_figure_shows_measured_and_predicted_gains() -> None:
-    blocks = find_study("levers").view([lever_record(), lever_record("fusion", fast=0.5)])
+    blocks = find_study("techniques").view(
+        [technique_record(), technique_record("fusion", fast=0.5)]
+    )
     (figure,) = (block for block in blocks if isinstance(block, Figure))
     measured, expected = figure.curves
     assert measured.x == ("Operator fusion", "Coalesced access")
@@ -262,8 +264,8 @@ def test_the_command_prints_the_table(tmp_path: Path) -> None:
     cli.know_ceilings()
     done = cli(
         "run",
-        "levers",
-        "--lever",
+        "techniques",
+        "--technique",
         "card",
         "coalescing",
         "fusion",
