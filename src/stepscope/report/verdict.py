@@ -63,7 +63,13 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No step was timed."
         return
     share = verdict.limit_share
-    if verdict.limit is not None and share is not None:
+    if verdict.limit is not None and verdict.limit_is_wrong:
+        yield (
+            f"A step takes {duration(verdict.step.value)}, less than the hardware limit of"
+            f" {duration(verdict.limit.ms)}: the ceilings were measured on a busy machine; measure"
+            " them again with `stepscope run --new-ceilings`."
+        )
+    elif verdict.limit is not None and share is not None:
         yield (
             f"A step takes {duration(verdict.step.value)}. The hardware limit is"
             f" {duration(verdict.limit.ms)}, with {verdict.limit.dtype} matmuls: {percent(share)}"
@@ -395,6 +401,8 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
     if verdict.limit is not None:
         share = verdict.limit_share
         note = f"{percent(share)} of the step" if share is not None else ""
+        if verdict.limit_is_wrong:
+            note = "above the step"
         yield StatView(f"hardware limit, {verdict.limit.dtype}", duration(verdict.limit.ms), note)
     if verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
