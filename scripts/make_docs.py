@@ -17,6 +17,7 @@ from course_page import course_page
 from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
 from limits_part import with_goals
+from long_pages import walkable
 from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
@@ -35,6 +36,7 @@ from stepscope.studies.benchmark.rows import BenchmarkRow, rows_of
 from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
+README, LIMITS = PARTLY_GENERATED = ("README.md", "docs/limits.md")
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
 PUBLISHED = "src/stepscope/published/h200.toml"
@@ -206,8 +208,8 @@ def _flash() -> dict[str, str]:
 
 def main() -> int:
     pages = {
-        "README.md": with_figures((ROOT / "README.md").read_text(), ROOT / "results"),
-        "docs/limits.md": with_goals((ROOT / "docs/limits.md").read_text(), ROOT / "results"),
+        README: with_figures((ROOT / README).read_text(), ROOT / "results"),
+        LIMITS: with_goals((ROOT / LIMITS).read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/cs336.md": course_page(ROOT / "results"),
         "docs/h200.md": steps_page(),
@@ -220,6 +222,8 @@ def main() -> int:
         **{f"docs/{name}": text for name, text in step_pages(ROOT / "results").items()},
         **{f"docs/{name}": text for name, text in foreign_pages(ROOT / "results").items()},
     }
+    written = [name for name in pages if name.endswith(".md") and name not in PARTLY_GENERATED]
+    pages |= {name: walkable(pages[name]) for name in written}
     stale = [
         name
         for name, text in pages.items()

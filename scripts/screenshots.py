@@ -46,7 +46,8 @@ def pages(quick: Path | None) -> Iterator[tuple[str, str]]:
     yield "advise", html_page(advice_page(base, advise(facts_of(base)), advised))
     yield "inspect", html_page(make_page(watched))
     yield "h200", html_page(make_page(_read("h200.jsonl", "profile_h200.jsonl")))
-    yield "compare", index_page([_entry(_read(name)) for name in _RUNS])
+    entries = [_entry(_read(name)) for name in _RUNS]
+    yield "compare", index_page(sorted(entries, key=lambda entry: entry.run, reverse=True))
     if quick is not None:
         yield "quick", html_page(make_page(read_records(quick)))
 
@@ -55,8 +56,8 @@ def _read(*names: str) -> list[Record]:
     return [record for name in names for record in read_records(ROOT / "results" / name)]
 
 
-_RUNS = ("advise-tuned_h200.jsonl", "advise-slow_h200.jsonl")
-"""The runs of the index, newest first."""
+_RUNS = ("advise-tuned_h200.jsonl", "advise-nano_gpt_h200.jsonl", "advise-slow_h200.jsonl")
+"""The runs of the index: one program twice, and another."""
 
 
 def _entry(records: Sequence[Record]) -> RunEntry:

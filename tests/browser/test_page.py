@@ -271,6 +271,28 @@ def test_labels_of_the_first_screen_do_not_overlap(page: Page, width: int) -> No
 
 
 @pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_tables_fit_and_colors_have_one_legend_at_1280(page: Page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    tables = page.locator(".table-box")
+    assert tables.count() > 8
+    wide = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.ariaLabel)"
+    assert tables.evaluate_all(wide) == []
+    legend = page.locator(".key span").all_inner_texts()
+    assert legend == ["measured", "ideal", "lost", "communication", "idle"]
+    drawn = page.locator("figure svg text").evaluate_all("all => all.map(e => e.textContent)")
+    assert "measured" in drawn, "the lane of the waterfall"
+    assert not {"ideal", "lost", "idle"} & set(drawn)
+    # The label of a part stays inside of it.
+    for part in page.locator(".bar g:has(text)").all():
+        box, label = part.locator("rect").bounding_box(), part.locator("text").bounding_box()
+        assert box
+        assert label
+        assert box["x"] <= label["x"]
+        assert label["x"] + label["width"] <= box["x"] + box["width"]
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
 def test_a_change_is_copied(page: Page) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     button = page.locator(".changes .copy").nth(1)
@@ -285,7 +307,10 @@ def test_the_flame_graph_zooms_and_switches_to_memory(page: Page) -> None:
     status = page.locator(".flame-figure [role=status]").first
     names = flame.locator(".frame").all_inner_texts()
     assert names[0] == "step"
-    assert {"forward", "backward", "optimizer"} <= set(names)
+    assert {"forward", "backward"} <= set(names)
+    # A frame that is too narrow for its label has it for a screen reader only.
+    assert flame.get_by_role("button", name="optimizer", exact=True).count() == 1
+    assert flame.locator(".frame:empty:not([aria-label])").count() == 0
     flame.get_by_role("button", name="forward", exact=True).first.click()
     assert status.inner_text().startswith("forward:")
     widths = flame.locator(".frame").evaluate_all("all => all.slice(0, 2).map(e => e.style.width)")

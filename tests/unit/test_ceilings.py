@@ -153,3 +153,41 @@ def test_tf32_is_set_and_restored_in_a_program_that_uses_fp32_precision() -> Non
             assert matmul.fp32_precision == own
     finally:
         matmul.fp32_precision = before
+
+
+class Call:
+    """A call that takes the given times in turn, the last one for ever, on a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+        self.clock = 0.0
+        self.made = 0
+        self._seconds = seconds
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.clock)
+
+    def __call__(self) -> None:
+        self.clock += self._seconds[min(self.made, len(self._seconds) - 1)]
+        self.made += 1
+
+
+def test_sampling_ends_when_the_two_best_batches_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(monkeypatch, 0.1)
+    assert module._seconds_per_call(CpuDevice(), call, 1.0) == pytest.approx(0.1)
+    assert call.made == 2 + 3
+
+
+def test_sampling_goes_on_while_batches_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(monkeypatch, 0.1, 0.1, 0.2, 0.17, 0.15, 0.1, 0.13, 0.1005)
+    assert module._seconds_per_call(CpuDevice(), call, 1.0) == pytest.approx(0.1)
+    assert call.made == 8
+
+
+def test_a_call_longer_than_the_budget_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(monkeypatch, 1.2)
+    assert module._seconds_per_call(CpuDevice(), call, 1.0) == pytest.approx(1.2)
+    assert call.made == 1
+
+
+def test_a_shape_far_below_the_best_rate_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(monkeypatch, 0.3, 0.2, 0.001)
+    assert module._seconds_per_call(CpuDevice(), call, 1.0, 0.1) == pytest.approx(0.2)
+    assert call.made == 2

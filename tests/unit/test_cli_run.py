@@ -58,7 +58,7 @@ def test_run_prints_one_line_of_json_and_stores_everything(cli: CommandLine) -> 
     for page in (facts["report"], facts["markdown"]):
         assert all(record.case in Path(page).read_text() for record in records)
     lines = done.stderr.splitlines()
-    assert lines[0].startswith(f"run {facts['run']}: 3 cases, 0 already done, about ")
+    assert lines[0].startswith(f"run {facts['run']}: 3 cases, about ")
     assert lines[2].startswith("[2/3] planted raise-0: error: RuntimeError: planted (0:")
 
     again = cli(

@@ -63,6 +63,41 @@ def test_generated_pages_match_the_records() -> None:
     assert check.returncode == 0, check.stdout.decode() + check.stderr.decode()
 
 
+def test_a_long_page_has_a_summary_and_tables_by_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from long_pages import LONG_PAGE, LONG_TABLE, walkable
+
+    head = "| case | kind | ms |\n| ---: | :--- | ---: |"
+    rows = [f"| {n} | {'slow' if n % 2 else 'fa_st'} | {n}.5 |" for n in range(LONG_PAGE)]
+    text = "\n\n".join(
+        [
+            "# Page",
+            "Generated.",
+            "## Times, and more",
+            "- The first is 1.5 ms. Then more.\n- Another.",
+            "\n".join([head, *rows]),
+            "## Times, and more",
+            "\n".join([head, *rows[: LONG_TABLE - 2]]),
+        ]
+    )
+    page = walkable(text + "\n")
+    lines = page.splitlines()
+    assert lines[4:6] == [
+        "- [Times, and more](#times-and-more): The first is 1.5 ms.",
+        "- [Times, and more](#times-and-more-1)",
+    ]
+    folds = [line for line in lines if line.startswith("<details>")]
+    half = LONG_PAGE // 2
+    assert folds == [
+        f"<details><summary>kind: fa_st, {half} rows</summary>",
+        f"<details><summary>kind: slow, {half} rows</summary>",
+    ]
+    start = lines.index(folds[1])
+    assert lines[start + 2 : start + 5] == ["| case | ms |", "| ---: | ---: |", "| 1 | 1.5 |"]
+    assert page.endswith("\n".join([head, *rows[: LONG_TABLE - 2]]) + "\n")
+    assert sum(line.startswith("| ") for line in lines) == LONG_PAGE + 2 * 2 + LONG_TABLE
+
+
 def test_comparisons_come_first_on_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from flash_page import flash_pages

@@ -9,14 +9,19 @@ import msgspec
 import pytest
 
 from sample_records import environment, step_series
-from stepscope.records.schema import FailedCheck, Quantity, Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.records.schema import Ceiling, FailedCheck, Quantity, Record
+from stepscope.report.blocks import Cell, Finding, Spread, Table
 from stepscope.studies.page import study_sections
 from stepscope.studies.registry import find_study
 from study_records import benchmark_record, warmup_record
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon")
 COLD = [300.0, 150.0, *[100.0] * 10]
+
+
+def mean(cell: Cell) -> float:
+    assert isinstance(cell, Spread)
+    return cell.value
 
 
 def findings(study: str, *records: Record) -> list[Finding]:
@@ -110,6 +115,31 @@ def test_the_distance_from_the_ceiling_is_that_of_the_best_step() -> None:
         r" farthest is small at context 128 in float32 with 2(\.0+)? ?%\.",
         finding.conclusion,
     )
+
+
+def test_the_distance_from_the_limit_counts_the_fastest_dtype() -> None:
+    """A float32 step at a high MFU is far from the limit, a bfloat16 step at a lower one near."""
+    slow = with_ceilings(benchmark_record(step=100.0, flops=4e12, ceiling=50e12))
+    fast = with_ceilings(benchmark_record(step=12.0, dtype="bfloat16", flops=4e12, ceiling=750e12))
+    finding = benchmark("distance-from-limit", slow, fast)
+    assert finding.values["nearest"] == "small at context 512 in bfloat16"
+    assert finding.values["limit_dtype"] == "bfloat16"
+    limit_ms = float(str(finding.values["limit_ms"]))
+    assert finding.values["share"] == pytest.approx(limit_ms / 12.0, rel=0.02)
+    assert finding.values["mfu"] == pytest.approx(4e12 / 12e-3 / 750e12, rel=0.02)
+    assert finding.values["farthest_share"] == pytest.approx(limit_ms / 100.0, rel=0.2)
+    assert "% of the limit, " in finding.conclusion
+    assert " with bfloat16 matmuls (MFU in bfloat16: 44." in finding.conclusion
+
+
+def with_ceilings(record: Record) -> Record:
+    """The record on a machine with measured rates of float32, bfloat16 and memory."""
+    values = {"matmul.float32": 50e12, "matmul.bfloat16": 750e12, "memory.copy": 4e12}
+    measured = tuple(
+        Ceiling(name=name, value=value, unit="", source="measured", detail="")
+        for name, value in values.items()
+    )
+    return msgspec.structs.replace(record, ceilings=measured)
 
 
 def test_a_faster_dtype_is_compared_with_float32() -> None:
@@ -216,11 +246,11 @@ def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
     }
     (times,) = tables["benchmark-times"].rows
     titles = [column.title for column in tables["benchmark-times"].columns]
-    assert times[titles.index("forward mean")] == pytest.approx(10.0, rel=0.05)
-    assert times[titles.index("backward mean")] == times[titles.index("step std")] == "OOM"
-    assert times[titles.index("fwd+bwd mean")] is None
+    assert mean(times[titles.index("forward")]) == pytest.approx(10.0, rel=0.05)
+    assert times[titles.index("backward")] == times[titles.index("step")] == "OOM"
+    assert times[titles.index("fwd+bwd")] is None
     _, failed = tables["benchmark-throughput"].rows
-    assert failed == ("small", 512, "train-step", "OOM", *(None,) * 6, "out of memory")
+    assert failed == ("small", 512, "train-step", "OOM", *(None,) * 7, "out of memory")
 
 
 def test_energy_is_part_of_the_case_only_if_requested() -> None:
@@ -253,9 +283,9 @@ def test_phases_that_a_longer_step_has_fill_the_table() -> None:
     ]
     titles = [column.title for column in table.columns]
     (row,) = table.rows
-    assert row[titles.index("forward mean")] == pytest.approx(30.0, rel=0.02)
-    assert row[titles.index("backward mean")] == pytest.approx(60.0, rel=0.02)
-    assert row[titles.index("fwd+bwd mean")] is None
+    assert mean(row[titles.index("forward")]) == pytest.approx(30.0, rel=0.02)
+    assert mean(row[titles.index("backward")]) == pytest.approx(60.0, rel=0.02)
+    assert row[titles.index("fwd+bwd")] is None
 
 
 def test_the_cost_of_the_first_steps_is_reported() -> None:

@@ -456,6 +456,26 @@ def test_saved_tensors_are_listed_in_a_table() -> None:
     assert rows == (expected,)
 
 
+def test_equal_saved_tensors_of_repeated_modules_are_one_row() -> None:
+    saved = SavedTensor(
+        module="blocks.0.attention",
+        operator="softmax",
+        shape=(4, 8),
+        dtype="float32",
+        bytes=128,
+        code="model.py:39",
+    )
+    blocks = [
+        msgspec.structs.replace(saved, module=f"blocks.{block}.attention") for block in range(12)
+    ]
+    other = msgspec.structs.replace(saved, module="head1", bytes=1000)
+    rows = table([memory_record(saved=(other, *blocks))], "memory-saved").rows
+    assert rows == (
+        ("blocks.*.attention", "softmax", "4×8", "float32", 12, 128, 12 * 128, "model.py:39"),
+        ("head1", "softmax", "4×8", "float32", 1, 1000, 1000, "model.py:39"),
+    )
+
+
 def test_bytes_per_parameter_are_measured_if_a_step_ran() -> None:
     rows: dict[Any, Any] = {
         row[0]: row for row in table([memory_record(peak=1 << 30)], "memory-regimes").rows

@@ -41,7 +41,7 @@ def test_cases_beyond_the_announced_total_are_counted(
 
 @pytest.mark.parametrize(
     ("total", "expected"),
-    [(0, ""), (1, ": 1 case, 0 already done"), (2, ": 2 cases, 0 already done")],
+    [(0, ""), (1, ": 1 case"), (2, ": 2 cases")],
 )
 def test_first_line_counts_cases(
     total: int, expected: str, capsys: pytest.CaptureFixture[str]
@@ -52,7 +52,7 @@ def test_first_line_counts_cases(
 
 def test_first_line_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
     PlainLines(run(), 2, 0, TimeLeft([case("a"), case("b")], {}, COSTS))
-    assert capsys.readouterr().err.endswith("2 cases, 0 already done, about 11 s\n")
+    assert capsys.readouterr().err.endswith(": 2 cases, about 11 s\n")
 
 
 def test_skipped_cases_are_counted_and_failures_are_shown(
@@ -101,7 +101,9 @@ def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
             {"attention": "sdpa", "seq": 128, "head": 64, "dtype": "float32"},
             "sdpa, length 128, head dimension 64, float32",
         ),
-        ("techniques", {"technique": "fusion"}, "fusion, m16"),
+        ("techniques", {"technique": "fusion", "mib": 16}, "fusion, 16 MiB"),
+        ("allreduce", {"collective": "all-reduce", "ranks": 1}, "all-reduce, 1 rank"),
+        ("own", {"kind": "other"}, "fusion, m16"),
     ],
 )
 def test_a_case_in_words(study: str, config: dict[str, object], expected: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from stepscope.cli.commands.report import write_report
 from stepscope.records.jsonl import read_records
-from stepscope.report.run_index import index_page, read_entries
+from stepscope.report.run_index import RunEntry, index_page, read_entries
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -28,7 +29,27 @@ def test_a_second_run_leaves_the_first_one_alone(tmp_path: Path) -> None:
     assert entries[0].answer.startswith("A step takes")
     index = (tmp_path / "index.html").read_text()
     assert f'href="{first[0].run}/report.html"' in index
-    assert f"stepscope compare {first[0].run} {second[0].run}" in index
+    shown = re.sub(r"</?span>", "", index)
+    assert f"stepscope compare {first[0].run} {second[0].run}" in shown
+
+
+def test_only_runs_of_one_subject_are_compared() -> None:
+    def entry(run: str, title: str, step_ms: float, subject: str = "step") -> RunEntry:
+        return RunEntry(run=run, title=title, subtitle="", subject=subject, step_ms=step_ms)
+
+    page = index_page(
+        [
+            entry("d", "a.py", 20.0),
+            entry("c", "b.py", 5.0),
+            entry("b", "a.py", 10.0),
+            entry("a", "a.py", 30.0, "another step"),
+        ]
+    )
+    shown = re.sub(r"</?span>", "", page)
+    assert re.findall(r"stepscope compare (\w) (\w)", shown) == [("b", "d"), ("a", "d")]
+    assert re.findall(r"The latest run of it [^<]+", shown) == [
+        "The latest run of it takes 20.0 ms instead of 10.0 ms: 2.00× as long."
+    ]
 
 
 def test_what_is_not_an_entry_is_left_out(tmp_path: Path) -> None:

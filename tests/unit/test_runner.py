@@ -166,7 +166,7 @@ def test_a_study_may_require_a_fresh_process_for_every_case(command: CommandLine
         store.add_run(planted_run)
         runner.run(cases, planted_run, store, Watcher())
         pids = {pid(r) for r in store.records(planted_run.id)}
-        # The first one is a separate process, the others are forked from one that has torch.
+        # All are forked from a process that has torch.
         assert runner._nursery is not None
         nursery = psutil.Process(runner._nursery._process.pid)
         assert [child.pid for child in nursery.children()] == [runner._worker._process.pid]
@@ -198,6 +198,7 @@ def test_without_forking_every_worker_is_a_separate_process(
     monkeypatch.setattr(runner_module, "WorkerProcess", Worker)
     monkeypatch.setattr(runner_module, "Nursery", lambda _: nursery)
     monkeypatch.setattr(runner_module, "can_fork", lambda: True)
+    monkeypatch.setattr(runner_module, "may_have_gpu", lambda _: True)
     with Runner("auto", 60.0) as runner:
         for _ in range(2):
             runner._replace_worker()

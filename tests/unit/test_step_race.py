@@ -249,7 +249,7 @@ def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(
             field._note(racer, Heat(ms=1.0, first_s=0.0))
             field._ready[racer.name] = cast("race.Entry", object())
         field._ready["stepscope: another"] = cast("race.Entry", object())
-        monkeypatch.setattr(field, "_alternate", lambda _, fastest=fastest: fastest)
+        monkeypatch.setattr(field, "_alternate", lambda *_, fastest=fastest: fastest)
         assert field.run_off("baseline") is fastest
         assert (fastest.name in field._ready) is stays
         assert "stepscope: another" in field._ready

@@ -163,8 +163,9 @@ class TestPage:
         assert by_row["bfloat16 autocast", "both"][3:5] == (2.0, 2.0)
         assert by_row["flash attention", "alone"][3:5] == (1.25, None)
         assert by_row["flash attention", "cumulative"][3:5] == (4.0, 2.0)
-        assert table.rows[-1][2] == "skipped"
-        assert table.rows[-1][-1] == "no graphs here"
+        # What the machine cannot run is a finding, not a row.
+        assert len(table.rows) == 4
+        assert "no graphs here" in blocks["step.not-measured"].sentence
         figure = blocks["step-climb"]
         assert figure.curves[0].x == ("start", "+ bf16", "+ flash")
         gain = blocks["step.gain"]

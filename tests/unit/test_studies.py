@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from mixed_records import COLD, FAILURES, mixed_records
@@ -16,7 +17,7 @@ from step_records import (
 )
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Table
+from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page
@@ -147,6 +148,17 @@ class TestViews:
 def test_a_page_without_records_is_refused() -> None:
     with pytest.raises(StepscopeError, match="no records to show"):
         make_page([])
+
+
+def test_what_the_machine_lacks_is_one_finding() -> None:
+    ran = benchmark_record()
+    lacking = [
+        msgspec.structs.replace(ran, id=f"x{n}", case=f"x{n}", status="skipped", reason=reason)
+        for n, reason in enumerate(["no GPU; use another", "no GPU; use another", "no TF32: old"])
+    ]
+    (section,) = [s for s in make_page([ran, *lacking]).sections if s.name == "machine"]
+    (finding,) = [block for block in section.blocks if isinstance(block, Finding)]
+    assert finding.text == "3 of 4 cases cannot run here: no GPU (2); no TF32 (1)."
 
 
 def test_the_page_of_viewables_has_their_sections_in_order() -> None:

@@ -97,6 +97,19 @@ def test_the_limit_is_that_of_the_fastest_dtype_a_change_could_apply() -> None:
     assert hardware_limit(8e12, 10, "float32", {}, 4e12) is None
 
 
+def test_a_step_below_its_limit_says_that_the_ceilings_are_wrong() -> None:
+    verdict = Verdict(
+        subject="step",
+        device="CPU",
+        step=Estimate(value=10.0, low=9.0, high=11.0),
+        limit=Limit(matmul_ms=11.0, update_ms=1.0, dtype="float32"),
+    )
+    assert next(sentences(verdict)) == (
+        "A step takes 10.0 ms, less than the hardware limit of 12.0 ms: the ceilings were measured"
+        " on a busy machine; measure them again with `stepscope run --new-ceilings`."
+    )
+
+
 def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:
     order = ranked(
         [

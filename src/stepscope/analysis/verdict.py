@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed", "memory"]
+_LIMIT_ERROR = 1.05
+"""Ratio of the limit to the step from which the limit counts as wrong."""
 MAX_PARTS = 7
 MAX_CHANGES = 3
 
@@ -160,6 +162,13 @@ class Verdict(Data, frozen=True):
         if self.limit is None or self.step is None or self.step.value <= 0:
             return None
         return min(1.0, self.limit.ms / self.step.value)
+
+    @property
+    def limit_is_wrong(self) -> bool:
+        """True if the step is faster than its limit: the ceilings are too low."""
+        if self.limit is None or self.step is None:
+            return False
+        return self.limit.ms > _LIMIT_ERROR * self.step.value
 
     @property
     def largest_loss(self) -> BreakdownPart | None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+CEILINGS_LINE = "measuring this machine's ceilings: matmul rate, bandwidth, launch rate (once)"
+
+
 def outcome(record: Record) -> str:
     """Summarize a record: its step time and failed checks, or its status and reason."""
     if record.status != "ok":
@@ -114,7 +117,7 @@ class PlainLines(_Progress):
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._calibrating:
-            self._write("measuring this machine's ceilings (once, takes up to a minute)")
+            self._write(CEILINGS_LINE)
             self._calibrating = True
 
     def _report(self, record: Record) -> None:
@@ -191,11 +194,16 @@ class LiveLine(_Progress):
 def _first_line(run: Run, total: int, done: int, left: TimeLeft | None) -> str:
     if not total:
         return f"run {run.id}"
-    text = f"run {run.id}: {counted(total, 'case')}, {done} already done"
+    text = f"run {run.id}: {counted(total, 'case')}" + (f", {done} already done" if done else "")
     seconds = None if left is None else left.seconds()
     if left is None or seconds is None or done >= total:
         return text
-    return f"{text}, about {seconds + left.start_s:.0f} s"
+    return f"{text}, about {_in_words(seconds + left.start_s)}"
+
+
+def _in_words(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _named(record: Record) -> str:

@@ -12,7 +12,7 @@ from stepscope.advisor.advise.history import add_to_history
 from stepscope.advisor.advise.outcome import NO_GAIN, Tried
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
 from stepscope.cli.messages import log
-from stepscope.cli.progress import make_observer
+from stepscope.cli.progress import CEILINGS_LINE, make_observer
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
@@ -245,5 +245,5 @@ class Calibrating:
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._logged:
-            log("measuring this machine's ceilings (once, takes up to a minute)")
+            log(CEILINGS_LINE)
             self._logged = True

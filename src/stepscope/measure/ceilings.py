@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +25,16 @@ from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16")
-_MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 1024, 2048)}
+_MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (128, 512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_FILLED_BYTES = 4 << 20
+"""Random numbers that are repeated up to the size of a copy: generating all takes seconds."""
 _SECONDS_PER_SHAPE = {"cuda": 0.5, "cpu": 0.3}
+_SETTLED = {"cuda": 0.0, "cpu": 0.01}
+"""Sampling ends early if the two best batches differ by less than this share. A GPU is sampled to
+the end of its budget, because its clock rises under load."""
+_HOPELESS = 1.5
+"""A shape whose first calls take this many times as long as at the best rate so far is dropped."""
 _LAUNCHES = 2000
 
 Progress = Callable[[int, int, str], None]
@@ -74,25 +82,37 @@ def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[
     return tuple(measured)
 
 
-def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: float) -> float:
-    """Time one call in the best of repeated batches, after a warm-up."""
-    call()
-    device.synchronize()
+def _timed(device: Device, call: Callable[[], object], times: int = 1) -> float:
+    """Seconds per call of one batch of calls."""
     start = time.perf_counter()
-    call()
+    for _ in range(times):
+        call()
     device.synchronize()
-    once = max(time.perf_counter() - start, 1e-7)
+    return max((time.perf_counter() - start) / times, 1e-7)
+
+
+def _seconds_per_call(
+    device: Device, call: Callable[[], object], budget_s: float, hopeless_s: float = math.inf
+) -> float:
+    """Time one call in the best of repeated batches, after a warm-up.
+
+    A call longer than the budget is timed once, and one that takes more than `hopeless_s` twice.
+    """
+    device.synchronize()
+    once = _timed(device, call)
+    if once > budget_s:
+        return once
+    once = min(once, _timed(device, call))
+    if once > hopeless_s:
+        return once
     # A batch is long enough that the final synchronization is negligible.
     batch = max(1, round(budget_s / 10 / once))
     samples: list[float] = []
     deadline = time.perf_counter() + budget_s
     while len(samples) < 3 or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        device.synchronize()
-        samples.append((time.perf_counter() - start) / batch)
-        if once * batch * 3 > 4 * budget_s:
+        samples.append(_timed(device, call, batch))
+        best = sorted(samples)[:2]
+        if len(samples) >= 3 and best[1] < best[0] * (1 + _SETTLED[device.kind]):
             break
     return min(samples)
 
@@ -117,8 +137,9 @@ def _matmul_rate(device: Device, name: str) -> Ceiling:
                 break
             # Some libraries are fast for one layout only; a linear layer multiplies by a transpose.
             for layout, right in (("nn", b), ("nt", b.t())):
-                seconds = _seconds_per_call(device, partial(torch.mm, a, right), budget)
-                rate = 2 * n**3 / seconds
+                hopeless_s = _HOPELESS * 2 * n**3 / best if best else math.inf
+                multiply = partial(torch.mm, a, right)
+                rate = 2 * n**3 / _seconds_per_call(device, multiply, budget, hopeless_s)
                 if rate > best:
                     best, shape = rate, f"{n}×{n}×{n} {layout}"
     return Ceiling(
@@ -128,7 +149,8 @@ def _matmul_rate(device: Device, name: str) -> Ceiling:
 
 def _copy_rate(device: Device) -> Ceiling:
     size = min(_COPY_BYTES[device.kind], device.memory_bytes // 8)
-    source = torch.randn(size // 4, device=device.torch_device)
+    part = min(size, _FILLED_BYTES)
+    source = torch.randn(part // 4, device=device.torch_device).repeat(size // part)
     target = torch.empty_like(source)
     seconds = _seconds_per_call(device, lambda: target.copy_(source), 1.0)
     return Ceiling(

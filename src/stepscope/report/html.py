@@ -34,8 +34,9 @@ from stepscope.report.blocks import (
 )
 from stepscope.report.figure_data import data_table
 from stepscope.report.format import cell_text, counted, header_unit
-from stepscope.report.lanes import lanes_svg
+from stepscope.report.lanes import lanes_svg, only_meanings
 from stepscope.report.plots import svg
+from stepscope.report.svg import LEGEND
 from stepscope.report.text import is_numeric
 from stepscope.report.verdict import verdict_view
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 FILTER_FROM = 20
 """Tables with more rows than this get a filter box."""
+
+DENSE_FROM = 10
+"""Tables with at least this many columns are set in smaller type."""
 
 TALL_FROM = 40
 """Tables with more rows than this scroll in a separate box."""
@@ -80,6 +84,7 @@ class TableView(NamedTuple):
     opens: bool
     filtered: bool
     tall: bool
+    dense: bool
 
 
 class FigureView(NamedTuple):
@@ -88,6 +93,7 @@ class FigureView(NamedTuple):
     caption: str
     svg: str
     data: TableView | None
+    wide: bool = False
 
 
 class FlameBlockView(NamedTuple):
@@ -114,6 +120,8 @@ class Builder:
     def __init__(self) -> None:
         self.details: dict[str, tuple[str, ...]] = {}
         self.flames: dict[str, list[dict[str, object]]] = {}
+        self.legend_used = False
+        """True if a drawing relies on the legend of the page."""
         self._taken: set[str] = {"top", "details", "flames", "tip", "search"}
 
     def anchor(self, name: str) -> str:
@@ -177,6 +185,7 @@ class Builder:
             opens=bool(table.details),
             filtered=len(table.rows) > FILTER_FROM,
             tall=len(table.rows) > TALL_FROM,
+            dense=len(table.columns) >= DENSE_FROM,
         )
 
     def figure(self, figure: Figure) -> FigureView:
@@ -186,7 +195,10 @@ class Builder:
         numbers = data_table(figure)
         shown = 0 < len(numbers.rows) <= MAX_FIGURE_ROWS
         drawing = Markup(svg(figure, prefix=f"{anchor}-svg"))
-        data = self.table(numbers)._replace(title="", caption="", filtered=False) if shown else None
+        data = None
+        if shown:
+            table = self.table(numbers)
+            data = table._replace(title="", caption="", filtered=False, dense=True)
         return FigureView(anchor, figure.title, figure.caption, drawing, data)
 
     def flame(self, flame: Flame) -> FlameBlockView:
@@ -202,8 +214,10 @@ class Builder:
         from markupsafe import Markup
 
         anchor = self.anchor(timeline.name)
-        drawing = Markup(lanes_svg(timeline, prefix=f"{anchor}-svg"))
-        return FigureView(anchor, timeline.title, timeline.caption, drawing, None)
+        shared = only_meanings(timeline)
+        self.legend_used |= shared
+        drawing = Markup(lanes_svg(timeline, prefix=f"{anchor}-svg", legend=not shared))
+        return FigureView(anchor, timeline.title, timeline.caption, drawing, None, wide=True)
 
 
 def lead_blocks(section: Section) -> list[Block]:
@@ -218,12 +232,12 @@ def lead_blocks(section: Section) -> list[Block]:
 
 
 def _contents(blocks: Sequence[Block]) -> str:
-    """Contents of a collapsed section in words: 4 findings, 2 tables."""
+    """What a fold holds: Show 4 findings, 2 tables."""
     kinds = Counter(
         "finding" if isinstance(one, Finding) else "table" if isinstance(one, Table) else "figure"
         for one in blocks
     )
-    return ", ".join(counted(count, kind) for kind, count in kinds.items())
+    return f"Show {', '.join(counted(count, kind) for kind, count in kinds.items())}"
 
 
 def html_page(page: Page) -> str:
@@ -238,6 +252,7 @@ def html_page(page: Page) -> str:
         headline=headline,
         verdict=verdict_view(page.verdict) if page.verdict else None,
         sections=sections,
+        legend=LEGEND if builder.legend_used or (page.verdict and page.verdict.parts) else (),
         details=Markup(_json(builder.details)),
         flames=Markup(_json(builder.flames)),
     )
@@ -304,6 +319,13 @@ def prose(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
+def words(command: str) -> Markup:
+    """Escape a command; each of its words is an element, so that no line ends inside a flag."""
+    from markupsafe import Markup, escape
+
+    return Markup(" ").join(Markup("<span>{}</span>").format(escape(w)) for w in command.split(" "))
+
+
 @functools.cache
 def _templates() -> Environment:
     """The environment of all pages: it keeps the templates that it has compiled."""
@@ -316,5 +338,5 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["prose"] = prose
+    environment.filters |= {"prose": prose, "words": words}
     return environment

@@ -16,21 +16,38 @@ from stepscope.report.axes import linear_ticks
 from stepscope.report.blocks import Lane, LaneSpan, Timeline
 from stepscope.report.format import number, tick
 from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
-from stepscope.report.svg import CURVES, GRID, IDLE, INK, PAPER, SOFT, color_numbers, inline_svg
+from stepscope.report.svg import (
+    CURVES,
+    GRID,
+    IDLE,
+    INK,
+    LEGEND,
+    PAPER,
+    SOFT,
+    color_numbers,
+    inline_svg,
+)
 
 WIDTH = 600.0
 _LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
 _RIGHT = 8.0
+_LONGEST_LANE_NAME = 40
 _GAP_COLOURS = (CURVES[IDLE], SOFT, GRID)
 
 
-def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
+def only_meanings(timeline: Timeline) -> bool:
+    """True if the legend of a page has every color of the timeline."""
+    groups = {s.group for lane in timeline.lanes if lane.look == "grouped" for s in lane.spans}
+    return groups <= set(LEGEND) and all(lane.look != "gaps" for lane in timeline.lanes)
+
+
+def lanes_svg(timeline: Timeline, prefix: str = "timeline", *, legend: bool = True) -> str:
     """Draw the timeline; `prefix` must be unique among the drawings of the page."""
     lanes = [_drawable(lane) for lane in timeline.lanes]
     lanes = [lane for lane in lanes if lane.spans]
     colors = _colors(lanes)
-    left = width_of([short(lane.label) for lane in lanes]) + 10
-    legend_rows, keys = _legend(colors, left)
+    left = width_of([_lane_name(lane) for lane in lanes]) + 10
+    legend_rows, keys = _legend(colors, left) if legend else (0, [])
     top = legend_rows * LEGEND_ROW + (4 if legend_rows else 0)
     height = top + len(lanes) * (_LANE + _GAP) + _AXIS
     root = Element("svg", {"viewBox": f"0 0 {WIDTH:g} {height:g}"})
@@ -43,7 +60,7 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
         root.extend(_axis(timeline.x_label, first, last, left, scale, top, bottom))
         for index, lane in enumerate(lanes):
             y = top + index * (_LANE + _GAP)
-            root.append(_text(short(lane.label), left - 8, y + _LANE / 2, SOFT, "end"))
+            root.append(_text(_lane_name(lane), left - 8, y + _LANE / 2, SOFT, "end"))
             for span in lane.spans:
                 x = left + (span.start - first) * scale
                 wide = (span.end - span.start) * scale
@@ -60,6 +77,10 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
         title=clean(timeline.title),
         description=f"{clean(timeline.x_label)} of: {listed}",
     )
+
+
+def _lane_name(lane: Lane) -> str:
+    return clean(lane.label, _LONGEST_LANE_NAME)
 
 
 def _drawable(lane: Lane) -> Lane:

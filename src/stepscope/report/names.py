@@ -42,6 +42,21 @@ def short(text: str) -> str:
     return clean(text, _LONGEST_NAME)
 
 
+def distinct(labels: Sequence[str]) -> tuple[list[str], str]:
+    """The labels without the words that all of them end with, and these words, if a label is too
+    long with them."""
+    split = [clean(label).split() for label in labels]
+    common = 0
+    if len(labels) > 1 and max(map(len, labels)) > _LONGEST_NAME:
+        while all(len(words) > common + 1 for words in split) and (
+            len({words[-common - 1] for words in split}) == 1
+        ):
+            common += 1
+    if not common:
+        return [short(label) for label in labels], ""
+    return [short(" ".join(words[:-common])) for words in split], " ".join(split[0][-common:])
+
+
 def width_of(texts: Sequence[str]) -> float:
     return LETTER * max((len(text) for text in texts), default=0)
 
@@ -100,10 +115,12 @@ def room_right(labels: Sequence[str], ends: list[tuple[float, float]], room: flo
     return max(4.0, *needs)
 
 
-def draw_end_names(axes: Axes, figure: Figure, positions: list[tuple[float, float]]) -> None:
-    for curve, style, position in zip(figure.curves, styles(figure), positions, strict=True):
+def draw_end_names(
+    axes: Axes, figure: Figure, labels: Sequence[str], positions: list[tuple[float, float]]
+) -> None:
+    for label, style, position in zip(labels, styles(figure), positions, strict=True):
         axes.annotate(
-            short(curve.label),
+            label,
             position,
             xycoords="axes fraction",
             xytext=(7, 0),
@@ -119,7 +136,9 @@ def legend_columns(labels: Sequence[str], room: float) -> int:
     return max(1, min(len(labels), int(room // (width_of(labels) + _LEGEND_KEY))))
 
 
-def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
+def draw_legend(
+    axes: Axes, figure: Figure, labels: Sequence[str], columns: int, top: float
+) -> None:
     """Draw a legend whose upper right corner is `top` points above the axes."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -152,9 +171,9 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
         borderpad=0,
         labelcolor=INK,
     )
-    for text, curve in zip(legend.get_texts(), figure.curves, strict=True):
+    for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
-        text.set_text(short(curve.label))
+        text.set_text(label)
 
 
 def name_categories(axes: Axes, names: Sequence[float | str], room: float) -> tuple[float, float]:

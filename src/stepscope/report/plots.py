@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 446.0, 238.0
 """Size in points, the units of the drawing."""
 
+_LONGEST_SINGLE_NAME = 48
 _MAX_MARKERS = 32
 _MAX_BAR_NUMBERS = 12
 _RC: dict[Any, Any] = {
@@ -68,7 +69,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", color=SOFT, ha="center")
         return
-    labels = [names.short(curve.label) for curve in figure.curves]
+    labels, common = names.distinct([curve.label for curve in figure.curves])
     y_ticks = _scale_y(axes, figure, [_tops(curves, floors)] if floors else curves)
     left, right, bottom, top = names.width_of(y_ticks) + 8, 4.0, 28.0, 22.0
     if named:
@@ -90,9 +91,11 @@ def _draw(axes: Axes, figure: Figure) -> None:
         draw_areas(axes, curves, floors, styles)
     title = _axis_name(figure.y_label, log=log_y)
     if single and labels[0]:
-        title += f" · {labels[0]}"
+        title += f" · {clean(figure.curves[0].label, _LONGEST_SINGLE_NAME)}"
+    if common:
+        title += f" · {common}"
     if ends:
-        names.draw_end_names(axes, figure, ends)
+        names.draw_end_names(axes, figure, labels, ends)
         right = names.room_right(labels, ends, WIDTH - left)
     elif not single:
         beside = WIDTH - names.width_of([title]) - 30
@@ -100,7 +103,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
         if columns < len(labels):
             columns = names.legend_columns(labels, WIDTH - left)
             top += math.ceil(len(labels) / columns) * names.LEGEND_ROW
-        names.draw_legend(axes, figure, columns, top - 6)
+        names.draw_legend(axes, figure, labels, columns, top - 6)
     draw_spans(axes, figure.spans)
     _marks(axes, figure)
     _style_axes(axes, _axis_name(figure.x_label, log=log_x), title, left)

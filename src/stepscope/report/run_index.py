@@ -22,13 +22,22 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     subtitle: str
     answer: str = ""
+    subject: str = ""
+    """What the step is of."""
     step_ms: float | None = None
 
 
 def entry_of(run: str, title: str, subtitle: str, verdict: Verdict | None) -> RunEntry:
     step = verdict.step.value if verdict is not None and verdict.step is not None else None
     answer = " ".join(sentences(verdict)) if verdict is not None else ""
-    return RunEntry(run=run, title=title, subtitle=subtitle, answer=answer, step_ms=step)
+    return RunEntry(
+        run=run,
+        title=title,
+        subtitle=subtitle,
+        answer=answer,
+        subject=verdict.subject if verdict is not None else "",
+        step_ms=step,
+    )
 
 
 def write_entry(folder: Path, entry: RunEntry) -> None:
@@ -47,24 +56,34 @@ def read_entries(out: Path) -> list[RunEntry]:
 
 
 def _against(entry: RunEntry, latest: RunEntry) -> str:
-    """The step of the latest run against that of an earlier one; empty if one is unknown."""
+    """The step of the latest run of the same subject against that of an earlier one; empty if one
+    is unknown."""
     if not entry.step_ms or not latest.step_ms:
         return ""
     ratio = entry.step_ms / latest.step_ms
+    change = f"{number(ratio, 3)}× as fast" if ratio >= 1 else f"{number(1 / ratio, 3)}× as long"
     return (
-        f"The latest run, {latest.title}: {duration(latest.step_ms)} instead of"
-        f" {duration(entry.step_ms)}, {number(ratio, 3)}× as fast."
+        f"The latest run of it takes {duration(latest.step_ms)} instead of"
+        f" {duration(entry.step_ms)}: {change}."
     )
 
 
 def index_page(entries: list[RunEntry]) -> str:
-    rows: list[dict[str, Any]] = [
-        {
-            "entry": entry,
-            "page": f"{entry.run}/report.html",
-            "against": _against(entry, entries[0]) if index else "",
-            "compare": f"stepscope compare {entry.run} {entries[0].run}" if index else "",
-        }
-        for index, entry in enumerate(entries)
-    ]
+    """Runs with their answers, the newest first; an earlier run of the same title is compared with
+    the latest one, and steps only if both are of the same subject."""
+    latest: dict[str, RunEntry] = {}
+    for entry in entries:
+        latest.setdefault(entry.title, entry)
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        newer = latest[entry.title]
+        earlier, alike = newer is not entry, newer.subject == entry.subject
+        rows.append(
+            {
+                "entry": entry,
+                "page": f"{entry.run}/report.html",
+                "against": _against(entry, newer) if earlier and alike else "",
+                "compare": f"stepscope compare {entry.run} {newer.run}" if earlier else "",
+            }
+        )
     return standalone("index.html.j2", rows=rows)

@@ -40,6 +40,8 @@ _MEANINGS = {
     "waiting": IDLE,
     "unattributed": UNATTRIBUTED,
 }
+LEGEND = ("measured", "ideal", "lost", "communication", "idle")
+"""Meanings in the legend of a page; a drawing with no other groups has no legend of its own."""
 INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
 
 VARIABLES = {color: f"--curve-{number}" for number, color in enumerate(CURVES, start=1)} | {

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MAX_LINES = 20
-_BAR_UNITS = 1000.0
-"""The width of the bar in units of its own; the page scales it."""
+_LEAST_BAR_PX, _LETTER_PX = 600.0, 7.5
+"""Width of the bar on the narrowest page that shows labels in it, and of a letter of a label."""
 _MAX_CODE_LINES = 2
 _BARS = {
     "ideal": "█",
@@ -63,7 +63,13 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No step was timed."
         return
     share = verdict.limit_share
-    if verdict.limit is not None and share is not None:
+    if verdict.limit is not None and verdict.limit_is_wrong:
+        yield (
+            f"A step takes {duration(verdict.step.value)}, less than the hardware limit of"
+            f" {duration(verdict.limit.ms)}: the ceilings were measured on a busy machine; measure"
+            " them again with `stepscope run --new-ceilings`."
+        )
+    elif verdict.limit is not None and share is not None:
         yield (
             f"A step takes {duration(verdict.step.value)}. The hardware limit is"
             f" {duration(verdict.limit.ms)}, with {verdict.limit.dtype} matmuls: {percent(share)}"
@@ -344,7 +350,11 @@ class PartView(NamedTuple):
     look: str
     """Its meaning; parts of one meaning alternate between two shades."""
     x: str
+    """In percent of the bar, like the width."""
     width: str
+    middle: str
+    named: bool
+    """True if its label fits into it."""
 
 
 class ChangeView(NamedTuple):
@@ -387,10 +397,12 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView("peak memory", bytes_(verdict.memory_bytes))
     if step is None:
         return
-    yield StatView(verdict.timed, duration(step.value), f"95 %: {range_text(step, 4)}")
+    yield StatView(verdict.timed, duration(step.value), _interval_text(step))
     if verdict.limit is not None:
         share = verdict.limit_share
         note = f"{percent(share)} of the step" if share is not None else ""
+        if verdict.limit_is_wrong:
+            note = "above the step"
         yield StatView(f"hardware limit, {verdict.limit.dtype}", duration(verdict.limit.ms), note)
     if verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
@@ -400,16 +412,28 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
 
 
+def _interval_text(step: Estimate) -> str:
+    """The interval, or how narrow it is if its ends look the same."""
+    if duration(step.low, 4) == duration(step.high, 4):
+        return "95 %: ± 0.1 % or less"
+    return f"95 %: {range_text(step, 4)}"
+
+
 def _parts(verdict: Verdict) -> list[PartView]:
     parts = bar_parts(verdict)
     total = sum(part.amount for part in parts)
     views, at = [], 0.0
     seen: Counter[str] = Counter()
     for part in parts:
-        width = _BAR_UNITS * part.amount / total
+        width = 100 * part.amount / total
         text = share_text(part, verdict)
         look = f"{part.meaning} other" if seen[part.meaning] % 2 else part.meaning
         seen[part.meaning] += 1
-        views.append(PartView(part.label, text, look, f"{at:.2f}", f"{width:.2f}"))
+        named = _LETTER_PX * (len(part.label) + 2) <= _LEAST_BAR_PX * width / 100
+        views.append(
+            PartView(
+                part.label, text, look, f"{at:.3f}", f"{width:.3f}", f"{at + width / 2:.3f}", named
+            )
+        )
         at += width
     return views

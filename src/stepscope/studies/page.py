@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Finding, Page, Section, Table
+from stepscope.report.blocks import Block, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
 from stepscope.report.tables import col, table
 from stepscope.studies.registry import viewables
@@ -171,7 +172,7 @@ def _machine_section(records: Sequence[Record]) -> Section:
     machines: dict[str, Record] = {}
     for record in records:
         machines.setdefault(record.environment.device_name, record)
-    tables: list[Table] = []
+    tables: list[Block] = [*_lacks(records)]
     for index, record in enumerate(machines.values()):
         suffix = f"-{index + 1}" if index else ""
         tables.append(_environment_table(record.environment, f"environment{suffix}"))
@@ -182,6 +183,26 @@ def _machine_section(records: Sequence[Record]) -> Section:
         title="The machine",
         question="Which machine was measured, and what are its limits?",
         blocks=tuple(tables),
+    )
+
+
+def _lacks(records: Sequence[Record]) -> Iterator[Finding]:
+    """What the machine lacks, in one sentence."""
+    reasons = Counter(
+        re.split(r"[;:]", record.reason)[0] for record in records if record.status == "skipped"
+    )
+    if not reasons:
+        return
+    skipped = reasons.total()
+    listed = "; ".join(
+        f"{reason} ({count})" if len(reasons) > 1 else reason
+        for reason, count in reasons.most_common()
+    )
+    yield Finding(
+        code="machine.lacks",
+        text=f"{skipped} of {counted(len(records), 'case')} cannot run here: {listed}.",
+        values={"skipped": skipped, "of": len(records)},
+        timed=False,
     )
 
 

@@ -134,6 +134,9 @@
 
   const flames = JSON.parse(document.getElementById("flames").textContent);
   const [NAME, VALUE, CHILDREN] = [0, 1, 2];
+  // A label needs this many pixels; two letters and an ellipsis say nothing.
+  const LEAST_LABEL = 36;
+  const MEANINGS = ["idle", "communication"];
 
   function amount(value, unit) {
     if (unit === "ms") return value >= 1 ? `${value.toPrecision(4)} ms` : `${(value * 1e3).toPrecision(3)} µs`;
@@ -163,7 +166,9 @@
       button.style.top = `${1.5 * level}rem`;
       button.style.setProperty("--hue", hue(frame[NAME]));
       const share = (100 * frame[VALUE]) / total;
-      button.textContent = frame[NAME];
+      if (MEANINGS.includes(frame[NAME])) button.classList.add(frame[NAME]);
+      if (width * (box.clientWidth || 800) >= LEAST_LABEL) button.textContent = frame[NAME];
+      else button.setAttribute("aria-label", frame[NAME]);
       button.title = `${frame[NAME]}: ${amount(frame[VALUE], view.unit)}, ${share.toFixed(1)} %`;
       button.addEventListener("click", () => drawFlame(box, view, [...ancestors, frame].slice(1)));
       box.append(button);

@@ -42,7 +42,7 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AutocastFlags]]:
         if environment.device_kind == "cpu":
-            quick = AutocastFlags(context=16)
+            quick = AutocastFlags(context=8)
         else:
             quick = AutocastFlags(subject=("toy", "small"), context=256)
         large = AutocastFlags(subject=("toy", "small", "large"), context=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from stepscope.analysis.checks import PHASES_OFF, check_record
 from stepscope.analysis.group_checks import check_group
@@ -15,12 +16,14 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
+from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.rows import BenchmarkRow, DtypePair, is_steady, pairs_of
 from stepscope.studies.views.builders import failure_findings, finding, grouped, some
 from stepscope.studies.views.energy import energy_finding
+from stepscope.studies.views.verdict import limit_share, step_limit
 
 _AS_EXPECTED = 0.3
 """Largest distance from 2 at which a ratio needs no explanation."""
@@ -29,7 +32,7 @@ _GAIN = 1.1
 
 
 def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
-    yield from _distance_from_the_ceiling(rows)
+    yield from _distance_from_the_limit(rows)
     yield from _backward_over_forward(rows)
     yield from _cpu_bound(rows)
     yield from dtype_findings(rows)
@@ -41,45 +44,63 @@ def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     yield from _checks(rows)
 
 
-def _distance_from_the_ceiling(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
-    """The step that comes closest to the ceiling, and the one that is farthest from it."""
+class _Near(NamedTuple):
+    """A training step and its distance from the limit."""
+
+    share: float
+    row: BenchmarkRow
+    record: Record
+
+
+def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
+    """The step that comes closest to the hardware limit, and the one that is farthest from it. The
+    limit of a user's model is unknown: MFU takes its place if no step has a limit."""
+    steps = [(row, record) for row in rows if (record := row.step_record) is not None]
     known = [
-        (share, row, record)
-        for row in rows
-        if (record := row.step_record) is not None and (share := mfu(record))
+        _Near(share, row, record)
+        for row, record in steps
+        if (share := limit_share(record, row.workload))
     ]
+    limited = bool(known)
+    known = known or [_Near(share, row, record) for row, record in steps if (share := mfu(record))]
     if not known:
         return
-    best, row, record = max(known, key=lambda entry: entry[0])
-    worst, far, far_record = min(known, key=lambda entry: entry[0])
-    step, ceiling, flops = row.step, matrix_ceiling(record), achieved_flops(record) or 0
+    best, far = max(known, key=lambda one: one.share), min(known, key=lambda one: one.share)
+    row, record = best.row, best.record
+    step, flops, steady = row.step, achieved_flops(record) or 0, is_steady(record)
     assert step is not None
-    assert ceiling is not None
-    steady = is_steady(record)
+    ceiling, utilization = matrix_ceiling(record), mfu(record)
+    limit, basis = step_limit(record, row.workload), ""
+    if limit is not None:
+        own = f" (MFU in {row.workload.dtype}: {percent(utilization)})" if utilization else ""
+        basis = f"limit, {duration(limit.ms)} with {limit.dtype} matmuls{own}"
+    elif ceiling is not None:
+        basis = f"{rate(ceiling.value, 'FLOP/s')} that a matmul alone reaches here"
     farthest = ""
-    if far is not row:
-        doubt = "" if is_steady(far_record) else " (not steady)"
-        farthest = f"; the farthest is {far.name} with {percent(worst)}{doubt}"
+    if far.row is not row:
+        doubt = "" if is_steady(far.record) else " (not steady)"
+        farthest = f"; the farthest is {far.row.name} with {percent(far.share)}{doubt}"
     yield finding(
         "benchmark.distance-from-limit",
-        f"The training step closest to the ceiling is {row.name}:"
-        f" {duration(step.median)} (95 % interval {duration(step.low)} to {duration(step.high)},"
-        f" {'steady' if steady else 'not steady'}),"
+        f"The training step closest to the {'hardware limit' if limited else 'ceiling'} is"
+        f" {row.name}: {duration(step.median)} (95 % interval {duration(step.low)} to"
+        f" {duration(step.high)}, {'steady' if steady else 'not steady'}),"
         f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
-        [entry[2] for entry in known],
+        [one.record for one in known],
         {
             "nearest": row.name,
             "step_ms": step.median,
             "flops_per_s": flops,
-            "ceiling": ceiling.value,
-            "share": best,
+            "share": best.share,
             "steady": steady,
-            "farthest": far.name,
-            "farthest_share": worst,
-        },
-        conclusion=f"That is {percent(best)} of the {rate(ceiling.value, 'FLOP/s')} that a matmul"
-        f" alone reaches here{farthest}.",
-        tone="good" if best >= 0.4 and steady else "info",
+            "farthest": far.row.name,
+            "farthest_share": far.share,
+        }
+        | ({"ceiling": ceiling.value} if ceiling else {})
+        | ({"mfu": utilization} if utilization else {})
+        | ({"limit_ms": limit.ms, "limit_dtype": limit.dtype} if limit else {}),
+        conclusion=f"That is {percent(best.share)} of the {basis}{farthest}.",
+        tone="good" if best.share >= 0.4 and steady else "info",
     )
 
 

@@ -14,7 +14,7 @@ from stepscope.analysis.limits import HostShare, host_bound
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, stability, summarize
-from stepscope.report.blocks import Cell
+from stepscope.report.blocks import Cell, Spread
 from stepscope.report.tables import STATUS
 from stepscope.studies.base import Result
 from stepscope.studies.benchmark.cases import BenchmarkCase
@@ -87,6 +87,13 @@ class BenchmarkRow:
         """True if the samples of both parts are steady."""
         parts = (self.source("forward"), self.source("backward"))
         return all(part is not None and is_steady(*part) for part in parts)
+
+    def spread(self, part: str) -> Cell:
+        """Mean and standard deviation of a part, or the status of its mode."""
+        summary: Summary | None = getattr(self, part)
+        if summary is None:
+            return self.cell(part, "mean")
+        return Spread(value=summary.mean, plus_minus=summary.std)
 
     def cell(self, part: str, what: str) -> Cell:
         """A statistic of a part, or the status of the mode that should have measured it."""

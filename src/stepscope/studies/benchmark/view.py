@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from operator import methodcaller
 from typing import NamedTuple
 
+import msgspec
+
 from stepscope.analysis.limits import achieved_flops, mfu
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
@@ -36,10 +38,11 @@ from stepscope.studies.views.builders import (
     suffix,
 )
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
+from stepscope.studies.views.verdict import limit_share
 
 _HEADLINE_ROWS = 12
 """Rows above which the headline shows a single context."""
-_STEADY = "spread of the samples, and their number"
+_STEADY = "or else the spread of the samples"
 _TIMED = {
     "forward": ("forward", "alone, with its graph retained"),
     "backward": ("backward", "as a phase of forward-backward"),
@@ -51,6 +54,13 @@ _TIMED = {
 _VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "checkpoint", "batch")
 _PLAIN = {"compile": "no", "optimizer": "torch", "checkpoint": "no"}
 """Default values, which a label leaves out."""
+OF_LIMIT = col(
+    "of the limit",
+    lambda r: limit_share(r.record, msgspec.structs.replace(r.workload, mode=r.mode)),
+    "percent",
+    hint="the hardware limit as a share of the step: matmuls in the fastest dtype that a change"
+    " could apply, and each byte moved once",
+)
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}
 
 
@@ -87,7 +97,7 @@ class Timed(NamedTuple):
 
 
 def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
-    """The train steps: time, rate, distance from the ceiling."""
+    """The train steps: time, rate, distance from the hardware limit."""
     rows = [row for row in rows_of(results) if row.step_record]
     if not rows:
         return None
@@ -104,12 +114,8 @@ def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
             *columns,
             STEP_MS,
             TOKENS,
-            col(
-                "of the ceiling",
-                lambda r: mfu(r.record),
-                "percent",
-                hint="model FLOPs per second over the matmul rate measured on this machine (MFU)",
-            ),
+            OF_LIMIT,
+            MFU[0],
             col("steady?", _steadiness, hint=_STEADY),
         ],
         caption=f"{shared}.",
@@ -156,12 +162,11 @@ def _times_table(rows: Sequence[BenchmarkRow]) -> Table:
             ),
             *columns,
             *(
-                col(f"{title} {what}", methodcaller("cell", part, what), unit="ms", hint=hint)
+                col(title, methodcaller("spread", part), unit="ms", hint=hint)
                 for title, (part, hint) in _TIMED.items()
-                for what in ("mean", "std")
             ),
         ],
-        caption=f"Mean and standard deviation of the samples; {shared}.",
+        caption=f"Mean ± standard deviation of the samples; {shared}.",
     )
 
 
@@ -169,7 +174,7 @@ def _throughput_table(rows: Sequence[BenchmarkRow]) -> Table:
     columns, shared = step_columns(rows)
     return table(
         "benchmark-throughput",
-        "Rates, distance from the ceiling, memory",
+        "Rates, distance from the hardware limit, memory",
         [Timed(row.workload, *one) for row in rows for one in row.by_mode.items()],
         [
             *columns,
@@ -183,6 +188,7 @@ def _throughput_table(rows: Sequence[BenchmarkRow]) -> Table:
                 unit="FLOP/s",
                 hint="model FLOPs over the median",
             ),
+            OF_LIMIT,
             *MFU,
             HOST_SHARE,
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
@@ -200,9 +206,9 @@ def _steadiness(row: Timed) -> str:
     if is_steady(row.record):
         return "steady"
     if not stability(series.values):
-        return "no: the machine is busy"
+        return "busy machine"
     summary = summarize(series.values)
-    return f"no: ± {percent(summary.std / summary.mean)} over {summary.count}"
+    return f"± {percent(summary.std / summary.mean)}".replace(" ", "\u00a0")
 
 
 def _figures(rows: Sequence[BenchmarkRow]) -> Iterator[Figure]:

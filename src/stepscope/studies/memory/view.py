@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
 
 from stepscope.records.memory import (
     GRADIENTS,
@@ -17,6 +20,7 @@ from stepscope.records.memory import (
     WEIGHT_COPIES,
     WITHIN_OPERATORS,
     PhasePeak,
+    SavedTensor,
 )
 from stepscope.report.blocks import Block, Cell, Curve, Figure, LimitLine, Span, Table
 from stepscope.report.format import bytes_
@@ -35,11 +39,14 @@ from stepscope.studies.memory.rows import (
     highest_steps,
     leading,
 )
+from stepscope.studies.views.builders import grouped
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.prediction import lines_table
 from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
 _MIB, _GIB = 2**20, 2**30
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""The number of a module in a list."""
 _PHASES = ("forward", "loss", "backward", "optimizer")
 
 _FEW = 0.004
@@ -261,7 +268,8 @@ def _regimes_table(cases: Sequence[Accounted]) -> Table:
 def saved_table(
     case: Account, title: str = "Saved for backward by the first block and the ends"
 ) -> Table:
-    """Table of every saved tensor in the record."""
+    """Table of the saved tensors in the record; equal ones of repeated modules are one row."""
+    saved = _merged(case.saved)
     columns = [
         col("module", lambda tensor: tensor.module or "model"),
         col("operator", lambda tensor: tensor.operator),
@@ -271,20 +279,41 @@ def saved_table(
             "times",
             lambda tensor: tensor.times,
             "count",
-            hint="in a step; not all of them at once",
+            hint="equal tensors of a step; not all of them exist at once",
         ),
         col("bytes", lambda tensor: tensor.bytes, "bytes", hint="of each"),
+        col("together", lambda tensor: tensor.times * tensor.bytes, "bytes"),
         col("line of code", lambda tensor: tensor.code),
     ]
-    repeated = any(tensor.times > 1 for tensor in case.saved)
+    repeated = any(tensor.times > 1 for tensor in saved)
     return table(
         "memory-saved",
         f"{title}: {case.name}",
-        case.saved,
-        [declared for declared in columns if repeated or declared.column.title != "times"],
+        saved,
+        [
+            declared
+            for declared in columns
+            if repeated or declared.column.title not in ("times", "together")
+        ],
         caption="Recorded by autograd's hooks for saved tensors; each storage counts once, for the"
-        " operator that saved it first; parameters and autocast's copies of them are left out.",
+        " operator that saved it first; parameters and autocast's copies of them are left out."
+        " An asterisk stands for the numbers of repeated modules.",
     )
+
+
+def _merged(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """Tensors that differ only in the number of their module, merged; the largest sum first."""
+    alike = grouped(
+        saved,
+        lambda one: msgspec.structs.replace(one, module=_NUMBER.sub("*", one.module), times=1),
+    )
+    merged = [
+        msgspec.structs.replace(
+            every if len(members) > 1 else members[0], times=sum(one.times for one in members)
+        )
+        for every, members in alike.items()
+    ]
+    return sorted(merged, key=lambda one: -one.times * one.bytes)
 
 
 def stack_figure(case: Account) -> Figure:

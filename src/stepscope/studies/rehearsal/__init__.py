@@ -53,6 +53,7 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
                 size=("tiny",),
                 context=(16,),
                 batch=(1,),
+                vocab=1024,
                 steps=5,
                 check_ranks=(2,),
                 bucket_mb=(1.0,),

@@ -18,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from stepscope.studies.registry import viewables
 from stepscope.studies.runner.descendants import WORKER, new_tag, tagged
@@ -27,6 +28,7 @@ _MESSAGE = struct.Struct("qq")
 the request, and the new worker's process id or the exit code."""
 _NEW = 0
 _PATIENCE_S = 180.0
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _LOADED = (
     "torch._dynamo",
     "torch.profiler",
@@ -42,6 +44,11 @@ _LOADED = (
 def can_fork() -> bool:
     """True on Linux unless STEPSCOPE_FORK=no; elsewhere system libraries do not survive a fork."""
     return sys.platform == "linux" and os.environ.get("STEPSCOPE_FORK") != "no"
+
+
+def may_have_gpu(device: str) -> bool:
+    """False if a CPU was asked for, or if the machine has no driver of a GPU."""
+    return device != "cpu" and any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
 
 class Nursery:

@@ -26,7 +26,7 @@ from stepscope.studies.base import Measurement, PlannedCase
 from stepscope.studies.ranks.cases import torchrun_size
 from stepscope.studies.registry import find_measurable
 from stepscope.studies.runner.load import Wait
-from stepscope.studies.runner.nursery import Nursery, can_fork
+from stepscope.studies.runner.nursery import Nursery, can_fork, may_have_gpu
 from stepscope.studies.runner.process import WorkerProcess
 from stepscope.studies.runner.protocol import Failed, Measured, Progress
 
@@ -87,9 +87,10 @@ class Runner:
     def __init__(self, device: str, timeout_s: float) -> None:
         self._device = device
         self._timeout_s = timeout_s
-        self._worker = WorkerProcess(device)
         self._nursery: Nursery | None = None
         self._forks = can_fork()
+        # Where a GPU may exist, the first worker shows what a process sees that was not forked.
+        self._worker = WorkerProcess(device) if may_have_gpu(device) else self._new_worker()
         self._used = False
         self._lost = False
 
@@ -108,8 +109,7 @@ class Runner:
                 self._replace_worker()
             self._worker.dismiss_followers()
         self._worker.stop()
-        if self._nursery is not None:
-            self._nursery.close()
+        self._close_nursery()
 
     @property
     def environment(self) -> Environment:
@@ -281,11 +281,16 @@ class Runner:
 
     def _replace_worker(self) -> None:
         self._worker.stop()
-        self._worker = self._forked_worker() or WorkerProcess(self._device)
+        self._worker = self._new_worker(self.environment.device_name)
         self._used = False
         self._lost = False
 
-    def _forked_worker(self) -> WorkerProcess | None:
+    def _new_worker(self, device_name: str | None = None) -> WorkerProcess:
+        """A worker, on the device of this name if one is given: forked, so that torch is imported
+        once for all of them, or else a process of its own."""
+        return self._forked_worker(device_name) or WorkerProcess(self._device)
+
+    def _forked_worker(self, device_name: str | None) -> WorkerProcess | None:
         """A forked worker; None if forking fails: an imported library may prevent it."""
         if not self._forks:
             return None
@@ -296,11 +301,19 @@ class Runner:
         except (OSError, StepscopeError):
             self._forks = False
             return None
-        if worker.environment.device_name != self.environment.device_name:
+        except BaseException:
+            self._close_nursery()
+            raise
+        if device_name not in (None, worker.environment.device_name):
             worker.stop()
             self._forks = False
             return None
         return worker
+
+    def _close_nursery(self) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
 
     def _refuse_other_device(self, store: Store, run: Run) -> None:
         for record in store.records(run.id)[:1]:

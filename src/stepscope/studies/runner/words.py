@@ -10,6 +10,8 @@ _USUAL = ("", "no", "none", "reference", "default", "auto", "as is", "plain", 0,
 _WORDS = {
     "how": "{}",
     "rung": "{}",
+    "collective": "{}",
+    "lever": "{}",
     "model": "{}",
     "size": "{}",
     "attention": "{}",
@@ -19,13 +21,14 @@ _WORDS = {
     "head": "head dimension {}",
     "context": "context {}",
     "dtype": "{}",
+    "mib": "{} MiB",
     "ranks": "{} ranks",
     "mode": "{}",
     "warmup": "{} warm-up steps",
 }
 """Fields that identify a case, in the order of the words."""
 _OF_WARMUP = "warmup"
-_NAMES = ("model", "size", "attention")
+_NAMES = ("model", "size", "attention", "collective", "lever")
 """Fields one of which names what is measured; a case without them is shown by its key."""
 
 
@@ -35,10 +38,14 @@ def case_words(study: str, key: str, config: Mapping[str, Any]) -> str:
         return key.replace("_", ", ")
     skipped = () if study == _OF_WARMUP else (_OF_WARMUP,)
     return ", ".join(
-        text.format(config[name])
+        _singular(text.format(config[name]))
         for name, text in _WORDS.items()
         if name in config and name not in skipped and _mentioned(name, config[name])
     )
+
+
+def _singular(text: str) -> str:
+    return text.removesuffix("s") if text.startswith("1 ") else text
 
 
 def _mentioned(name: str, value: object) -> bool:

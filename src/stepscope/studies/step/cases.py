@@ -26,6 +26,8 @@ from stepscope.studies.training.workload import Workload, case_of
 
 Part = Literal["ladder", "loss", "waterfall", "race"]
 PARTS: tuple[Part, ...] = ("ladder", "loss", "waterfall", "race")
+_STEADY_S = 1.0
+"""Duration of a trial in a race, unless the blocks of its result are shorter."""
 
 
 class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +174,7 @@ class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"
     """Zero in old records, which have no blocks of consecutive steps."""
     block_seconds: float = 0.0
     heat_steps: int = 3
-    steady_seconds: float = 1.0
+    steady_seconds: float = _STEADY_S
     heat_seconds: float = 300.0
     form_seconds: float = 400.0
     forms: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -229,6 +231,7 @@ def race_cases(flags: StepFlags) -> Iterator[StepRaceCase]:
             rounds=flags.rounds,
             blocks=flags.blocks,
             block_seconds=flags.block_seconds,
+            steady_seconds=min(_STEADY_S, flags.block_seconds),
             heat_seconds=flags.heat_seconds,
             form_seconds=flags.form_seconds,
             min_seconds=flags.min_seconds,

@@ -38,6 +38,7 @@ _WARM_UP = 3
 _NEAR, _MAX_NEAR = 1.02, 3
 """Variants within this factor of the fastest trial of a side, at most this many, run off."""
 _RUN_OFF_BLOCKS, _RUN_OFF_S = 4, 1.0
+"""Blocks of a run-off, and their duration unless those of the result are shorter."""
 _UNBROKEN_S = 4.0
 """Duration of consecutive steps for the energy measurement of a side, after warm-up."""
 _MAX_COMPILATIONS = 64
@@ -69,7 +70,8 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
         reasons = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
         raise CaseSkipped(f"nothing to compare: {reasons}")
     # PyTorch goes last: a variant of it may still be built, and rebuilding costs minutes.
-    fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "baseline")}
+    order = sorted(sides, key=lambda side: side == "baseline")
+    fastest = {side: field.run_off(side, case.block_seconds) for side in order}
     entries = [field.entry(fastest[side]) for side in sides]
     blocks = _consecutive(
         entries, bench, "blocks of consecutive steps", case.blocks, case.block_seconds
@@ -201,13 +203,13 @@ class Field:
         max_ms = heats[order[0]].ms * _NEAR
         return [self._racers[name] for name in order[:_MAX_NEAR] if heats[name].ms <= max_ms]
 
-    def run_off(self, side: str) -> Racer:
+    def run_off(self, side: str, block_seconds: float = _RUN_OFF_S) -> Racer:
         """Return the fastest variant of a side; close variants are timed in alternating blocks."""
         first, *others = near = self.near(side)
         if not others:
             return first
         try:
-            fastest = self._alternate(near)
+            fastest = self._alternate(near, min(_RUN_OFF_S, block_seconds))
         except Exception as error:
             self.no_run_off[side] = first_cause(error)
             fastest = first
@@ -225,10 +227,10 @@ class Field:
             self._free(racer)
         return fastest
 
-    def _alternate(self, near: Sequence[Racer]) -> Racer:
+    def _alternate(self, near: Sequence[Racer], seconds: float) -> Racer:
         entries = [self.entry(racer) for racer in near]
         timing = _consecutive(
-            entries, self._bench, f"run-off of {near[0].side}", _RUN_OFF_BLOCKS, _RUN_OFF_S
+            entries, self._bench, f"run-off of {near[0].side}", _RUN_OFF_BLOCKS, seconds
         )
         times = {
             racer.name: statistics.median(series.values)

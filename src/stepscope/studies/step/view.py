@@ -75,10 +75,12 @@ def _ladder_blocks(ladder: Ladder, suffix: str) -> Iterator[Block]:
             y_label="step time, ms",
         )
     start = ladder.start
+    # A finding names the changes that this machine cannot run.
+    tried = [rung for rung in ladder.rungs if rung.record.status != "skipped"]
     yield table(
         f"step-ladder{suffix}",
         f"Each change alone and cumulative: {ladder.name}",
-        ladder.rungs,
+        tried,
         [
             col("change", lambda r: words(r.case.rung), key=True),
             col("how", lambda r: _HOW[r.case.how], key=True),

@@ -141,7 +141,8 @@ MFU = (
         "MFU, measured",
         lambda r: mfu(r.record),
         "percent",
-        hint="of the matmul rate measured on this machine in that dtype",
+        hint="model FLOPs per second over the matmul rate measured on this machine, in the dtype of"
+        " the step",
     ),
     col(
         "MFU, data sheet",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 from stepscope.analysis.ideal import ideal_ms, operations
 from stepscope.analysis.limits import fastest_dtype, median_ms, mfu
@@ -24,7 +25,7 @@ from stepscope.analysis.verdict import (
     parts_of,
 )
 from stepscope.analysis.waterfall import Cause, waterfall
-from stepscope.model.config import precision
+from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.training.workload import Workload
@@ -65,10 +66,19 @@ def step_verdict(record: Record, workload: Workload, summary: Summary | None) ->
     )
 
 
-def _limited(
-    record: Record, workload: Workload, summary: Summary | None, step_ms: float
-) -> tuple[Limit, tuple[BreakdownPart, ...]] | None:
-    """The limit in the fastest dtype that a change could apply, and the parts above it."""
+class _Bound(NamedTuple):
+    """Rates of the fastest dtype that a change could apply to the matmuls of a step."""
+
+    model: ModelConfig
+    precision: Precision
+    dtype: str
+    matmul: float
+    """FLOP/s."""
+    bandwidth: float
+
+
+def _bound(record: Record, workload: Workload) -> _Bound | None:
+    """None for a user's model, whose shape is unknown, or without ceilings."""
     model = workload.shape
     bandwidth = record.ceiling("memory.copy")
     rates = {
@@ -80,15 +90,43 @@ def _limited(
     if model is None or bandwidth is None or bandwidth.value <= 0 or rate <= 0:
         return None
     form = own if best == own.compute else precision(best)
-    step = waterfall_step(workload, model, form)
-    listed = operations(model, workload.batch, workload.context, form, workload.mode)
-    ideal = ideal_ms(listed, rate, bandwidth.value)
+    return _Bound(model, form, best, rate, bandwidth.value)
+
+
+def step_limit(record: Record, workload: Workload) -> Limit | None:
+    """The ideal time of a step, in the fastest dtype that a change could apply."""
+    bound = _bound(record, workload)
+    return None if bound is None else _limit(bound, workload)
+
+
+def limit_share(record: Record, workload: Workload) -> float | None:
+    """The ideal time of a step as a share of its measured time."""
+    limit, measured = step_limit(record, workload), median_ms(record, "step")
+    return limit.ms / measured if limit is not None and measured else None
+
+
+def _limit(bound: _Bound, workload: Workload) -> Limit:
+    listed = operations(
+        bound.model, workload.batch, workload.context, bound.precision, workload.mode
+    )
+    ideal = ideal_ms(listed, bound.matmul, bound.bandwidth)
     update = ideal["optimizer"]
-    limit = Limit(matmul_ms=sum(ideal.values()) - update, update_ms=update, dtype=best)
+    return Limit(matmul_ms=sum(ideal.values()) - update, update_ms=update, dtype=bound.dtype)
+
+
+def _limited(
+    record: Record, workload: Workload, summary: Summary | None, step_ms: float
+) -> tuple[Limit, tuple[BreakdownPart, ...]] | None:
+    """The limit, and the parts of the step above it."""
+    bound = _bound(record, workload)
+    if bound is None:
+        return None
+    limit = _limit(bound, workload)
     if summary is None:
         return limit, ()
+    step = waterfall_step(workload, bound.model, bound.precision)
     timed = median_ms(record, "replay") or step_ms
-    water = waterfall(summary, step, rate, bandwidth.value, timed)
+    water = waterfall(summary, step, bound.matmul, bound.bandwidth, timed)
     spent: defaultdict[str, float] = defaultdict(float)
     spent[IDEAL] = water.ideal_ms - water.faster_ms
     for cause, ms in water.parts.items():
