@@ -18,7 +18,9 @@ itself request the fixture `cold_start`; STEPSCOPE_COLD_START=1 starts all proce
 
 from __future__ import annotations
 
+import _posixsubprocess
 import atexit
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -41,8 +43,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
-
-import _posixsubprocess
 
 COLD = "STEPSCOPE_COLD_START"
 _PADDING = "STEPSCOPE_FORK_SERVER_PADDING"
@@ -356,6 +356,8 @@ def _die_with_parent() -> None:
 def _imitate_start(request: Request, files: Sequence[int]) -> None:
     """Give this process what it would have if it had been started by `exec`."""
     moved = [_above(file) for file in files]
+    # Importing torch leaves files of /sys open.
+    os.closerange(3, _FIRST_OWN_FILE)
     for file, number in zip(moved, request.files, strict=True):
         os.dup2(file, number, inheritable=True)
         os.close(file)
@@ -381,7 +383,12 @@ def _imitate_start(request: Request, files: Sequence[int]) -> None:
 def _open_standard_stream(number: int, name: str, *, buffered: bool) -> None:
     """Replace a stream of `sys`: the server's is not of the same kind of file."""
     before = getattr(sys, name)
-    file = open(number, "wb" if number else "rb", buffering=-1 if buffered or not number else 0, closefd=False)
+    raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
+    file: Any = raw
+    if number == 0:
+        file = io.BufferedReader(raw)
+    elif buffered:
+        file = io.BufferedWriter(raw)
     stream = io.TextIOWrapper(
         file,
         before.encoding,
@@ -408,7 +415,7 @@ def _run(words: Sequence[str]) -> None:
     """Run the program as `__main__`; its exceptions end the process as they would otherwise."""
     name, *rest = words[2:] if words[1] == "-u" else words[1:]
     main = ModuleType("__main__")
-    main.__dict__.update(__builtins__=__builtins__, __spec__=None)
+    main.__dict__.update(__builtins__=builtins, __spec__=None)
     sys.modules["__main__"] = main
     try:
         if name == "-m":
@@ -422,10 +429,11 @@ def _run(words: Sequence[str]) -> None:
             exec(compile(rest[0], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             sys.argv = [name, *rest]
-            sys.path.insert(0, str(Path(name).resolve().parent))
-            main.__dict__.update(__file__=name, __cached__=None)
-            main.__loader__ = importlib.machinery.SourceFileLoader("__main__", name)
-            exec(compile(Path(name).read_bytes(), name, "exec", dont_inherit=True), main.__dict__)
+            path = os.path.abspath(name)
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            main.__dict__.update(__file__=path, __cached__=None)
+            main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit:
         raise
     except BaseException as error:
@@ -437,9 +445,7 @@ def _run(words: Sequence[str]) -> None:
         raise
 
 
-def _ignore(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _ignore(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print nothing: the traceback has been printed."""
 
 
@@ -509,7 +515,7 @@ class _Restorer(importlib.abc.Loader):
         self._module = module
         self._spec = module.__spec__
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
