@@ -59,11 +59,24 @@ def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Imports and collection create almost no garbage, but trigger many garbage collections.
 gc.disable()
+_frozen_modules = 0
 
 
 def pytest_collection_finish() -> None:
+    _freeze()
+    gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Freeze again what tests import: torch.compile's modules make a collection as slow again."""
+    if len(sys.modules) > _frozen_modules + 100:
+        _freeze()
+
+
+def _freeze() -> None:
     """Exempt the imported modules and collected tests from garbage collection: a pass over them
     takes 0.3 s, and everything that is timed collects garbage first."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
-    gc.enable()
+    _frozen_modules = len(sys.modules)
