@@ -138,7 +138,7 @@ def own_config(size: str, tiny: bool) -> Any:
     from stepscope.model import find_size, with_overrides
 
     if tiny:
-        return with_overrides(find_size("tiny"), context=16, vocab=64)
+        return with_overrides(find_size("tiny"), d_model=32, d_ff=96, context=16, vocab=64)
     return with_overrides(find_size(size), context=512)
 
 

@@ -9,10 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import fast_interpreter
+import fork_server
 
 collect_ignore = ["integrations"]
 """These tests need other libraries: `make test-integrations` installs them and runs the folder."""
@@ -39,18 +41,42 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
 )
 
+if not torch.cuda.is_available():
+    # In the process that starts the workers of pytest-xdist too: these are forks as well.
+    fork_server.install()
+
 # A shell starts background jobs with SIGINT ignored, and every child process inherits that: tests
 # of an interrupt would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+@pytest.fixture
+def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the processes of a test as usual, not as forks of one that has imported torch."""
+    monkeypatch.setenv(fork_server.COLD, "1")
+
+
 # Imports and collection create almost no garbage, but trigger many garbage collections.
 gc.disable()
+_frozen_modules = 0
 
 
 def pytest_collection_finish() -> None:
+    _freeze()
+    gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Freeze again what tests import: torch.compile's modules make a collection as slow again."""
+    if len(sys.modules) > _frozen_modules + 100:
+        _freeze()
+
+
+def _freeze() -> None:
     """Exempt the imported modules and collected tests from garbage collection: a pass over them
     takes 0.3 s, and everything that is timed collects garbage first."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
-    gc.enable()
+    _frozen_modules = len(sys.modules)
