@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from stepscope.acceleration.accelerate import SDPA, accelerate, replaceable
+from stepscope.acceleration.accelerate import accelerate, replaceable
 from stepscope.acceleration.report import Report
-from stepscope.analysis.advice.pieces import ACCELERATE, ATTENTION, GROUPS, OPTIMIZER, group_of
+from stepscope.analysis.advice.pieces import (
+    ACCELERATE,
+    GROUPS,
+    OPTIMIZER,
+    excluded_pieces,
+    group_of,
+)
 
 
 def accelerated_groups(settings: dict[str, str]) -> list[str]:
@@ -26,13 +32,9 @@ class Acceleration:
         self._fused: list[Any] = []
 
     def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
-        pieces = replaceable(model)
-        others = [piece for piece in pieces if group_of(piece) not in self._groups]
-        if set(GROUPS) <= {*self._groups, OPTIMIZER}:
-            # The whole: pieces that belong to no setting too.
-            others = []
+        exclude = excluded_pieces(replaceable(model), self._groups)
         optimizer = self._optimizer_of(model, optimizers) if OPTIMIZER in self._groups else None
-        self._reports.append(accelerate(model, optimizer, exclude=_names(others)))
+        self._reports.append(accelerate(model, optimizer, exclude=exclude))
 
     def _optimizer_of(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> Any:
         """Return the first optimizer of the model's parameters that is not fused yet."""
@@ -58,8 +60,3 @@ class Acceleration:
         return (
             "; ".join(dict.fromkeys(left)) or "stepscope.accelerate replaces no part of the model"
         )
-
-
-def _names(pieces: Sequence[str]) -> list[str]:
-    """Return the pieces as `exclude` takes them: SDPA is part of the attention."""
-    return [ATTENTION if piece == SDPA else piece for piece in pieces]

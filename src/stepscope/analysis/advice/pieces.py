@@ -8,7 +8,7 @@ and the fused loss memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -41,7 +41,7 @@ _WORDS = {
     ATTENTION: ("attention", "sdpa"),
     LOSS: ("loss",),
     EMBEDDING: ("embedding",),
-    LINEAR: ("linear",),
+    OPTIMIZER: ("optimizer",),
 }
 """Words in the names of pieces."""
 _WEIGHTS = {LINEAR: 1, MLP: 3, ATTENTION: 4}
@@ -67,10 +67,10 @@ _FIXED_SHAPES = "one graph for each shape; the Python code of the step does not 
 
 
 def group_of(piece: str) -> str:
-    """Return the setting that a piece of `accelerate` belongs to; empty for an unknown piece, which
-    is applied with the whole only."""
+    """Return the setting that a piece of `accelerate` belongs to: linear layers and all others
+    belong to `linear`."""
     name = piece.lower()
-    return next((g for g, words in _WORDS.items() if any(w in name for w in words)), "")
+    return next((g for g, words in _WORDS.items() if any(w in name for w in words)), LINEAR)
 
 
 def _found(facts: Facts, group: str) -> list[PieceWork]:
@@ -205,12 +205,19 @@ def _not_applicable(facts: Facts, groups: Sequence[str]) -> str | None:
     return None
 
 
-def _excluding(facts: Facts, groups: Sequence[str]) -> str:
+def excluded_pieces(pieces: Iterable[str], groups: Collection[str]) -> list[str]:
+    """Return what `exclude` of `accelerate` has, so that of these pieces only the groups are
+    replaced. A linear layer of an excluded piece would be one of its own."""
+    names = [ATTENTION if piece == SDPA else piece for piece in pieces]
+    left = [name for name in dict.fromkeys(names) if group_of(name) not in groups]
+    if left and LINEAR not in groups:
+        left = [*(name for name in left if name != LINEAR), LINEAR]
+    return left
+
+
+def _call(facts: Facts, groups: Collection[str]) -> str:
     """Return the call of `accelerate` that applies only these pieces."""
-    others = (p.piece for p in facts.pieces or () if group_of(p.piece) not in groups)
-    left = [name for name in dict.fromkeys(others) if name != SDPA]
-    if any(group_of(p.piece) == ATTENTION for p in facts.pieces or ()) and ATTENTION not in groups:
-        left = [*(name for name in left if name != ATTENTION), ATTENTION]
+    left = excluded_pieces((piece.piece for piece in facts.pieces or ()), groups)
     optimizer = ", optimizer" if OPTIMIZER in groups else ""
     quoted = ", ".join(f'"{name}"' for name in left)
     exclude = f", exclude=[{quoted}]" if left else ""
@@ -234,7 +241,7 @@ def _one(
         gain_bytes=_bytes(facts, after),
         why=why(facts, after),
         risk=_NUMERICS,
-        lines=(_excluding(facts, [group]),),
+        lines=(_call(facts, [group]),),
         setting={group: ACCELERATE},
         excludes=("compile",) if group in _IN_BLOCKS else (),
     )
@@ -319,7 +326,7 @@ def _fused_loss(facts: Facts) -> Prediction | str:
         why=f"from logits to loss, forward and backward, takes {facts.loss_ms:.3g} ms, and"
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are saved for backward",
         risk=_OTHER_ORDER,
-        lines=(_excluding(facts, [LOSS]),),
+        lines=(_call(facts, [LOSS]),),
         setting={LOSS: ACCELERATE},
     )
     if not _found(facts, LOSS):
@@ -376,12 +383,8 @@ def _whole(facts: Facts) -> tuple[list[str], Facts] | str:
     if not facts.on_gpu and len(groups) < 2:
         return f"{_ON_CPU}: see fused attention and the fused loss"
     if groups and facts.on_gpu:
-        # Pieces that are not predicted, but do not cost time either: casts without autocast.
-        groups += [
-            group
-            for group in GROUPS
-            if group not in groups and _found(facts, group) and group in (LINEAR, EMBEDDING)
-        ]
+        # Not predicted, but they cost no time either, and may gain with another dtype.
+        groups += [group for group in (LINEAR, EMBEDDING) if group not in groups]
     return (groups, after) if groups else "stepscope.accelerate replaces no part that would gain"
 
 
@@ -414,7 +417,7 @@ def _accelerate(facts: Facts) -> Prediction | str:
         if facts.on_gpu
         else f"{_parts(groups)} would be replaced; {_ON_CPU} otherwise",
         risk=_NUMERICS,
-        lines=("import stepscope", _excluding(facts, groups)),
+        lines=("import stepscope", _call(facts, groups)),
         setting=dict.fromkeys(groups, ACCELERATE),
         excludes=("compile",) if set(groups) & {*_IN_BLOCKS} else (),
     )
@@ -492,7 +495,7 @@ def _accelerated_step(facts: Facts) -> Prediction | str:
         why=f"fused kernels replace {_parts(groups)}; the device would wait {late:.3g} ms for"
         " their launches, and a graph is one launch",
         risk=f"{_NUMERICS}; {_FIXED_SHAPES}",
-        lines=("import stepscope", _excluding(facts, groups), *_step_lines(facts)),
+        lines=("import stepscope", _call(facts, groups), *_step_lines(facts)),
         setting=dict.fromkeys(groups, ACCELERATE) | setting if setting else {},
         by_author=by_author,
         excludes=("compile",) if set(groups) & {*_IN_BLOCKS} else (),
