@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from stepscope.advisor.advise.attention_facts import words_of
@@ -10,6 +11,7 @@ from stepscope.analysis.advice.pieces import ATTENTION, EMBEDDING, MLP, NORM, gr
 from stepscope.analysis.kernels.names import MEMORY_BOUND
 from stepscope.analysis.trace.summary import Summary, Use
 
+_DIGITS = re.compile(r"\d+")
 _FUSED_OVER_LONGEST = 1.1
 """Time of a fused kernel over that of the longest kernel that it replaces: both read and write
 most of what all of them do."""
@@ -47,11 +49,11 @@ def _shares(
 ) -> tuple[PieceShare, ...]:
     if not summary.on_device or group not in _KINDS:
         return ()
-    modules = {words_of(name) for name in names if name}
+    modules = {_words(name) for name in names if name}
     uses = [
         use
         for use in summary.uses
-        if use.kind in _KINDS[group] and _belongs(words_of(use.module), modules, group)
+        if use.kind in _KINDS[group] and _belongs(_words(use.module), modules, group)
     ]
     phases = ("backward",) if group == EMBEDDING else ("forward", "backward")
     shares = (_share(phase, [use for use in uses if use.phase == phase]) for phase in phases)
@@ -59,6 +61,11 @@ def _shares(
     if group == ATTENTION:
         found = [_without(share, attention) for share in found]
     return tuple(found)
+
+
+def _words(module: str) -> str:
+    """Return a name without numbers: a trace writes a star for every one, as in `norm*`."""
+    return words_of(_DIGITS.sub("*", module))
 
 
 def _belongs(module: str, modules: set[str], group: str) -> bool:

@@ -145,6 +145,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes saved for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    accelerated: bool = False
+    """Layers are replaced by those of `stepscope.accelerate`, which are not compiled."""
     captured: bool = False
     """The step is replayed as a CUDA graph."""
     optimizer: str = "adam"

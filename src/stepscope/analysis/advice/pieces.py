@@ -93,8 +93,12 @@ def _with_fused(facts: Facts, pieces: Sequence[PieceWork]) -> Facts:
                 work = work.with_more("elementwise", min(share.ms, share.fused_ms))
         return work
 
-    after = replace(facts, phases=tuple(map(fused, facts.phases)))
-    return replace(after, pieces=tuple(one for one in facts.pieces or () if one not in pieces))
+    return replace(
+        facts,
+        phases=tuple(map(fused, facts.phases)),
+        pieces=tuple(one for one in facts.pieces or () if one not in pieces),
+        accelerated=facts.accelerated or any(group_of(p.piece) in _IN_BLOCKS for p in pieces),
+    )
 
 
 def _with_layers(facts: Facts, group: str) -> Facts | str:
@@ -131,7 +135,11 @@ def _with_attention(facts: Facts, group: str) -> Facts | str:
 
 def _weights(pieces: Sequence[PieceWork]) -> int:
     """Number of weights of linear layers in these pieces."""
-    return sum(piece.modules * _WEIGHTS.get(group_of(piece.piece), 0) for piece in pieces)
+    return sum(
+        piece.modules * _WEIGHTS.get(group_of(piece.piece), 0)
+        for piece in pieces
+        if piece.piece != SDPA
+    )
 
 
 def _without_casts(facts: Facts, pieces: Sequence[PieceWork]) -> Facts:

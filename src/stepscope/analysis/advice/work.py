@@ -43,6 +43,7 @@ _FUSED_LAUNCHES = 0.05
 _BLOCKS_OVER_MODEL = 0.9
 _GRAPH_OF_COMPILED = 0.9
 """A graph must at least reduce the compiled step to this share to be worth its restrictions."""
+_ACCELERATED = "torch.compile would trace the original layers, which stepscope.accelerate replaces"
 _NO_COMPILER = "this machine has no compiler for torch.compile"
 _FOREACH = 0.4
 """Share of a tensor-by-tensor update that remains with the foreach implementation."""
@@ -226,6 +227,8 @@ def _compile(facts: Facts) -> Prediction | str:
 def _not_compilable(facts: Facts) -> str:
     if facts.compiled:
         return "the model is compiled already"
+    if facts.accelerated:
+        return _ACCELERATED
     return _NO_COMPILER if "compiler" in facts.lacks else ""
 
 
@@ -266,6 +269,8 @@ def _graph(facts: Facts) -> Prediction | str:
         return "the step runs on a CPU"
     if facts.captured:
         return "the step is a CUDA graph already"
+    if facts.accelerated:
+        return _ACCELERATED
     if "compiler" in facts.lacks:
         return _NO_COMPILER
     if facts.micro_batches > 1:
