@@ -226,11 +226,14 @@ def test_a_change_replaces_others_that_it_conflicts_with(
 def test_part_of_a_kept_change_is_not_tried_alone(tmp_path: Path) -> None:
     whole = advice("cuda-graph", 50.0, attention="fused", optimizer="adamw-fused")
     part = advice("too", 20.0, attention="fused")
-    assert verify(tmp_path, whole, part) == ["cuda-graph"]
-    only = verify(tmp_path, whole, part, only=("cuda-graph", "too"))
+    folders = [tmp_path / name for name in ("whole", "only", "slow")]
+    for folder in folders:
+        folder.mkdir()
+    assert verify(folders[0], whole, part) == ["cuda-graph"]
+    only = verify(folders[1], whole, part, only=("cuda-graph", "too"))
     assert only[:2] == ["cuda-graph", "too"]
     slow = msgspec.structs.replace(whole, code="slows")
-    assert verify(tmp_path, slow, part)[:2] == ["slows", "too"]
+    assert verify(folders[2], slow, part)[:2] == ["slows", "too"]
 
 
 def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:
