@@ -35,6 +35,10 @@ class FakeGraphs:
         def cut(work: Callable[[], None]) -> None:
             self.log.append("cut")
             work()
+            # What it has created is not changed by the rest of the capture either.
+            known = {id(tensor) for tensor, _ in saved}
+            new = (tensor for tensor in self.tensors() if id(tensor) not in known)
+            saved.extend((tensor, tensor.detach().clone()) for tensor in new)
 
         entry = [parameter.grad for parameter in self.model.parameters()]
         result = run(cut)

@@ -33,6 +33,7 @@ def options(description: str | None, *switches: str) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--batch-factor", type=int, default=1, help="multiplies the batch size")
     parser.add_argument("--workers", type=int, default=0, help="workers of a DataLoader")
+    parser.add_argument("--length", type=int, help="tokens of a sequence, in a language model")
     for switch in switches:
         parser.add_argument(switch, action="store_true", help=SWITCHES[switch])
     given = parser.parse_args()

@@ -14,6 +14,7 @@ def main() -> None:
     given = options(__doc__, "--bf16", "--tf32", "--sdpa", "--fused", "--compile")
     large = given.scale == "gpu"
     width, layers, heads, length, batch = (1024, 12, 16, 1024, 8) if large else (128, 4, 4, 128, 4)
+    length = given.length or length
     config = LlamaConfig(
         vocab_size=32_000 if large else 1000,
         hidden_size=width,

@@ -50,6 +50,10 @@ def torch_as_it_was() -> Iterator[None]:
 
     patched = [
         (torch.autograd, "backward"),
+        (torch.nn.utils, "clip_grad_norm_"),
+        (torch.nn.utils, "clip_grad_value_"),
+        (torch.nn.utils.clip_grad, "clip_grad_norm_"),
+        (torch.nn.utils.clip_grad, "clip_grad_value_"),
         (torch.amp.GradScaler, "scale"),
         (torch.autocast, "__init__"),
         (torch.optim.Optimizer, "__init__"),

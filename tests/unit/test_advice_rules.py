@@ -100,7 +100,7 @@ def test_less_device_work_gains_nothing_in_a_host_bound_step() -> None:
         launch_ms=0.1,
     )
     assert wall_ms(step) == 100.0
-    assert gains(step) == {"cuda-graph": 60.0}
+    assert gains(step) == {"cuda-graph": 60.0, "train-step": 60.0}
     # If the host needs 30 ms of 40, the rest can be gained; autocast launches more kernels.
     faster = gains(msgspec.structs.replace(step, launch_ms=0.03))
     assert faster["tf32"] == 10.0
@@ -206,10 +206,10 @@ def test_launches_and_memory_bound_kernels_call_for_a_compiler() -> None:
         launches=(500.0, 500.0, 0.0),
     )
     # The host needs 100 ms, of which 40 % remain; the device then works for 12 ms.
-    assert gains(step) == {"compile": 60.0, "cuda-graph": 88.0}
-    assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {}
+    assert gains(step) == {"compile": 60.0, "cuda-graph": 88.0, "train-step": 60.0}
+    assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {"train-step": 60.0}
     accumulating = msgspec.structs.replace(step, micro_batches=2)
-    assert gains(accumulating) == {"compile": 60.0}
+    assert gains(accumulating) == {"compile": 60.0, "train-step": 60.0}
     # In a device-bound step a graph adds nothing to the compiler's gain.
     device = msgspec.structs.replace(step, launch_ms=0.001)
     assert gains(device) == {"compile": pytest.approx(28.0)}

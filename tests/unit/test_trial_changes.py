@@ -196,7 +196,7 @@ def test_model_is_changed_once_it_is_known() -> None:
         model(x)
     assert formats[-1] == torch.float32
     changes.end_step(COMPILED_AFTER)
-    assert changes.without_effect() == ["optimizer", "attention"]
+    assert list(changes.without_effect()) == ["optimizer", "attention"]
 
 
 @pytest.mark.usefixtures("torch_as_it_was")

@@ -198,9 +198,42 @@ def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> N
         return (graph, COMPILE)
 
     result = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, later=later)
-    assert requests == [["bfloat16", "fused-optimizer"]]
+    assert requests[0] == ["bfloat16", "fused-optimizer"]
     # `compile` was slower alone and is not tried again.
     assert result[3:] == ["bfloat16+fused-optimizer", "bfloat16+fused-optimizer+cuda-graph"]
+
+
+def test_a_change_replaces_others_that_it_conflicts_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it was slower, so it is tried where it is predicted to gain about as much as the one
+    that it would replace: `compile` is faster here, and `attention` is not predicted to be."""
+    monkeypatch.setitem(CHANGED_MS, "compile", 45.0)
+    monkeypatch.setitem(CHANGED_MS, "accelerate", 60.0)
+    faster = advice("accelerate", 19.0, checkpoint="blocks", optimizer="adamw-fused")
+    faster = msgspec.structs.replace(faster, excludes=("compile",))
+    slower = msgspec.structs.replace(advice("slows", 5.0, attention="fused"), excludes=("compile",))
+    monkeypatch.setitem(TOGETHER_MS, "bfloat16+accelerate", 10.0)
+
+    def later(codes: Sequence[str]) -> tuple[Advice, ...]:
+        return () if "compile" in codes else (faster, COMPILE, slower)
+
+    result = verify(tmp_path, BFLOAT16, COMPILE, faster, later=later)
+    alone = ["bfloat16", "compile", "accelerate"]
+    assert result == [*alone, "bfloat16+compile", "bfloat16+accelerate"]
+
+
+def test_part_of_a_kept_change_is_not_tried_alone(tmp_path: Path) -> None:
+    whole = advice("cuda-graph", 50.0, attention="fused", optimizer="adamw-fused")
+    part = advice("too", 20.0, attention="fused")
+    folders = [tmp_path / name for name in ("whole", "only", "slow")]
+    for folder in folders:
+        folder.mkdir()
+    assert verify(folders[0], whole, part) == ["cuda-graph"]
+    only = verify(folders[1], whole, part, only=("cuda-graph", "too"))
+    assert only[:2] == ["cuda-graph", "too"]
+    slow = msgspec.structs.replace(whole, code="slows")
+    assert verify(folders[2], slow, part)[:2] == ["slows", "too"]
 
 
 def test_change_without_additional_gain_is_dropped(tmp_path: Path) -> None:

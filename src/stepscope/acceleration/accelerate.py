@@ -27,6 +27,8 @@ from stepscope.acceleration.report import Report, excluded
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
+SDPA = "SDPA"
+"""Name in `replaceable` of a model whose attention is switched to SDPA."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_COMPARED = (head_loss.PIECE, causal_masks.PIECE)
 """Pieces that change nothing alone: the logits are compared with the loss, masks with attention."""
@@ -52,7 +54,8 @@ def accelerate(
     original, outputs and gradients, in its first call with gradients, or immediately on `sample`
     (what the model is called with: a mapping of keyword arguments, a tuple, or a tensor). One that
     differs is taken back and listed in `report.left`. `exclude` has names, patterns of names
-    (`"*.mlp"`) or classes of modules that stay as they are.
+    (`"*.mlp"`) or classes of modules that stay as they are, or pieces as `report` names them
+    (`"RMSNorm"`).
 
     With an `optimizer`, its update becomes one fused kernel; the object, its groups and its state
     keep their identity. `dtype` runs the model under autocast; without it the caller's autocast
@@ -72,19 +75,17 @@ def accelerate(
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
     _invalidate_after_backward(inner, copies, report)
-    _use_sdpa(inner, report)
     patterns = tuple(exclude)
+    if not excluded(attention.PIECE, "", type(inner), patterns):
+        _use_sdpa(inner, report)
     if switch is not None:
         # A model of `stepscope.model` has its own fused layers.
         switch(True)
         report.notes.append("fused layers       all")
         report.on_undo(lambda: switch(False))
-    for replacement in _find(inner, copies, report) if switch is None else ():
-        if excluded(replacement.name, type(replacement.module), patterns):
-            report.left.append(Left(replacement.piece, replacement.name, "excluded"))
-        else:
-            checked = replacement.piece in _NOT_COMPARED
-            report.add(Patch(replacement, checked, report.reject))
+    for replacement in _find(inner, copies, report, patterns) if switch is None else ():
+        checked = replacement.piece in _NOT_COMPARED
+        report.add(Patch(replacement, checked, report.reject))
     _set_dtype(inner, dtype, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -119,14 +120,35 @@ def check_on(model: nn.Module, sample: Any) -> None:
             buffer.copy_(value)
 
 
-def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Replacement]:
+def replaceable(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the modules that `accelerate` would replace, by piece, without changing
+    the model. `SDPA` has the model itself if its attention would become SDPA."""
+    inner = _unwrapped(model)
+    if inner in _ACCELERATED or hasattr(inner, "set_fused"):
+        return {}
+    names: dict[str, list[str]] = {SDPA: [""]} if attention.uses_eager_attention(inner) else {}
+    for replacement in _find(inner, WeightCopies(), Report(""), ()):
+        names.setdefault(replacement.piece, []).append(replacement.name)
+    return names
+
+
+def _find(
+    model: nn.Module,
+    copies: WeightCopies,
+    report: Report,
+    patterns: Iterable[str | type[nn.Module]],
+) -> Iterator[Replacement]:
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
 
     def take(found: Found) -> Iterator[Replacement]:
         replacements, left = found
         report.left += left
-        yield from replacements
+        for one in replacements:
+            if excluded(one.piece, one.name, type(one.module), patterns):
+                report.left.append(Left(one.piece, one.name, "excluded"))
+            else:
+                yield one
 
     for replacement in take(head_loss.find(model, copies)):
         claimed.add(replacement.module)

@@ -76,18 +76,26 @@ class Report:
     __repr__ = __str__
 
 
+def name_pattern(name: str) -> str:
+    """Return the name of a module with `*` for the index of a block."""
+    return _INDEX.sub(".*", name)
+
+
 def _patterns(names: Sequence[str]) -> str:
     """Return the names with `*` for the index of a block, the first few of them."""
-    patterns = list(dict.fromkeys(_INDEX.sub(".*", name) or "(model)" for name in names))
+    patterns = list(dict.fromkeys(name_pattern(name) or "(model)" for name in names))
     more = f" and {len(patterns) - _MAX_NAMES} more" if len(patterns) > _MAX_NAMES else ""
     return ", ".join(patterns[:_MAX_NAMES]) + more
 
 
-def excluded(name: str, kind: type, patterns: Iterable[str | type]) -> bool:
-    """Return whether a module is excluded: by its name, a pattern of it, or its class."""
+def excluded(piece: str, name: str, kind: type, patterns: Iterable[str | type]) -> bool:
+    """Return whether a module is excluded: by its piece, its name, a pattern of its name, or its
+    class."""
     from fnmatch import fnmatchcase
 
     return any(
-        issubclass(kind, pattern) if isinstance(pattern, type) else fnmatchcase(name, pattern)
+        issubclass(kind, pattern)
+        if isinstance(pattern, type)
+        else pattern == piece or fnmatchcase(name, pattern)
         for pattern in patterns
     )

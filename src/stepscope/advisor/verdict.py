@@ -24,6 +24,7 @@ from stepscope.analysis.advice.changes import (
     without_ranks,
 )
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.trace.summary import Summary
@@ -192,7 +193,7 @@ def _changes(
             gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
             yield RankedChange(
                 code=one.code, title=one.title, gain=gain, verified=False, risk=one.risk,
-                lines=one.lines, gain_bytes=one.gain_bytes, setting=next(iter(one.setting), ""),
+                lines=one.lines, gain_bytes=one.gain_bytes, setting=_setting(one),
             )  # fmt: skip
 
 
@@ -208,8 +209,16 @@ def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
     return RankedChange(
         code=advice.code, title=advice.title, gain=gain, verified=True, risk=advice.risk,
         lines=advice.lines, gain_bytes=advice.gain_bytes, warning=trial.loss_warning,
-        setting=next(iter(advice.setting), ""),
+        setting=_setting(advice),
     )  # fmt: skip
+
+
+def _setting(advice: Advice) -> str:
+    """Return the setting that a change is compared by: the pieces of `accelerate` are parts of
+    one."""
+    if ACCELERATE in advice.setting.values():
+        return ACCELERATE
+    return next(iter(advice.setting), "")
 
 
 def _program(lead: ProgramRecord) -> str:

@@ -23,6 +23,9 @@ from stepscope.studies.runner.runner import OUT_OF_TIME, Observer, Runner
 _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""
 
+_COMPARABLE = 2 / 3
+"""Share of another change's predicted gain from which a change is tried in its place."""
+
 
 class Deadline:
     """Time budget of all trials: a trial that would end later is not started, and a running one is
@@ -113,6 +116,9 @@ class Verification:
         left: list[str] = []
         for one in wanted:
             kept = [tried for tried in alone if tried.kept]
+            if any(tried.trial.contains(one) for tried in kept) and not self._only:
+                # A part of a change that is kept, such as one piece of `accelerate`.
+                continue
             # Reserve time for the trial of the kept changes together, which is the result users
             # want. A change of the batch size is never combined.
             last = compatible((*_ranked(kept), one)) if "batch" not in one.setting else ()
@@ -159,11 +165,28 @@ class Verification:
 
     def _try_more(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
         """Try the advice for the changed step. Its bottleneck is different, so a change that would
-        have gained nothing at first may now help, or replace one for the same setting."""
+        have gained nothing at first may now help, or replace others."""
         settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
         later = self._wanted(self._later([one.code for one in best.trial.advice]), settings)
         more = [one for one in later if one.code not in settled and "batch" not in one.setting]
-        self._add(best, [one for one in more if one.gain_ms > 0])
+        best = self._add(best, [one for one in more if one.gain_ms > 0])
+        self._add(best, self._alternatives(best, settings))
+
+    def _alternatives(self, best: Tried, settings: frozenset[str]) -> list[Advice]:
+        """Return changes that conflict with one of the best combination, and are predicted to gain
+        about as much in its place or more. Alone, in the unchanged step, they may have lost. Other
+        values of the same setting have been compared with it."""
+        found: dict[str, Advice] = {}
+        codes = {one.code for one in best.trial.advice}
+        for old in best.trial.advice:
+            advice = self._later([one.code for one in best.trial.advice if one is not old])
+            gain = next((one.gain_ms for one in advice if one.code == old.code), 0.0)
+            for one in self._wanted(advice, settings):
+                is_other = set(one.setting) != set(old.setting) and one.conflicts_with(old)
+                if is_other and one.code not in codes and one.gain_ms >= _COMPARABLE * gain:
+                    found.setdefault(one.code, one)
+        ranked = sorted(found.values(), key=lambda one: -one.gain_ms)
+        return list(compatible(ranked))
 
     def _try(self, advice: tuple[Advice, ...]) -> Tried:
         trial = self._trial(advice)
@@ -204,10 +227,10 @@ def _ratio(tried: Tried) -> float:
 
 
 def _with(best: Tried, more: Sequence[Advice]) -> tuple[Advice, ...]:
-    """The changes of `best` and more; a new change replaces one for the same setting."""
+    """The changes of `best` and more; a new change replaces those that it conflicts with."""
     new = compatible(more)
-    taken = {name for one in new for name in one.setting}
-    return (*(one for one in best.trial.advice if not taken & set(one.setting)), *new)
+    kept = (one for one in best.trial.advice if not any(map(one.conflicts_with, new)))
+    return (*kept, *new)
 
 
 def _gains_on(tried: Tried, best: Tried) -> bool:

@@ -127,12 +127,12 @@ def _may_be_scores(module: str, account: Account | None) -> bool:
     shapes = [
         tensor.shape
         for tensor in (account.saved if account else ())
-        if _is_softmax(tensor) and _words(tensor.module) == _words(module)
+        if _is_softmax(tensor) and words_of(tensor.module) == words_of(module)
     ]
     return not shapes or any(len(shape) >= 3 for shape in shapes)
 
 
-def _words(module: str) -> str:
+def words_of(module: str) -> str:
     """Module name without indices, which traces and memory ledgers write differently."""
     return " ".join(_NAME_WORDS.findall(module))
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.pieces import GROUPS, STEP
 from stepscope.studies.base import Case
 from stepscope.studies.own.cases import OwnStep, step_needs
 from stepscope.studies.program.cases import file_safe
@@ -25,6 +26,8 @@ OF_SCRIPTS = frozenset(
         "copies",
         "read_back",
         "batch",
+        *GROUPS,
+        STEP,
     ),
 )
 """Settings that can be changed without editing the model or the script."""
@@ -69,6 +72,10 @@ class Trial(Case, frozen=True, kw_only=True):
     @property
     def settings(self) -> dict[str, str]:
         return {name: value for one in self.advice for name, value in one.setting.items()}
+
+    def contains(self, advice: Advice) -> bool:
+        """Return True if the trial has all settings of a change, and others."""
+        return advice.setting.items() < self.settings.items()
 
     @property
     def changed(self) -> OwnStep:

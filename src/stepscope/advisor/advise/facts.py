@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from stepscope.advisor.advise.attention_facts import attention_work, is_called, score_bytes
+from stepscope.advisor.advise.piece_facts import piece_work
 from stepscope.analysis.advice.facts import (
     AT_COPIES,
     AT_END,
@@ -70,6 +71,9 @@ def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[s
     compiled = setting.compiled if setting else watched.case.compile != "no"
     ranks = watched.case.ranks
     copied, phases = _pageable(summary), _phases(summary, ranks)
+    # The names of compiled kernels do not show their purpose.
+    attention = () if compiled else attention_work(summary, phases, account)
+    pieces = None if setting is None else setting.pieces
     facts = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
@@ -77,8 +81,7 @@ def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[s
         dtype=(dtype := _matmul_dtype(watched.case.dtype, summary, setting)),
         autocast=_by_autocast(watched.case.dtype, setting, dtype),
         phases=phases,
-        # The names of compiled kernels do not show their purpose.
-        attention=() if compiled else attention_work(summary, phases, account),
+        attention=attention,
         attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
@@ -94,6 +97,7 @@ def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[s
         **_optimizer(watched.case.optimizer, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
+        pieces=None if pieces is None else piece_work(pieces, summary, attention),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
         exposed_ms=summary.class_ms("communication"),

@@ -39,8 +39,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     """Time of the last warm-up step."""
     losses: list[float | None]
-    missing: list[str] = []
-    """Settings that had no effect on the script."""
+    missing: dict[str, str] = {}
+    """Settings that had no effect on the script, with the reason if the script's process knows
+    it."""
 
 
 class TurnResult(msgspec.Struct, frozen=True, kw_only=True):

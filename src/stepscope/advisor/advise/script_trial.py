@@ -64,7 +64,7 @@ class Times:
     def has_no_effect(self, ready: Ready) -> bool:
         """Return True if a change found nothing in the script that it could change; note why."""
         if ready.missing:
-            reasons = (_NO_TARGET.get(name, f"it did not change {name}") for name in ready.missing)
+            reasons = (reason or _NO_TARGET[name] for name, reason in ready.missing.items())
             self.notes["without_effect"] = "; ".join(reasons)
         return bool(ready.missing)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from stepscope.advisor.advise.cases import APART, BASE, CHANGED
+from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Trial
 from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.analysis.advice.calibration import is_right, median_error
 from stepscope.analysis.advice.changes import Advice, applicable
@@ -64,10 +64,11 @@ def not_tried(
     done = {one.trial.code for one in tried}
     left = [one for one in advice if one.code not in done]
     reachable = list(applicable(left, settings))
+    kept = [one.trial for one in tried if one.kept]
     reasons: dict[str, list[str]] = {}
     for one in left:
         not_reachable = one.by_author or "it cannot be applied without editing the program"
-        why = _not_tried_alone(one) if one in reachable else not_reachable
+        why = _not_tried_alone(one, kept) if one in reachable else not_reachable
         reasons.setdefault(why, []).append(one.title)
     return tuple(
         Finding(
@@ -80,7 +81,10 @@ def not_tried(
     )
 
 
-def _not_tried_alone(advice: Advice) -> str:
+def _not_tried_alone(advice: Advice, kept: Sequence[Trial]) -> str:
+    whole = next((trial for trial in kept if trial.contains(advice)), None)
+    if whole is not None:
+        return f"part of {whole.code}, which is kept"
     if advice.gain_ms < 0:
         first = f" without {advice.best_after}" if advice.best_after else ""
         return f"it is predicted to cost time{first}"
@@ -155,14 +159,13 @@ def _left_out(best: Tried | None, tried: Sequence[Tried]) -> Iterator[Finding]:
     if best is None or len(best.trial.advice) < 2:
         return
     used = {one.code for one in best.trial.advice}
-    settings = {name for one in best.trial.advice for name in one.setting}
     single = [one for one in tried if one.kept and len(one.trial.advice) == 1]
     left = [one for one in single if one.trial.code not in used and one.trial.more_samples == 1]
     for reason, wanted in (
         ("replaced by another change of the same setting", True),
         ("no further gain on top of the others", False),
     ):
-        group = [one for one in left if bool(settings & set(one.trial.settings)) is wanted]
+        group = [one for one in left if _conflicts(one, best) is wanted]
         if group:
             names = ", ".join(one.trial.advice[0].title for one in group)
             yield Finding(
@@ -171,6 +174,10 @@ def _left_out(best: Tried | None, tried: Sequence[Tried]) -> Iterator[Finding]:
                 records=_ids(group),
                 text=f"Not in the best combination: {names}; {reason}.",
             )
+
+
+def _conflicts(one: Tried, best: Tried) -> bool:
+    return any(map(one.trial.advice[0].conflicts_with, best.trial.advice))
 
 
 def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:

@@ -17,12 +17,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from stepscope.acceleration.changes import blocks_of
+from stepscope.acceleration.report import name_pattern
 from stepscope.advisor.scope.energy import ENERGY_MOVES_S
 from stepscope.advisor.scope.issue import PHASES
 from stepscope.advisor.scope.recorder import Recorder
 from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
-from stepscope.measure.modules import any_compiled
+from stepscope.measure.modules import any_compiled, model_names
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Record, Series, quantities
 from stepscope.studies.program.cases import STUDY_NAME, InspectedCase
@@ -164,7 +165,24 @@ def _setting(recorder: Recorder) -> Setting:
         blocks=sum(len(blocks_of(model)) for model in recorder.models),
         batch=_batch(),
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
+        pieces=_pieces(recorder.models),
     )
+
+
+def _pieces(models: Sequence[torch.nn.Module]) -> dict[str, dict[str, int]] | None:
+    """Modules that `accelerate` would replace; None if that cannot be found out."""
+    from stepscope.acceleration.accelerate import replaceable
+
+    pieces: dict[str, Counter[str]] = {}
+    try:
+        for model, prefix in zip(models, model_names(models), strict=True):
+            for piece, names in replaceable(model).items():
+                patterns = (name_pattern(f"{prefix}.{name}".strip(".")) for name in names)
+                pieces.setdefault(piece, Counter()).update(patterns)
+    except Exception:
+        # The code of the model runs in this search.
+        return None
+    return {piece: dict(patterns) for piece, patterns in pieces.items()}
 
 
 def _numbers(parameter: torch.Tensor) -> int:

@@ -15,7 +15,10 @@ class Backwards:
     """Wraps `torch.autograd.backward`, through which every backward call goes."""
 
     def __init__(self) -> None:
-        self.before: list[Callable[[], None]] = []
+        self.before: list[Callable[[Any], None]] = []
+        """Called with the roots of each backward."""
+        self.paused = False
+        """Whether backward calls are those of a `TrainStep`, and not of the program."""
         self._pending: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
 
@@ -24,9 +27,10 @@ class Backwards:
         scale = torch.amp.GradScaler.scale
 
         def backward(tensors: Any, *arguments: Any, **keywords: Any) -> None:
-            for call in self.before:
-                call()
-            self._note(tensors)
+            if not self.paused:
+                for call in self.before:
+                    call(tensors)
+                self._note(tensors)
             plain(tensors, *arguments, **keywords)
 
         def scaled(scaler: Any, outputs: Any) -> Any:

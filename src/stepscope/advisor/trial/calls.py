@@ -1,23 +1,24 @@
-"""Run a program's calls of its model inside a context."""
+"""Run a program's calls of its model by another function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-Context = Callable[[], AbstractContextManager[Any]]
+Run = Callable[..., Any]
+"""Called with the original call of a module, then the arguments."""
 
 
 class Calls:
     """Calls of a model, or of its submodules if the program never calls the model itself: a
     ModuleList has no forward, and a method that returns the loss bypasses `__call__`."""
 
-    def __init__(self, model: torch.nn.Module, context: Context) -> None:
+    def __init__(self, model: torch.nn.Module, run: Run) -> None:
         self.model = model
-        self._context = context
+        self._run = run
         self._classes: dict[torch.nn.Module, type[torch.nn.Module]] = {}
         self._called: dict[torch.nn.Module, None] = {}
         self._inside = False
@@ -55,8 +56,7 @@ class Calls:
             self._called.setdefault(module)
             self._inside = True
             try:
-                with self._context():
-                    return original.__call__(called, *arguments, **keywords)
+                return self._run(partial(original.__call__, called), *arguments, **keywords)
             finally:
                 self._inside = False
 

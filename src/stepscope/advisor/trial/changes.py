@@ -2,23 +2,28 @@
 
 Objects that do not exist yet when torch is imported (optimizers, data loaders) are changed when
 they are created. Changes that need the models are applied after the first step, when these are
-known; models are compiled after the second, which has shown the masks of their attention.
+known; models are compiled after the second, which has shown the masks of their attention. Then a
+loop may become a `TrainStep`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
 from stepscope.advisor.trial import loop
+from stepscope.advisor.trial.accelerated import Acceleration, accelerated_groups
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
+from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import fuse_optimizers, use_foreach
+from stepscope.analysis.advice.pieces import ACCELERATE, STEP
 
 _EARLY = {
     "gradients": loop.set_gradients_to_none,
@@ -39,13 +44,18 @@ class Changes:
     def __init__(self, settings: Mapping[str, str], backwards: Backwards) -> None:
         self._settings = settings
         self._applied: Counter[str] = Counter()
-        self._attention = one_kernel_attention() if "attention" in settings else None
+        fuses = settings.get("attention") == "fused"
+        self._attention = one_kernel_attention() if fuses else None
+        self._groups = accelerated_groups(settings)
+        self._acceleration = Acceleration(self._groups)
+        self._loop = LoopStep(self._paused) if STEP in settings else None
+        self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
         self._calls: list[Calls] = []
         self._autocast = ExitStack()
         self._autocast_on = False
         self._compiled = False
-        backwards.before.append(self._leave_autocast)
+        backwards.before.append(self._backward_begins)
 
     def on_torch_imported(self) -> None:
         if self._settings.get("dtype") == "tf32":
@@ -59,12 +69,22 @@ class Changes:
             loop.larger_batches(int(self._settings["batch"]), self._applied)
         if self._settings.get("optimizer") == "foreach":
             use_foreach(self._applied)
-        elif "optimizer" in self._settings:
+        elif self._settings.get("optimizer", ACCELERATE) != ACCELERATE:
             fuse_optimizers(self._applied)
+        if self._loop is not None:
+            self._loop.attach()
         if self._settings.get("checkpoint") == "no":
             loop.disable_checkpointing(self._applied)
 
-    def on_models_known(self, models: Sequence[torch.nn.Module]) -> None:
+    @property
+    def paused(self) -> bool:
+        """Whether a `TrainStep` is running: its backward and optimizer steps are not the
+        program's."""
+        return self._backwards.paused
+
+    def on_models_known(
+        self, models: Sequence[torch.nn.Module], optimizers: Iterable[Any] = ()
+    ) -> None:
         """Apply the changes that need models; called again when more models are found."""
         for model in models:
             if model in self._known:
@@ -72,65 +92,109 @@ class Changes:
             self._known.add(model)
             if self._settings.get("checkpoint") == "blocks":
                 self._applied["checkpoint"] += checkpoint_blocks(model)
-            if {"attention", "compile", "dtype"} & self._settings.keys():
+            if self._groups:
+                self._acceleration.apply(model, optimizers)
+            if self._attention or {"compile", "dtype", STEP} & self._settings.keys():
                 kind = next((p.device.type for p in model.parameters()), "cpu")
-                self._calls.append(Calls(model, partial(self._around, kind)))
+                self._calls.append(Calls(model, partial(self._run, kind)))
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        if self._loop is not None:
+            self._loop.optimizer_stepped(optimizer)
 
     def end_step(self, steps: int) -> None:
         self._leave_autocast()
-        if steps < COMPILED_AFTER:
-            return
-        settled = [calls for calls in self._calls if calls.settle()]
-        if self._compiled or "compile" not in self._settings:
-            return
-        if len(settled) == len(self._calls) or steps > COMPILED_AFTER:
-            for calls in settled:
-                self._compile(calls)
-            self._compiled = True
+        settled = []
+        if steps >= COMPILED_AFTER:
+            settled = [calls for calls in self._calls if calls.settle()]
+            all_known = len(settled) == len(self._calls) or steps > COMPILED_AFTER
+            if "compile" in self._settings and not self._compiled and all_known:
+                for calls in settled:
+                    self._compile(calls)
+                self._compiled = True
+        if self._loop is not None:
+            self._loop.end_step([calls.model for calls in settled], self._autocast_dtype())
 
     def _compile(self, calls: Calls) -> None:
         mode = self._settings["compile"]
-        if not {"attention", "dtype"} & self._settings.keys():
+        if not (self._attention or {"dtype", STEP} & self._settings.keys()):
             calls.release()
         trainable = [part for part in calls.called if any(True for _ in part.parameters())]
         for module in [calls.model] if mode == "block" else trainable:
             compile_own(module, mode, self._attention)
             self._applied["compile"] += 1
 
-    def without_effect(self) -> list[str]:
-        """Settings that had no effect in the steps so far."""
+    def without_effect(self) -> dict[str, str]:
+        """Settings that had no effect in the steps so far, with the reason if it is known here."""
         counted = {*_EARLY, "batch", "checkpoint", "compile", "optimizer"} & set(self._settings)
+        counted -= set(self._groups)
         if self._settings.get("dtype", "tf32") != "tf32":
             counted.add("dtype")
-        missing = sorted(name for name in counted if not self._applied[name])
+        missing = {name: "" for name in sorted(counted) if not self._applied[name]}
         if self._attention is not None and not self._attention.substituted:
-            missing.append("attention")
+            missing["attention"] = ""
+        if self._groups and (reason := self._acceleration.without_effect()) is not None:
+            missing[ACCELERATE] = reason
+        if self._loop is not None and (reason := self._loop.without_effect()) is not None:
+            missing[STEP] = reason
         return missing
+
+    def _run(self, kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Run a call of a model with the changes that apply to it."""
+        if not torch.is_grad_enabled():
+            return call(*arguments, **keywords)
+        recomputes = torch._C._current_graph_task_id() != _NO_BACKWARD
+        if self._loop is not None and self._loop.active and not recomputes:
+
+            def attending(*arguments: Any, **keywords: Any) -> Any:
+                with self._replaced_attention():
+                    return call(*arguments, **keywords)
+
+            self._applied["dtype"] += 1
+            return self._loop.run(attending, *arguments, **keywords)
+        with self._around(kind, recomputes):
+            output = call(*arguments, **keywords)
+        if self._loop is not None and not recomputes:
+            self._loop.called(output)
+        return output
 
     def _autocast_dtype(self) -> torch.dtype | None:
         name = self._settings.get("dtype", "")
         return getattr(torch, name) if name in ("bfloat16", "float16") else None
 
     @contextmanager
-    def _around(self, kind: str) -> Iterator[None]:
+    def _around(self, kind: str, recomputes: bool) -> Iterator[None]:
         """Context of a model call. Autocast stays enabled until the backward, so that it includes
         the loss. While a checkpointed segment is recomputed, a backward is already running."""
-        if not torch.is_grad_enabled():
-            yield
-            return
         dtype = self._autocast_dtype()
         with ExitStack() as call:
-            if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            if recomputes:
                 if dtype is not None:
                     call.enter_context(torch.autocast(kind, dtype))
             elif dtype is not None and not self._autocast_on:
                 self._autocast_on = True
                 self._applied["dtype"] += 1
                 self._autocast.enter_context(torch.autocast(kind, dtype))
-            if self._attention is not None and not self._compiled:
-                call.enter_context(self._attention)
+            call.enter_context(self._replaced_attention())
             yield
+
+    def _replaced_attention(self) -> AbstractContextManager[Any]:
+        # The compiled graph has the fused attention.
+        return nullcontext() if self._attention is None or self._compiled else self._attention
+
+    def _backward_begins(self, roots: Any) -> None:
+        self._leave_autocast()
+        if self._loop is not None:
+            self._loop.backward_begins(roots)
 
     def _leave_autocast(self) -> None:
         self._autocast.close()
         self._autocast_on = False
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._backwards.paused = True
+        try:
+            yield
+        finally:
+            self._backwards.paused = False

@@ -86,7 +86,7 @@ class InterleavedRun:
         register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        if os.getpid() == self._pid and self._finder.optimizer_begins(optimizer):
+        if self._counts() and self._finder.optimizer_begins(optimizer):
             if self._steps >= self._warmup:
                 raise StepscopeError(
                     "the program's first optimizer step came after its backward calls had been"
@@ -95,20 +95,25 @@ class InterleavedRun:
             self._steps = 0
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if os.getpid() != self._pid:
+        if not self._counts():
             return
+        self._changes.optimizer_stepped(optimizer)
         if self._finder.optimizer_stepped(optimizer):
             self._end_step()
         elif self._steps:
             self._find_more_models()
 
     def _backward_begins(self, roots: Any) -> None:
-        if os.getpid() == self._pid:
+        if self._counts():
             self._finder.backward_begins(roots)
 
     def _backward_ended(self) -> None:
-        if os.getpid() == self._pid and self._finder.backward_ended():
+        if self._counts() and self._finder.backward_ended():
             self._end_step()
+
+    def _counts(self) -> bool:
+        """Return True for what the program itself does: not a child process, nor a `TrainStep`."""
+        return os.getpid() == self._pid and not self._changes.paused
 
     def _end_step(self) -> None:
         self._steps += 1
@@ -144,7 +149,7 @@ class InterleavedRun:
         parameters = self._finder.parameters
         device = parameters[0].device
         self._device = CudaDevice(device.index or 0) if device.type == "cuda" else CpuDevice()
-        self._changes.on_models_known(trained_models(parameters))
+        self._changes.on_models_known(trained_models(parameters), self._finder.optimizers.values())
 
     def _within_turn(self) -> None:
         self._left -= 1

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from stepscope.analysis.advice import dtypes, loop, memory, ranks, work
+from stepscope.analysis.advice import dtypes, loop, memory, pieces, ranks, work
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import (
@@ -33,7 +33,7 @@ __all__ = [
     "without_ranks",
 ]
 
-RULES = (dtypes, work, loop, memory, ranks)
+RULES = (dtypes, work, pieces, loop, memory, ranks)
 
 
 _ALWAYS_LISTED = ("fused-attention", "attention-fast-path")
@@ -134,11 +134,9 @@ def applicable(advice: Sequence[Advice], settings: Collection[str]) -> Iterator[
 
 
 def compatible(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Return changes that can be applied together: the first one for each setting."""
-    taken: set[str] = set()
-    chosen = []
+    """Return changes that can be applied together: of several that conflict, the first."""
+    chosen: list[Advice] = []
     for one in advice:
-        if not taken & set(one.setting):
+        if not any(one.conflicts_with(other) for other in chosen):
             chosen.append(one)
-            taken |= set(one.setting)
     return tuple(chosen)

@@ -71,6 +71,35 @@ class PhaseWork(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, classes={**self.classes, kind: total})
 
 
+class PieceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels of one phase that a piece of `stepscope.accelerate` replaces."""
+
+    phase: str
+    classes: dict[str, float]
+    """Device milliseconds by kernel class."""
+    launches: float
+    fused_ms: float
+    """Device milliseconds of the fused kernels."""
+    fused_launches: float
+
+    @property
+    def ms(self) -> float:
+        return sum(self.classes.values())
+
+    def scaled(self, factor: float) -> PieceShare:
+        classes = {kind: factor * ms for kind, ms in self.classes.items()}
+        return msgspec.structs.replace(self, classes=classes, fused_ms=factor * self.fused_ms)
+
+
+class PieceWork(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of `stepscope.accelerate` in the model, by the name that its report has."""
+
+    piece: str
+    modules: int
+    """Number of modules that it replaces."""
+    shares: tuple[PieceShare, ...] = ()
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about one step, times in milliseconds. Zero or None: absent or unknown."""
 
@@ -116,6 +145,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes saved for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    accelerated: bool = False
+    """Layers are replaced by those of `stepscope.accelerate`, which are not compiled."""
     captured: bool = False
     """The step is replayed as a CUDA graph."""
     optimizer: str = "adam"
@@ -124,12 +155,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Class name in torch.optim, if all optimizers have the same class."""
     optimizer_of_torch: bool = True
     fused_optimizer: bool = False
+    one_launch_optimizer: bool = False
+    """The update of all tensors is one kernel of `stepscope.accelerate`."""
     loops_over_tensors: bool = False
     """An optimizer of torch.optim that was configured to update tensor by tensor."""
     blocks: int = 0
     """Number of repeated blocks: entries of a ModuleList."""
     block_list: str = ""
     """The path of that ModuleList below the model, such as `transformer.h`; empty if unknown."""
+    pieces: tuple[PieceWork, ...] | None = None
+    """What `stepscope.accelerate` would replace; None if it is not recorded."""
     loss_ms: float = 0.0
     """Time from the logits to the loss, forward and backward."""
     logit_bytes: int = 0
@@ -222,6 +257,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             cleared_ms=factor * self.cleared_ms,
             loss_ms=factor * self.loss_ms,
             exposed_ms=factor * self.exposed_ms,
+            pieces=None
+            if self.pieces is None
+            else tuple(
+                msgspec.structs.replace(
+                    piece, shares=tuple(share.scaled(factor) for share in piece.shares)
+                )
+                for piece in self.pieces
+            ),
         )
 
     def with_work(

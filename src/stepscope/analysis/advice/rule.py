@@ -35,6 +35,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """Code to write."""
     setting: dict[str, str] = {}
     """Settings that apply the change from outside; empty if only the author can apply it."""
+    excludes: tuple[str, ...] = ()
+    """Settings of other changes with which it cannot be combined."""
     by_author: str = ""
     """Reason why only the author can apply it."""
     best_after: str = ""
@@ -43,6 +45,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """Gain per step on top of that change."""
     factor: float = 1.0
     """Factor by which past verifications on this device have corrected the gain."""
+
+    def conflicts_with(self, other: Advice) -> bool:
+        """Return True if the two cannot be applied together."""
+        settings, others = set(self.setting), set(other.setting)
+        return bool(settings & others or others & {*self.excludes} or settings & {*other.excludes})
 
 
 class Prediction(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.dtypes import FUSED_OVER_NAIVE_MATMULS
-from stepscope.analysis.advice.facts import BETWEEN, MODEL_PHASES, QUEUE, Facts, PhaseWork
+from stepscope.analysis.advice.facts import BETWEEN, QUEUE, Facts, PhaseWork
 from stepscope.analysis.advice.rule import Advice, Prediction, rule
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernels.names import MEMORY_BOUND
@@ -43,12 +43,10 @@ _FUSED_LAUNCHES = 0.05
 _BLOCKS_OVER_MODEL = 0.9
 _GRAPH_OF_COMPILED = 0.9
 """A graph must at least reduce the compiled step to this share to be worth its restrictions."""
+_ACCELERATED = "torch.compile would trace the original layers, which stepscope.accelerate replaces"
 _NO_COMPILER = "this machine has no compiler for torch.compile"
-_FUSED_LOSS_TITLE = "fused linear cross-entropy (chunked, without full logits)"
 _FOREACH = 0.4
 """Share of a tensor-by-tensor update that remains with the foreach implementation."""
-_FUSED_LOSS = 0.6
-"""Share of the time from logits to loss, forward and backward, that a chunked loss saves."""
 
 
 @rule("fused-attention", "fused attention")
@@ -57,19 +55,7 @@ def _flash(facts: Facts) -> Prediction | str:
         return _no_naive_attention(facts)
     matmuls = sum(work.classes.get("matmul", 0.0) for work in facts.attention)
     naive = sum(work.device_ms for work in facts.attention)
-    core = {work.name: work for work in facts.attention}
-
-    def fused(work: PhaseWork) -> PhaseWork:
-        part = core.get(work.name)
-        if part is None:
-            return work
-        left = {kind: ms - part.classes.get(kind, 0.0) for kind, ms in work.classes.items()}
-        attention_ms = _fused_over_naive(facts) * part.classes.get("matmul", 0.0)
-        left["attention"] = left.get("attention", 0.0) + attention_ms
-        launches = work.launches - part.launches * (1 - _FUSED_LAUNCHES)
-        return replace(work, classes=left, launches=max(0.0, launches))
-
-    after = replace(facts.with_work(fused), attention=())
+    after = with_fused_attention(facts)
     takes = (
         f"{naive:.3g} ms, of which matmuls take {matmuls:.3g} ms; its scores are saved for backward"
     )
@@ -89,6 +75,24 @@ def _flash(facts: Facts) -> Prediction | str:
     return Prediction(
         _on_fast_path(advice, facts, takes) if facts.attention_called else advice, after
     )
+
+
+def with_fused_attention(facts: Facts) -> Facts:
+    """Return the step with its naive attention in fused kernels."""
+    core = {work.name: work for work in facts.attention}
+
+    def fused(work: PhaseWork) -> PhaseWork:
+        part = core.get(work.name)
+        if part is None:
+            return work
+        left = {kind: ms - part.classes.get(kind, 0.0) for kind, ms in work.classes.items()}
+        attention_ms = _fused_over_naive(facts) * part.classes.get("matmul", 0.0)
+        left["attention"] = left.get("attention", 0.0) + attention_ms
+        launches = work.launches - part.launches * (1 - _FUSED_LAUNCHES)
+        return replace(work, classes=left, launches=max(0.0, launches))
+
+    saved = max(0, facts.saved_bytes - facts.score_bytes)
+    return replace(facts.with_work(fused), attention=(), score_bytes=0, saved_bytes=saved)
 
 
 def _no_naive_attention(facts: Facts) -> str:
@@ -223,6 +227,8 @@ def _compile(facts: Facts) -> Prediction | str:
 def _not_compilable(facts: Facts) -> str:
     if facts.compiled:
         return "the model is compiled already"
+    if facts.accelerated:
+        return _ACCELERATED
     return _NO_COMPILER if "compiler" in facts.lacks else ""
 
 
@@ -252,7 +258,7 @@ def _each_block(facts: Facts) -> tuple[str, ...]:
     return ("for block in …:  # the nn.ModuleList of the repeated blocks",)
 
 
-@rule("cuda-graph", "the step as a CUDA graph")
+@rule("cuda-graph", "torch.compile with CUDA graphs")
 def _graph(facts: Facts) -> Prediction | str:
     """The compiler's CUDA graphs, if the compiled step is still host-bound.
 
@@ -263,6 +269,8 @@ def _graph(facts: Facts) -> Prediction | str:
         return "the step runs on a CPU"
     if facts.captured:
         return "the step is a CUDA graph already"
+    if facts.accelerated:
+        return _ACCELERATED
     if "compiler" in facts.lacks:
         return _NO_COMPILER
     if facts.micro_batches > 1:
@@ -273,13 +281,14 @@ def _graph(facts: Facts) -> Prediction | str:
         return "a compiled step does not wait for the host"
     advice = Advice(
         code="cuda-graph",
-        title="the step as a CUDA graph",
+        title="torch.compile with CUDA graphs",
         gain_ms=gain_ms(facts, after),
         why=f"the host takes {facts.host_ms:.3g} ms to launch a step that takes the device"
         f" {facts.device_ms:.3g} ms; a graph is one launch",
         risk="shapes and addresses must not change; the graph has its own memory pool",
         lines=('model = torch.compile(model, mode="reduce-overhead")',),
         setting={"compile": "graphs"},
+        excludes=("step",),
     )
     return Prediction(advice, replace(after, captured=True))
 
@@ -307,27 +316,3 @@ def _foreach(facts: Facts) -> Prediction | str:
         setting={"optimizer": "foreach"},
     )
     return Prediction(advice, after)
-
-
-@rule("fused-loss", _FUSED_LOSS_TITLE)
-def _fused_loss(facts: Facts) -> Prediction | str:
-    if facts.loss_ms <= 0:
-        return "no cross-entropy loss is traced"
-    saved = _FUSED_LOSS * facts.loss_ms if facts.on_gpu else 0.0
-    phases = [work.name for work in facts.phases if work.name in MODEL_PHASES and work.classes]
-    after = facts.with_work(lambda work: work.less(saved / len(phases)), phases)
-    advice = Advice(
-        code="fused-loss",
-        title=_FUSED_LOSS_TITLE,
-        gain_ms=gain_ms(facts, after),
-        gain_bytes=facts.lower_peak(facts.logit_bytes),
-        why=f"from logits to loss, forward and backward, takes {facts.loss_ms:.3g} ms, and"
-        f" {facts.logit_bytes / 2**20:.4g} MiB of logits are saved for backward",
-        risk=_OTHER_ORDER,
-        lines=(
-            "from stepscope.kernels import linear_cross_entropy",
-            "loss = linear_cross_entropy(hidden, head.weight, targets)",
-        ),
-        by_author="the loss function has to take the head's input instead of its logits",
-    )
-    return Prediction(advice, replace(after, loss_ms=0.0, logit_bytes=0))

@@ -1,0 +1,62 @@
+"""Apply `stepscope.accelerate` to the models and optimizers of a running program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from stepscope.acceleration.accelerate import accelerate, replaceable
+from stepscope.acceleration.report import Report
+from stepscope.analysis.advice.pieces import (
+    ACCELERATE,
+    GROUPS,
+    OPTIMIZER,
+    excluded_pieces,
+    group_of,
+)
+
+
+def accelerated_groups(settings: dict[str, str]) -> list[str]:
+    """Return the pieces that the settings ask of `accelerate`."""
+    return [group for group in GROUPS if settings.get(group) == ACCELERATE]
+
+
+class Acceleration:
+    """The wanted pieces of `accelerate`, in every model of a program."""
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self._groups = groups
+        self._reports: list[Report] = []
+        self._fused: list[Any] = []
+
+    def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
+        exclude = excluded_pieces(replaceable(model), self._groups)
+        optimizer = self._optimizer_of(model, optimizers) if OPTIMIZER in self._groups else None
+        self._reports.append(accelerate(model, optimizer, exclude=exclude))
+
+    def _optimizer_of(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> Any:
+        """Return the first optimizer of the model's parameters that is not fused yet."""
+        own = {id(parameter) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            updated = (p for group in optimizer.param_groups for p in group["params"])
+            known = any(optimizer is one for one in self._fused)
+            if not known and any(id(parameter) in own for parameter in updated):
+                self._fused.append(optimizer)
+                return optimizer
+        return None
+
+    def without_effect(self) -> str | None:
+        """Return why nothing was replaced; None if something was."""
+        if any(report.replaced or report.notes for report in self._reports):
+            return None
+        left = [
+            f"{one.name or one.piece}: {one.reason}"
+            for report in self._reports
+            for one in report.left
+            if group_of(one.piece) in self._groups and one.reason != "excluded"
+        ]
+        return (
+            "; ".join(dict.fromkeys(left)) or "stepscope.accelerate replaces no part of the model"
+        )
