@@ -242,6 +242,25 @@ def test_weights_that_are_loaded_and_swapped_between_steps() -> None:
     close(use(fused), use(plain), torch.bfloat16)
 
 
+def test_gathered_weights_are_not_cached() -> None:
+    """`fully_shard` shows other parameters in a forward, and writes them as is done here."""
+    model = decoder(tied=False)
+    stepscope.accelerate(model)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with torch.autocast("cpu", torch.bfloat16):
+        before = float(model(*batch(0)).detach())
+        weight = model.head.weight.detach()
+        with torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.mul_(0.5)
+        assert weight._version == 0
+        after = float(model(*batch(0)).detach())
+    plain = decoder(tied=False)
+    plain.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        close([after], [float(plain(*batch(0)).detach())], torch.bfloat16)
+    assert before != pytest.approx(after, rel=1e-2)
+
+
 def test_accumulated_gradients() -> None:
     def use(model: Decoder) -> list[float]:
         optimizer, losses = adamw(model), []

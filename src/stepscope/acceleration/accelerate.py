@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
@@ -27,6 +28,12 @@ from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_SHARDED = (
+    ("stepscope.parallel.fsdp", "FSDP"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+)
+"""Classes of sharded modules: their parameters are parts of the weights outside of a forward."""
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -64,7 +71,7 @@ def accelerate(
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
     switch = getattr(inner, "set_fused", None)
-    copies = WeightCopies() if switch is None else inner.copies
+    copies = WeightCopies(inner.parameters()) if switch is None else inner.copies
     assert isinstance(copies, WeightCopies)
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
@@ -120,6 +127,11 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
 
+    if any(isinstance(module, _sharded_classes()) for module in model.modules()):
+        reason = "its parameters are sharded: accelerate the model before it is sharded"
+        report.left.append(Left("model", "", reason))
+        return
+
     def take(found: Found) -> Iterator[Replacement]:
         replacements, left = found
         report.left += left
@@ -137,6 +149,12 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
     yield from take(linear.find(model, copies, claimed))
+
+
+def _sharded_classes() -> tuple[type, ...]:
+    """Return the classes of sharded modules whose libraries are imported."""
+    modules = ((sys.modules.get(module), name) for module, name in _SHARDED)
+    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 def _use_sdpa(model: Any, report: Report) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stepscope.acceleration.checks import difference
-from stepscope.acceleration.replacement import Replacement
+from stepscope.acceleration.replacement import Replacement, has_hooks
 
 
 class Patch:
@@ -54,12 +54,25 @@ class Patch:
         replaced = MethodType(self.replacement.forward, module)
         self._checked = True
         try:
-            why = difference(module, self._original, replaced, args, kwargs)
+            why = _not_comparable(module) or difference(
+                module, self._original, replaced, args, kwargs
+            )
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
         if why:
             self.undo()
             self._on_difference(self, why)
+
+
+def _not_comparable(module: nn.Module) -> str:
+    """Return why the forward cannot run several times in a row: hooks within it count or gather,
+    and a wrapper that shows gathered parameters under their names reduces their gradients."""
+    if any(has_hooks(part) for part in module.modules() if part is not module):
+        return "a part of it has hooks"
+    for part in module.modules():
+        if any(name in vars(part) for name in part._parameters):
+            return "a wrapper replaces its parameters"
+    return ""
 
 
 def restore_forward(module: nn.Module, previous: Any) -> None:
