@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,14 @@ def test_evaluation_between_steps() -> None:
 
     expected, actual = same(use)
     close(actual, expected, torch.bfloat16)
+
+
+def test_forwards_keep_their_signatures() -> None:
+    model = decoder()
+    before = {name: inspect.signature(one.forward) for name, one in model.named_modules()}
+    report = stepscope.accelerate(model, dtype=torch.bfloat16)
+    assert {name: inspect.signature(one.forward) for name, one in model.named_modules()} == before
+    report.undo()
 
 
 class PlannedError(Exception):

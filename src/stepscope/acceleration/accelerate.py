@@ -6,13 +6,12 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.patches import Patch, restore_forward
+from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
     embedding,
@@ -179,7 +178,7 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> N
         with torch.autocast(kind, dtype):
             return original(*args, **kwargs)
 
-    model.forward = MethodType(forward, model)
+    bind_forward(model, forward)
     report.notes.append(f"autocast           {str(dtype).removeprefix('torch.')}")
     report.on_undo(lambda: restore_forward(model, previous))
 
