@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from acceleration_page import PAGE, RECORD, Line, read, with_matrix
 from torch import Tensor, nn
 
-from stepscope.report.tables import col, table
-from stepscope.report.text import markdown
-
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "results" / "acceleration-matrix.jsonl"
-PAGE = "docs/accelerate.md"
-BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
-END = "<!-- until here -->"
 VOCAB, LENGTH, IMAGE, CLASSES = 200, 16, 32, 10
 SIZES = {
     "hidden_size": 64,
@@ -45,7 +39,6 @@ GPT2 = {
 }  # fmt: skip
 
 Batch = dict[str, Tensor]
-Line = dict[str, Any]
 
 
 class Family(NamedTuple):
@@ -199,54 +192,11 @@ def row(name: str) -> Line:
     }
 
 
-def with_matrix(page: str, record: Path = RECORD) -> str:
-    """Return the page with the lines between the comments generated from the record."""
-    if not record.exists():
-        return page
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_matrix(read(record))}\n{END}{after}"
-
-
-def read(record: Path = RECORD) -> list[Line]:
-    return [json.loads(line) for line in record.read_text().splitlines()]
-
-
-def _matrix(lines: list[Line]) -> str:
-    pieces = dict.fromkeys(piece for line in lines for piece in _pieces(line))
-    reasons = list(dict.fromkeys(one["reason"] for line in lines for one in line["left"]))
-
-    def cell(line: Line, piece: str) -> str:
-        parts = [str(line["replaced"][piece])] if piece in line["replaced"] else []
-        parts += [
-            f"{one['count']} left ({reasons.index(one['reason']) + 1})"
-            for one in line["left"]
-            if one["piece"] == piece
-        ]
-        return ", ".join(parts) or "–"
-
-    columns = [col("family", lambda line: line["family"])]
-    columns += [col(piece, lambda line, piece=piece: cell(line, piece)) for piece in pieces]
-    versions = dict.fromkeys(f"{line['library']} {line['version']}" for line in lines)
-    text = [
-        f"Models with two blocks, with {', '.join(versions)}. A number is the count of replaced"
-        " modules; “left” has its reason below; – means that the model has no such part.",
-        markdown(table("matrix", "", lines, columns)).strip(),
-        "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
-    ]
-    return "\n\n".join(filter(None, text))
-
-
-def _pieces(line: Line) -> Iterator[str]:
-    yield from line["replaced"]
-    yield from (one["piece"] for one in line["left"])
-
-
 def main() -> int:
     prepare()
     rows = {name: row(name) for name in FAMILIES}
     if "--check" in sys.argv[1:]:
-        recorded = {line["family"]: line for line in read()}
+        recorded = {line["family"]: line for line in read(ROOT / "results")}
         changed = [
             name
             for name in {**recorded, **rows}
@@ -259,11 +209,11 @@ def main() -> int:
         line | {"library": FAMILIES[name].library, "version": version(FAMILIES[name].library)}
         for name, line in rows.items()
     ]
-    RECORD.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
-    page = ROOT / PAGE
-    if page.exists():
-        page.write_text(with_matrix(page.read_text()))
-    print(f"wrote {RECORD.relative_to(ROOT)} and the table of {PAGE}")
+    results, page = ROOT / "results", ROOT / PAGE
+    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    (results / RECORD).write_text(text)
+    page.write_text(with_matrix(page.read_text(), results))
+    print(f"wrote results/{RECORD} and the table of {PAGE}")
     return 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "programs"))
-import common  # noqa: F401
+import common  # noqa: E402, F401
 
 CASES = {
     "hf_llama": ("tokens", "model.layers.*.self_attn"),

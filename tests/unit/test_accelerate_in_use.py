@@ -379,3 +379,36 @@ def test_labels_that_are_ignored_and_logits_that_are_read() -> None:
         (loss + logits.float().square().mean()).backward()
         results.append((loss.detach(), model.head.weight.grad))
     torch.testing.assert_close(*results)
+
+
+class OtherAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+
+class SparseMoe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.ones(4, 8, 8))
+
+
+class Linear8bit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 8
+        self.register_buffer("weight", torch.ones(8, 8, dtype=torch.int8))
+
+
+def test_parts_that_no_piece_knows_are_listed() -> None:
+    parts = [nn.Sequential(OtherAttention()), nn.MultiheadAttention(8, 2), SparseMoe()]
+    model = nn.ModuleList([*parts, Linear8bit()])
+    report = stepscope.accelerate(model)
+    assert [tuple(left) for left in report.left] == [
+        ("attention", "0.0", "this form of attention is not known"),
+        ("attention", "1", "this form of attention is not known"),
+        ("MLP", "2", "a mixture of experts"),
+        ("linear", "3", "its weight is quantized"),
+    ]
+    known = decoder()
+    assert stepscope.accelerate(known).left == []

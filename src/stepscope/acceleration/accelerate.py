@@ -23,6 +23,7 @@ from stepscope.acceleration.pieces import (
 )
 from stepscope.acceleration.replacement import Found, Left, Replacement
 from stepscope.acceleration.report import Report, excluded
+from stepscope.acceleration.unrecognized import unrecognized
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -88,6 +89,10 @@ def accelerate(
         else:
             checked = replacement.piece == head_loss.PIECE
             report.add(Patch(replacement, checked, report.reject))
+    if switch is None:
+        attended = [left.name for left in report.left if left.piece == attention.PIECE]
+        known = report.replaced.get(attention.PIECE, []) + attended
+        report.left += unrecognized(inner, known)
     _set_dtype(inner, dtype, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
