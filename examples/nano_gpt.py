@@ -2,6 +2,8 @@
 
     stepscope inspect --stop-early examples/nano_gpt.py
     stepscope inspect --stop-early examples/nano_gpt.py --device cuda --layers 12 --width 768
+    python examples/nano_gpt.py --accelerate     with stepscope.accelerate, as a CUDA graph on a GPU
+    python examples/nano_gpt.py --accelerate --device cuda --size real     the shape of GPT-2
 
 Autocast and the fused optimizer are used on a GPU; on a CPU the step is plain.
 """
@@ -17,7 +19,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import stepscope
+
 VOCAB = 512
+SIZES = {
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "context": 64, "vocab": VOCAB},
+    "real": {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50_304},
+}
 
 
 class CausalSelfAttention(nn.Module):
@@ -54,13 +62,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, context: int, vocab: int = VOCAB
+    ) -> None:
         super().__init__()
-        self.wte = nn.Embedding(VOCAB, width)
+        self.wte = nn.Embedding(vocab, width)
         self.wpe = nn.Embedding(context, width)
         self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, VOCAB, bias=False)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
         self.wte.weight = self.lm_head.weight
 
     def forward(
@@ -75,10 +85,10 @@ class GPT(nn.Module):
 
 
 def build(
-    layers: int = 2, width: int = 64, heads: int = 2, context: int = 64
+    layers: int = 2, width: int = 64, heads: int = 2, context: int = 64, vocab: int = VOCAB
 ) -> tuple[nn.Module, Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]]:
     """Entry point for `stepscope run own --model examples.nano_gpt:build`."""
-    text = torch.randint(VOCAB, (100_000,))
+    text = torch.randint(vocab, (100_000,))
 
     def make_batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         starts = torch.randint(len(text) - context - 1, (size,)).tolist()
@@ -91,7 +101,7 @@ def build(
             )
         return tokens, targets
 
-    return GPT(layers, width, heads, context), make_batch
+    return GPT(layers, width, heads, context, vocab), make_batch
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -101,21 +111,25 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def main() -> None:
+    from harness import Meter  # Next to this file; `build` does not need it.
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    for name in ("layers", "width", "heads", "context"):
+        parser.add_argument(f"--{name}", type=int, help="instead of that of the size")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--accelerate", action="store_true", help="use stepscope.accelerate")
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
-    model, make_batch = build(args.layers, args.width, args.heads, args.context)
+    given = {name: value for name, value in vars(args).items() if name in SIZES["tiny"] and value}
+    sizes = SIZES[args.size] | given
+    model, make_batch = build(**sizes)
     model.to(device)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -128,20 +142,40 @@ def main() -> None:
     if args.compile:
         model = torch.compile(model)
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
+    step = report = None
+    if args.accelerate:
+        report = stepscope.accelerate(model, optimizer)
+        step = stepscope.TrainStep(
+            model,
+            optimizer,
+            max_grad_norm=1.0,
+            accumulate=args.accumulate,
+            dtype=torch.bfloat16 if on_gpu else None,
+        )
+    meter = Meter(device, "tokens", args.batch * args.accumulate * sizes["context"])
     tokens, targets = make_batch(args.batch, device)
-    for step in range(args.steps):
+    for number in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.steps)
+            group["lr"] = learning_rate(number, args.steps)
         for _ in range(args.accumulate):
-            with autocast:
-                loss, _ = model(tokens, targets)
+            if step is not None:
+                loss = step((tokens, targets))
+            else:
+                with autocast:
+                    loss, _ = model(tokens, targets)
+                (loss / args.accumulate).backward()
             tokens, targets = make_batch(args.batch, device)
-            (loss / args.accumulate).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 0:
-            print(f"iter {step}: loss {loss.item():.4f}")
+        if step is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        meter.step(loss)
+        if number % 10 == 0:
+            print(f"iter {number}: loss {loss.item():.4f}")
+    print(meter)
+    if report is not None:
+        print(report)
+        print(f"step: {step}")
 
 
 if __name__ == "__main__":

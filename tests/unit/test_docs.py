@@ -43,7 +43,13 @@ PAGES = [
 ]
 
 
-GUIDES = ("README.md", "docs/own-step.md", "docs/library.md", "docs/commands.md")
+GUIDES = (
+    "README.md",
+    "docs/own-step.md",
+    "docs/accelerate.md",
+    "docs/library.md",
+    "docs/commands.md",
+)
 
 
 def code_blocks(language: str, pages: Sequence[str] = GUIDES) -> list[str]:

@@ -1,7 +1,8 @@
-"""The example scripts run directly and as models of the study `own`."""
+"""The example scripts that need only torch run directly and as models of the study `own`."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -10,22 +11,57 @@ import torch
 
 from stepscope.studies.own.building import build, call, loss_of
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]
+OF_OTHER_LIBRARIES = {"hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"}
+"""Run by tests/integrations/test_accelerated_examples.py."""
 
 
-def test_there_are_three() -> None:
-    assert [path.stem for path in EXAMPLES] == ["nano_gpt", "slow", "vit"]
+def output_of(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *flags: str,
+) -> str:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr("sys.argv", [str(path), "--steps", "12", "--batch", "2", *flags])
+    runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"\d: loss (\S+)$", output, re.MULTILINE)]
+
+
+def test_every_example_is_tested() -> None:
+    here = {path.stem for path in FOLDER.glob("*.py")}
+    assert here == {path.stem for path in EXAMPLES} | OF_OTHER_LIBRARIES | {"harness"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", [str(path), "--steps", "12", "--batch", "2"])
-    runpy.run_path(str(path), run_name="__main__")
-    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    losses = losses_in(output_of(path, monkeypatch, capsys))
     assert len(losses) == 2
     assert all(0 < loss < 20 for loss in losses)
+
+
+def test_an_accelerated_example_trains_as_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As on a reader's machine, where kernels do not run in Triton's interpreter.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    plain, fused = (
+        output_of(FOLDER / "nano_gpt.py", monkeypatch, capsys, *flags)
+        for flags in ((), ("--accelerate",))
+    )
+    assert losses_in(fused) == pytest.approx(losses_in(plain), rel=1e-4)
+    for output in (plain, fused):
+        assert re.search(r"^step [\d.]+ ms, [\d,]+ tokens/s$", output, re.MULTILINE)
+        assert re.search(r"^peak memory [\d.]+ GiB$", output, re.MULTILINE)
+    assert "accelerated GPT:" in fused
+    assert "step: 0 CUDA graphs" in fused
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

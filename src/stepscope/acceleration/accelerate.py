@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.patches import Patch, restore_forward
+from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
     causal_masks,
@@ -24,6 +24,7 @@ from stepscope.acceleration.pieces import (
 )
 from stepscope.acceleration.replacement import Found, Left, Replacement
 from stepscope.acceleration.report import Report, excluded
+from stepscope.acceleration.unrecognized import unrecognized
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -32,6 +33,12 @@ SDPA = "SDPA"
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_COMPARED = (head_loss.PIECE, causal_masks.PIECE)
 """Pieces that change nothing alone: the logits are compared with the loss, masks with attention."""
+_SHARDED = (
+    ("stepscope.parallel.fsdp", "FSDP"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+)
+"""Classes of sharded modules: their parameters are parts of the weights outside of a forward."""
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -70,7 +77,7 @@ def accelerate(
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
     switch = getattr(inner, "set_fused", None)
-    copies = WeightCopies() if switch is None else inner.copies
+    copies = WeightCopies(inner.parameters()) if switch is None else inner.copies
     assert isinstance(copies, WeightCopies)
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
@@ -86,6 +93,10 @@ def accelerate(
     for replacement in _find(inner, copies, report, patterns) if switch is None else ():
         checked = replacement.piece in _NOT_COMPARED
         report.add(Patch(replacement, checked, report.reject))
+    if switch is None:
+        attended = [left.name for left in report.left if left.piece == attention.PIECE]
+        known = report.replaced.get(attention.PIECE, []) + attended
+        report.left += unrecognized(inner, known)
     _set_dtype(inner, dtype, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -141,6 +152,11 @@ def _find(
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
 
+    if any(isinstance(module, _sharded_classes()) for module in model.modules()):
+        reason = "its parameters are sharded: accelerate the model before it is sharded"
+        report.left.append(Left("model", "", reason))
+        return
+
     def take(found: Found) -> Iterator[Replacement]:
         replacements, left = found
         report.left += left
@@ -162,6 +178,12 @@ def _find(
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
     yield from take(linear.find(model, copies, claimed))
+
+
+def _sharded_classes() -> tuple[type, ...]:
+    """Return the classes of sharded modules whose libraries are imported."""
+    modules = ((sys.modules.get(module), name) for module, name in _SHARDED)
+    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 def _use_sdpa(model: Any, report: Report) -> None:
@@ -186,7 +208,7 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> N
         with torch.autocast(kind, dtype):
             return original(*args, **kwargs)
 
-    model.forward = MethodType(forward, model)
+    bind_forward(model, forward)
     report.notes.append(f"autocast           {str(dtype).removeprefix('torch.')}")
     report.on_undo(lambda: restore_forward(model, previous))
 

@@ -2,7 +2,8 @@
 
 The reference is the original in float32 without autocast. A replacement passes if its error is at
 most `ERROR_RATIO` times the error of the original in the dtypes of the call, which is the error
-policy of the kernels. Random numbers and buffers are restored after each run.
+policy of the kernels. Random numbers and buffers are restored after each run, and nothing of it is
+seen by the activation checkpointing, offloading or counting that the caller's forward runs under.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 ERROR_RATIO = 2.0
@@ -152,11 +155,13 @@ def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = N
 
 @contextlib.contextmanager
 def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Restore random states and buffers afterwards."""
+    """Restore random states and buffers afterwards; keep the run apart from hooks and modes of the
+    caller: activation checkpointing counts the tensors that its segment saves."""
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(devices):
+    apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+    with torch.random.fork_rng(devices), apart, _disable_current_modes():
         yield
     with torch.no_grad():
         for buffer, value in buffers:

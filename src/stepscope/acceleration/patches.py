@@ -7,6 +7,8 @@ call without gradients, and every call that torch.compile traces, which fuses th
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from stepscope.acceleration.checks import difference
-from stepscope.acceleration.replacement import Replacement
+from stepscope.acceleration.replacement import Replacement, has_hooks
 
 
 class Patch:
@@ -30,7 +32,7 @@ class Patch:
         module = replacement.module
         self._previous = module.__dict__.get("forward")
         self._original: Callable[..., Any] = module.forward
-        module.forward = MethodType(_forward_of(self), module)
+        bind_forward(module, _forward_of(self))
 
     @property
     def is_checked(self) -> bool:
@@ -54,12 +56,38 @@ class Patch:
         replaced = MethodType(self.replacement.forward, module)
         self._checked = True
         try:
-            why = difference(module, self._original, replaced, args, kwargs)
+            why = _not_comparable(module) or difference(
+                module, self._original, replaced, args, kwargs
+            )
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
         if why:
             self.undo()
             self._on_difference(self, why)
+
+
+def _not_comparable(module: nn.Module) -> str:
+    """Return why the forward cannot run several times in a row: hooks within it count or gather,
+    and a wrapper that shows gathered parameters under their names reduces their gradients."""
+    if any(has_hooks(part) for part in module.modules() if part is not module):
+        return "a part of it has hooks"
+    for part in module.modules():
+        if any(name in vars(part) for name in part._parameters):
+            return "a wrapper replaces its parameters"
+    return ""
+
+
+def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Set the forward of an instance, with the signature of the one that it had: Hugging Face's
+    `Trainer` passes the columns of a data set that the signature names."""
+    original = module.forward
+    # Not every callable has a signature.
+    with contextlib.suppress(TypeError, ValueError):
+        named = inspect.signature(original)
+        first = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [first, *(p for p in named.parameters.values() if p.name != first.name)]
+        forward.__signature__ = named.replace(parameters=parameters)  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)
 
 
 def restore_forward(module: nn.Module, previous: Any) -> None:

@@ -13,20 +13,27 @@ write, call `refresh(all_of_them=True)`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Weights = tuple[Tensor, ...]
 
 
 class WeightCopies:
-    """The copies of one model, or of several that share their weights."""
+    """The copies of one model, or of several that share their weights. With `cached`, only these
+    weights are: a wrapper that shards a model later shows gathered weights in their place, and
+    writes these without a change of their version."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached: Iterable[Tensor] | None = None) -> None:
+        self._cached = None if cached is None else WeakTensorKeyDictionary()
+        for weight in cached or ():
+            assert self._cached is not None
+            self._cached[weight] = True
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._positions: dict[int, list[_Position]] = {}
 
@@ -35,6 +42,8 @@ class WeightCopies:
         else a copy as one tensor with the rows of all of them."""
         if all(weight.dtype == dtype for weight in weights):
             return tuple(weight.detach() for weight in weights)
+        if self._cached is not None and any(weight not in self._cached for weight in weights):
+            return (torch.cat([weight.detach().to(dtype) for weight in weights]),)
         key = tuple(map(id, weights))
         group = self._groups.get(key)
         if group is None or not group.fits(weights, dtype):

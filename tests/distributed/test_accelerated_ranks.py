@@ -1,0 +1,101 @@
+"""An accelerated model in torch's DDP and FSDP2 and in ours trains as the plain one does there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import stepscope
+from ranked import LIMITS
+from small_decoder import Decoder, adamw, batch, decoder
+from stepscope.parallel import DDP, FSDP, World, launch
+
+STEPS = 4
+Losses = list[float]
+
+
+def torch_ddp(model: Decoder) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def ddp(model: Decoder) -> nn.Module:
+    return DDP(model)
+
+
+def fsdp(model: Decoder) -> nn.Module:
+    return FSDP(model)
+
+
+def fsdp2(model: Decoder) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp2_bfloat16(model: Decoder) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+WRAPPERS: tuple[Callable[[Decoder], nn.Module], ...] = (
+    torch_ddp, ddp, fsdp, fsdp2, fsdp2_bfloat16,
+)  # fmt: skip
+SHARDED = (fsdp, fsdp2, fsdp2_bfloat16)
+
+
+def trained(world: World, wrap: Callable[[Decoder], nn.Module], when: str) -> Losses:
+    """Train with a rank's own batches, under autocast unless the wrapper casts."""
+    model = decoder(tied=False)
+    if when == "before":
+        stepscope.accelerate(model)
+    wrapped: Any = wrap(model)
+    optimizer = adamw(wrapped)
+    if when == "after":
+        report = stepscope.accelerate(wrapped, optimizer)
+        reasons = [left.reason for left in report.left if left.piece == "model"]
+        assert bool(reasons) == (wrap in SHARDED), report
+        assert all("accelerate the model before" in reason for reason in reasons)
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16, enabled=wrap is not fsdp2_bfloat16):
+            loss = wrapped(*batch(10 * world.rank + step))
+        loss.backward()
+        if hasattr(wrapped, "finish_gradient_synchronization"):
+            wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_all(world: World) -> dict[str, dict[str, Losses]]:
+    os.environ.pop("TRITON_INTERPRET", None)
+    return {
+        wrap.__name__: {when: trained(world, wrap, when) for when in ("never", "before", "after")}
+        for wrap in WRAPPERS
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, dict[str, Losses]]]:
+    """The losses of both ranks, by wrapper."""
+    return launch(train_all, ranks=2, limits=LIMITS)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+def test_losses_are_those_of_the_plain_model(
+    results: list[dict[str, dict[str, Losses]]], wrap: Callable[..., Any], when: str
+) -> None:
+    for rank in results:
+        losses = rank[wrap.__name__]
+        assert losses[when] == pytest.approx(losses["never"], rel=5e-3)

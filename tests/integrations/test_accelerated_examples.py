@@ -1,0 +1,46 @@
+"""The examples of other libraries train the same with `--accelerate`, and say what was replaced."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "programs"))
+import common  # noqa: E402, F401
+
+CASES = {
+    "hf_llama": ("tokens", "model.layers.*.self_attn"),
+    "hf_trainer": ("tokens", "model.layers.*.self_attn"),
+    "lightning_gpt": ("tokens", "lm_head"),
+    "timm_vit": ("images", "blocks.*.attn.qkv"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    unit, replaced = CASES[name]
+    outputs = []
+    for flags in ([], ["--accelerate"]):
+        arguments = [f"{name}.py", "--device", "cpu", "--steps", "12", *flags]
+        monkeypatch.setattr("sys.argv", arguments)
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        outputs.append(capsys.readouterr().out)
+    plain, fused = (
+        [float(value) for value in re.findall(r"loss ([\d.]+) at first, ([\d.]+) at last", out)[0]]
+        for out in outputs
+    )
+    assert fused == pytest.approx(plain, rel=1e-4)
+    for output in outputs:
+        assert re.search(rf"^step [\d.]+ ms, [\d,]+ {unit}/s$", output, re.MULTILINE)
+        assert re.search(r"^peak memory [\d.]+ GiB$", output, re.MULTILINE)
+    assert replaced in outputs[1]
+    assert "accelerated" not in outputs[0]
