@@ -156,7 +156,7 @@ def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
 def _communication_ms(verdict: Verdict | None) -> float | None:
     if verdict is None or not verdict.parts:
         return None
-    return sum(part.ms for part in verdict.parts if part.label == COMMUNICATION)
+    return sum((part.ms for part in verdict.parts if part.label == COMMUNICATION), 0.0)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -49,7 +49,7 @@ def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )
-    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop)
+    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop, live=order.live)
 
 
 def _run_script(order: Order) -> None:

@@ -83,6 +83,11 @@ class Recorder:
         self._optimizers_running = 0
         self._calls: OutermostCalls | None = None
 
+    @property
+    def stage(self) -> Stage:
+        """What is done with the current step."""
+        return self.effort.stage(self.steps)
+
     def begin(self) -> None:
         if not self.done:
             self._guarded(self._begin)
@@ -184,7 +189,7 @@ class Recorder:
             self.effort = msgspec.structs.replace(self.effort, issued=ISSUED_STEPS)
 
     def _begin(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         self._optimizers_running = 0
         if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
             self._calls = OutermostCalls(self.models)
@@ -211,7 +216,7 @@ class Recorder:
         self._step_start = self.device.mark()
 
     def _end(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         assert self._step_start is not None
         end = self.device.mark()
         if stage is Stage.WARMUP:
@@ -246,13 +251,13 @@ class Recorder:
         elif stage is Stage.TRACED and self.trace.running:
             self.trace.end()
         self.steps += 1
-        if self.effort.stage(self.steps) is Stage.DONE:
+        if self.stage is Stage.DONE:
             if self._by_edges and self.trace.running:
                 self.trace.mark_edge()
             self.finish()
 
     def _discard(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         if stage is Stage.TIMED:
             self.energy.drop()
         elif stage is Stage.WARMUP:
