@@ -20,6 +20,7 @@ FOR_ALL = {
     f"stepscope{name}"
     for name in (
         "",
+        ".display",
         ".errors",
         ".version",
     )

@@ -147,7 +147,9 @@ sys.exit(7)
 class Terminal:
     """A command in a terminal of its own."""
 
-    def __init__(self, command: CommandLine, *words: str, rows: int = 30, columns: int = 100) -> None:
+    def __init__(
+        self, command: CommandLine, *words: str, rows: int = 30, columns: int = 100
+    ) -> None:
         arguments = command.command(words)
         environment = command.environment | {"TERM": "xterm"}
         self.pid, self.end = pty.fork()

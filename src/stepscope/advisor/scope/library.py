@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import shlex
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from stepscope.advisor.scope.recorder import Recorder
 from stepscope.advisor.scope.result import make_record
 from stepscope.advisor.scope.stages import Effort
 from stepscope.analysis.verdict import Verdict
+from stepscope.display import html_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
@@ -107,6 +109,14 @@ class Scope:
             self._recorder.end()
         finally:
             self._inside = False
+
+    def _repr_html_(self) -> str:
+        if self.done and self._recorder.times:
+            return html_of(self.record())
+        steps, needed = self.progress
+        failed = self._recorder.notes.get("recording_failed")
+        state = f"the recording failed: {failed}" if failed else f"step {steps} of {needed}"
+        return f"<p>Stepscope: {html.escape(state)}</p>"
 
     def record(self) -> Record:
         """Return the record of the steps, as `stepscope report` reads it from a file."""
