@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_short_training_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_hf(tmp_path, StepscopeCallback(page=tmp_path / "page.html"), steps=2)
-    assert "training continues: 1 steps ran, but the recording needs 20" in capsys.readouterr().err
+    assert "training continues: 1 step ran, but the recording needs 20" in capsys.readouterr().err
 
 
 class LanguageModel(lightning.LightningModule):  # type: ignore[misc]
@@ -279,6 +280,13 @@ def test_acceleration_is_applied_while_training(
     assert losses == pytest.approx(plain, rel=1e-3)
     assert hook.acceleration is None
     assert hook.record is not None
+
+
+def test_importing_stepscope_imports_no_other_library() -> None:
+    code = "import sys, stepscope, stepscope.integrations; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    others = {"accelerate", "lightning", "torch", "transformers"}
+    assert not others & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])

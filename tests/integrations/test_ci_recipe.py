@@ -98,7 +98,7 @@ def test_workflow_compares_two_commits_and_comments(
     assert done.stdout == comment
     assert comment.startswith("### Stepscope: ⚠️ cannot tell for 1 case")
     (row,) = [line for line in comment.splitlines() if line.startswith("| inspect | train.py")]
-    ratio = re.search(r"\+(\d+)\.\d %", row)
+    ratio = re.search(r"\+(\d+)\.\d%", row)
     assert ratio, row
     assert int(ratio[1]) > 100
     assert len(list((repository / "stepscope-ci" / "runs").glob("*.html"))) == 4

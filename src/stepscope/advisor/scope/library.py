@@ -24,6 +24,7 @@ from stepscope.display import html_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
+from stepscope.report.format import counted
 
 
 class Scope:
@@ -128,7 +129,7 @@ class Scope:
             if not self._recorder.times:
                 steps, needed = self.progress
                 raise StepscopeError(
-                    f"{steps} steps ran, but the recording needs {needed}",
+                    f"{counted(steps, 'step')} ran, but the recording needs {needed}",
                     "run more steps, or choose a smaller `warmup`",
                 )
             elapsed = time.monotonic() - self._started

@@ -62,7 +62,7 @@ class LiveTimes:
     def _write(self, stage: str) -> None:
         total = sum(step for step, _ in self._times)
         loaded = sum(waited for _, waited in self._times)
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         live = LiveSteps(
             steps=self._steps,
             step_ms=tuple(1e3 * step for step, _ in self._times),
