@@ -232,15 +232,13 @@ def test_steps_without_a_block_end_where_the_next_begins() -> None:
 def test_next_command_needs_a_script(
     scoped: tuple[stepscope.Scope, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = scoped[0].record()
-    with_command = msgspec.structs.replace(record, notes=record.notes | {"command": "train.py -v"})
-    verdict = verdict_of([with_command])
-    assert verdict is not None
-    assert verdict.next_command.endswith(" train.py -v")
-    notebook = msgspec.structs.replace(record, notes=record.notes | {"command": ""})
-    verdict = verdict_of([notebook])
-    assert verdict is not None
-    assert verdict.next_command == ""
+    # Without a trace there is no advice: the next command records the program again.
+    untraced = msgspec.structs.replace(scoped[0].record(), attachments={})
+    for command, expected in (("train.py -v", "stepscope inspect train.py -v"), ("", "")):
+        notes = untraced.notes | {"command": command}
+        verdict = verdict_of([msgspec.structs.replace(untraced, notes=notes)])
+        assert verdict is not None
+        assert verdict.next_command == expected
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "__file__", "lab/train.py", raising=False)

@@ -34,6 +34,7 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
         raise ImportError(
-            f"{name} needs {error.name} (pip install 'stepscope[{extra}]')", name=error.name
+            f"{name} needs {library} (pip install 'stepscope[{extra}]')", name=library
         ) from error
