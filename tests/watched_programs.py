@@ -13,10 +13,11 @@ from stepscope.studies.program.rows import ProgramRecord
 
 
 @contextmanager
-def watching(folder: Path, stop: bool = False, traced: int = 2) -> Iterator[Watcher]:
-    watcher = Watcher(
-        folder, Effort(warmup=2, timed=5, traced=traced), "train.py", ["--fast"], stop=stop
-    )
+def watching(
+    folder: Path, stop: bool = False, traced: int = 2, *, live: bool = False
+) -> Iterator[Watcher]:
+    effort = Effort(warmup=2, timed=5, traced=traced)
+    watcher = Watcher(folder, effort, "train.py", ["--fast"], stop=stop, live=live)
     watcher.start()
     try:
         yield watcher

@@ -20,6 +20,7 @@ FOR_ALL = {
     f"stepscope{name}"
     for name in (
         "",
+        ".display",
         ".errors",
         ".version",
     )
@@ -39,6 +40,8 @@ TOOLS = {"torch_tools"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "cli": {"advisor", "studies", "report", "records", "analysis", "stepscope.attention.registry"}
     | LEAVES,
+    "integrations": {"advisor", "acceleration", "studies", "measure", "analysis", "records"}
+    | {"report", "stepscope.cli.messages"},
     "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
     "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
     | {"analysis", "records", "published"}

@@ -294,6 +294,21 @@ def test_gate_fails_only_beyond_its_limit(desk: Desk, limit: str, code: int) -> 
     assert desk("compare", "new", "base", "--fail-above", limit).code == 0
 
 
+def test_compare_as_a_comment_in_markdown(desk: Desk) -> None:
+    output = desk("compare", "base", "new", "--markdown")
+    assert (output.code, output.out.splitlines()[0]) == (
+        0,
+        "### Stepscope: 2 slower, 1 not compared, 1 no difference shown",
+    )
+    assert output.out.count("| slower |") == 2
+    for limit, code, answer in (
+        ("3%", 3, "❌ 2 cases lost, or slower by more than 3%"),
+        ("15%", 0, "✅ no case is slower by more than 15%"),
+    ):
+        output = desk("compare", "base", "new", "--markdown", "--fail-above", limit)
+        assert (output.code, output.out.splitlines()[0]) == (code, f"### Stepscope: {answer}")
+
+
 def test_gate_cannot_judge_two_runs_of_a_busy_machine(desk: Desk) -> None:
     """The same benchmark twice, both flagged: a third slower, but no verdict."""
     busy = FailedCheck(code="busy-machine", message="threads waited for a core")

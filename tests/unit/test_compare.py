@@ -307,3 +307,40 @@ def test_a_missing_case_is_lost_on_a_busy_machine_too() -> None:
     comparisons = compare_records(busy(100.0), msgspec.structs.replace(gone, series=()))
     assert exceeds(comparisons, 0.03) == comparisons
     assert inconclusive(comparisons) == ()
+
+
+def repeated(median: float, *, runs: int = 8, first: str = "1", **changes: Any) -> list[Record]:
+    """Runs of one case whose medians differ by 0.1 % from run to run."""
+    return [
+        step(median * (1 + index / 1000), run=f"{first}{index}", seed=index, **changes)
+        for index in range(runs)
+    ]
+
+
+def test_repeated_runs_are_one_sample_each() -> None:
+    (comparison,) = compare_runs(repeated(100.0), repeated(110.0, first="2"))
+    assert comparison.verdict == "slower"
+    assert comparison.base == pytest.approx(100.35, rel=2e-3)
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(1.1, rel=5e-3)
+    assert comparison.note.startswith("base: 8 runs; new: 8 runs")
+    (few,) = compare_runs(repeated(100.0, runs=3), repeated(110.0, runs=3, first="2"))
+    assert few.verdict == "too few samples"
+
+
+def test_steps_of_few_runs_do_not_hide_how_runs_differ() -> None:
+    """Both sides vary by 20 % from run to run: 160 samples of each would show a difference."""
+    wide = [step(100.0 + 20 * (index % 2), run=f"1{index}", seed=index) for index in range(8)]
+    other = [step(102.0 + 20 * (index % 2), run=f"2{index}", seed=index) for index in range(8)]
+    (comparison,) = compare_runs(wide, other)
+    assert comparison.verdict == "no difference shown"
+
+
+def test_repeated_runs_on_a_busy_machine_are_left_out() -> None:
+    busy = {"lints": (Lint(code="busy-machine", message="busy"),)}
+    noisy = [step(300.0, run=f"3{index}", **busy) for index in range(2)]
+    (comparison,) = compare_runs([*repeated(100.0), *noisy], repeated(100.0, first="2"))
+    assert comparison.verdict == "no difference shown"
+    assert comparison.note.startswith("base: 8 runs of 10; new: 8 runs")
+    (doubted,) = compare_runs(repeated(100.0, **busy), repeated(150.0, first="2"))
+    assert doubted.verdict == "cannot tell"

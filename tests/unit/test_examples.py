@@ -13,8 +13,11 @@ from stepscope.studies.own.building import build, call, loss_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]
-OF_OTHER_LIBRARIES = {"hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"}
-"""Run by tests/integrations/test_accelerated_examples.py."""
+OF_OTHER_LIBRARIES = {
+    *("hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"),
+    *("callbacks_accelerate", "callbacks_hf", "callbacks_lightning"),
+}
+"""Run by tests/integrations: test_accelerated_examples.py and test_callbacks.py."""
 
 
 def output_of(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import stepscope
+from stepscope import integrations
+from stepscope.advisor.scope import library
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.page import make_page
+from stepscope.studies.page import make_page, verdict_of
 from stepscope.studies.program.rows import ProgramRecord
 from watched_models import Network, batch, network_flops, train
 
@@ -190,5 +194,72 @@ def test_too_few_steps_and_nested_steps_are_reported() -> None:
         train(model, optimizer)
         with pytest.raises(UsageError, match="nested"), scope.step():
             pass
-    with pytest.raises(StepscopeError, match=r"1 steps ran .* needs 20"):
+    with pytest.raises(StepscopeError, match=r"1 step ran, but .* needs 20"):
         scope.record()
+
+
+class TokenModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return scale * self.table(ids)
+
+
+def test_steps_without_a_block_end_where_the_next_begins() -> None:
+    model = TokenModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer, **FEW, memory=False)
+    scope.next_step()
+    for step in range(20):
+        for _ in range(2):
+            model(torch.randint(10, (3, 5)), scale=2.0).sum().backward()
+        if step == 3:
+            with torch.no_grad():
+                model(torch.randint(10, (30, 50)))
+        optimizer.step()
+        scope.next_step()
+    assert scope.done
+    record = scope.record()
+    assert record.quantity("tokens") == 2 * 3 * 5
+    watched = ProgramRecord(record)
+    assert watched.micro_batches == 2
+    assert watched.summary is not None
+    assert len(watched.summary.steps) == 2
+
+
+def test_next_command_needs_a_script(
+    scoped: tuple[stepscope.Scope, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a trace there is no advice: the next command records the program again.
+    untraced = msgspec.structs.replace(scoped[0].record(), attachments={})
+    for command, expected in (("train.py -v", "stepscope inspect train.py -v"), ("", "")):
+        notes = untraced.notes | {"command": command}
+        verdict = verdict_of([msgspec.structs.replace(untraced, notes=notes)])
+        assert verdict is not None
+        assert verdict.next_command == expected
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", "lab/train.py", raising=False)
+    monkeypatch.setattr("sys.argv", ["lab/train.py", "--name", "a b"])
+    assert library._command() == "lab/train.py --name 'a b'"
+    monkeypatch.delattr(main, "__file__")
+    assert library._command() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("StepscopeCallback", "transformers", "hf"),
+        ("StepscopeAccelerateHook", "accelerate", "hf"),
+        ("StepscopeLightningCallback", "pytorch_lightning", "lightning"),
+    ],
+)
+def test_a_missing_library_is_named(
+    name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for missing in ("lightning", module):
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf"{name} needs {module} .*stepscope\[{extra}\]"):
+        getattr(integrations, name)

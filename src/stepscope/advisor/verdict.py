@@ -225,20 +225,23 @@ def _program(lead: ProgramRecord) -> str:
     case = lead.record.config
     if case.get("model"):
         return f"--model {shlex.quote(str(case['model']))}"
-    if command := lead.record.notes.get("command"):
+    if (command := lead.record.notes.get("command")) is not None:
         return command
     arguments = [str(word) for word in case.get("arguments", ())]
     return shlex.join([str(case.get("script", "train.py")), *arguments])
 
 
 def _inspect_again(lead: ProgramRecord) -> str:
-    return f"stepscope inspect {_program(lead)}"
+    """Return the command that records the program again; empty if no command runs it, as in a
+    notebook."""
+    program = _program(lead)
+    return f"stepscope inspect {program}" if program else ""
 
 
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if not advice and not trials:
+    if (not advice and not trials) or not _program(lead):
         return ""
     if not trials:
         return f"stepscope advise --verify {_program(lead)}"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import msgspec
+
 from stepscope.analysis.limits import matrix_ceiling
 from stepscope.analysis.trust import trust_of
+from stepscope.display import html_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
 from stepscope.records.stats import (
@@ -34,6 +37,8 @@ _DECIDING_FIELDS = (
     "max_sm_clock_mhz",
 )
 _DECIDING_ON_CPU = ("cpu", "cpu_cores")
+_REPEATED = "repeated"
+"""Note of a record that stands for several runs of its case."""
 
 
 class Comparison(Part, frozen=True):
@@ -61,6 +66,18 @@ class Comparison(Part, frozen=True):
     def name(self) -> str:
         return f"{self.study} {self.case}{f': {self.of}' if self.of else ''}"
 
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+
+class Comparisons(tuple[Comparison, ...]):
+    """The comparisons of two runs; a notebook shows them as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
 
 def differences(base: Environment, new: Environment) -> tuple[str, ...]:
     """Fields that make times of two machines incomparable, with both values.
@@ -74,7 +91,7 @@ def differences(base: Environment, new: Environment) -> tuple[str, ...]:
     return tuple(f"{name} {a} / {b}" for name, a, b in pairs if a != b and None not in (a, b))
 
 
-def compare_records(base: Record, new: Record, *, across: bool = False) -> tuple[Comparison, ...]:
+def compare_records(base: Record, new: Record, *, across: bool = False) -> Comparisons:
     """Compare one case, including all variants that it measured side by side.
 
     With `across`, times on two machines are compared relative to each machine's own ceiling.
@@ -88,11 +105,11 @@ def compare_records(base: Record, new: Record, *, across: bool = False) -> tuple
     before, after = _subjects(base), _subjects(new)
     if not before or not after:
         lost = bool(before)
-        return (_not_compared(new, _why_without_samples(base, new), lost=lost),)
+        return Comparisons((_not_compared(new, _why_without_samples(base, new), lost=lost),))
     if len(before) == len(after) == 1:
         (base_series,), (new_series,) = before.values(), after.values()
-        return (_compared(base, new, base_series, new_series, "", unlike),)
-    return tuple(
+        return Comparisons((_compared(base, new, base_series, new_series, "", unlike),))
+    return Comparisons(
         _compared(base, new, before.get(name), after.get(name), name, unlike)
         for name in dict.fromkeys((*after, *before))
     )
@@ -121,6 +138,8 @@ def _compared(
     doubts = [*_doubted("base", base), *_doubted("new", new)]
     notes = [
         *doubts,
+        *_repeated("base", base),
+        *_repeated("new", new),
         *_unsteady("base", before),
         *_unsteady("new", after),
         *_changed_config(base, new),
@@ -152,8 +171,12 @@ def _compared(
 
 def compare_runs(
     base_records: Sequence[Record], new_records: Sequence[Record], *, across: bool = False
-) -> tuple[Comparison, ...]:
-    """Compare every case of either run: first those of the new run, then those only in the base."""
+) -> Comparisons:
+    """Compare every case of either run: first those of the new run, then those only in the base.
+
+    If a side has several runs of a case, as from interleaved runs of two commits, the median of
+    each run is one sample.
+    """
     base, new = _by_case(base_records), _by_case(new_records)
     compared = [
         comparison
@@ -169,7 +192,7 @@ def compare_runs(
         for key, record in base.items()
         if key not in new
     ]
-    return (*compared, *gone)
+    return Comparisons((*compared, *gone))
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
@@ -188,13 +211,46 @@ def inconclusive(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
 
 
 def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
-    """Return the newest attempt of each case."""
-    newest: dict[tuple[str, str], Record] = {}
+    """Return one record for each case: its newest attempt, or all of its runs as one."""
+    newest: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        previous = newest.get((record.study, record.case))
+        runs = newest.setdefault((record.study, record.case), {})
+        previous = runs.get(record.run)
         if previous is None or record.attempt >= previous.attempt:
-            newest[record.study, record.case] = record
-    return newest
+            runs[record.run] = record
+    return {key: _as_one(list(runs.values())) for key, runs in newest.items()}
+
+
+def _as_one(runs: Sequence[Record]) -> Record:
+    """Return several runs of a case as one record, with the median of each run as a sample: the
+    steps of one process share its memory layout and the state of the machine, so they are not
+    independent. Runs that are not good are left out, unless all of them are."""
+    measured = [run for run in runs if _subjects(run)]
+    if len(runs) == 1 or not measured:
+        return runs[-1]
+    good = [run for run in measured if trust_of(run).good]
+    used = good or measured
+    last = used[-1]
+    series = tuple(
+        msgspec.structs.replace(one, values=tuple(medians), warmup=())
+        for one in last.series
+        if (medians := [summarize(same.values).median for run in used if (same := _same(run, one))])
+    )
+    note = f"{len(used)} runs" + (f" of {len(runs)}" if len(used) < len(runs) else "")
+    return msgspec.structs.replace(
+        last,
+        series=series,
+        notes=last.notes | {_REPEATED: note},
+        # Those of a good run belong to its samples, which are not in this record.
+        lints=() if good else last.lints,
+        readings=() if good else last.readings,
+    )
+
+
+def _same(run: Record, series: Series) -> Series | None:
+    found = run.find(series.name, series.clock, variant=series.variant, phase=series.phase,
+                     rank=series.rank, size=series.size)  # fmt: skip
+    return found if found is not None and found.values else None
 
 
 def _subjects(record: Record) -> dict[str, Series]:
@@ -238,6 +294,11 @@ def _kind(series: Series) -> str:
 def _doubted(side: str, record: Record) -> list[str]:
     trust = trust_of(record)
     return [] if trust.good else [f"{side}: {trust.reason}"]
+
+
+def _repeated(side: str, record: Record) -> list[str]:
+    runs = record.notes.get(_REPEATED)
+    return [f"{side}: {runs}"] if runs else []
 
 
 def _unsteady(side: str, series: Series) -> list[str]:

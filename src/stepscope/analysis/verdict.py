@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.display import html_of
+
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed", "memory"]
 _LIMIT_ERROR = 1.05
 """Ratio of the limit to the step from which the limit counts as wrong."""
@@ -150,6 +152,9 @@ class Verdict(Data, frozen=True):
     trust: Literal["good", "noisy", "invalid"] = "good"
     trust_reason: str = ""
     next_command: str = ""
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     @property
     def memory_bytes(self) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -11,6 +13,7 @@ from stepscope.measure.device import Device
 from stepscope.measure.packing import pack
 
 STEP_MARK = "ProfilerStep#"
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 class Tracer:
@@ -26,7 +29,8 @@ class Tracer:
 
     def prepare(self) -> None:
         """Initialize the profiler. Work before `start` is not in the trace."""
-        self._profiler.prepare_trace()
+        with _quiet():
+            self._profiler.prepare_trace()
         self.prepared = True
 
     def start(self) -> None:
@@ -34,7 +38,8 @@ class Tracer:
             self._profiler.start_trace()
             self.prepared = False
         else:
-            self._profiler.start()
+            with _quiet():
+                self._profiler.start()
 
     def stop(self) -> None:
         if self.prepared:
@@ -54,6 +59,20 @@ class Tracer:
             pack(plain, path)
         finally:
             plain.unlink(missing_ok=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Kineto, the profiler's library, from logging to standard error, which belongs to the
+    program. It reads the level when it is initialized, by the first profiler of a process."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
 
 
 def capture(

@@ -30,10 +30,10 @@ class Hook:
 def around_calls(
     module: torch.nn.Module, enter: Callable[..., None], leave: Callable[..., None]
 ) -> list[Any]:
-    """Call `enter` before each forward call of the module and `leave` after it, even if it
-    raises."""
+    """Call `enter(module, args, kwargs)` before each forward call of the module and `leave` after
+    it, even if it raises."""
     return [
-        module.register_forward_pre_hook(Hook(enter), prepend=True),
+        module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True),
         module.register_forward_hook(Hook(leave), always_call=True),
     ]
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from stepscope.display import html_of
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import Named, check_config, check_depth
 from stepscope.records.decoding import from_json
@@ -191,6 +192,9 @@ class Record(Part, frozen=True):
             if not isinstance(entries, Named):
                 where = f"the {part} of record {self.id} ({self.study} {self.case})"
                 msgspec.structs.force_setattr(self, part, Named(entries, where))
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def find(
         self,

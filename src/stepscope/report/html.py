@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+    from stepscope.analysis.verdict import Verdict
+
 FILTER_FROM = 20
 """Tables with more rows than this get a filter box."""
 
@@ -56,6 +58,8 @@ TALL_FROM = 40
 MAX_FIGURE_ROWS = 60
 LONG_TEXT = 28
 _MAX_WARNINGS = 3
+_VERDICT_PX, _TABLE_PX, _ROW_PX, _MARGIN_PX = 480, 110, 36, 40
+"""Heights in the frame of a notebook, which does not adapt to its content."""
 _LEAST_FRAME = 5e-4
 """Frames below this share of their flame graph are not drawn."""
 
@@ -255,6 +259,25 @@ def html_page(page: Page) -> str:
         legend=LEGEND if builder.legend_used or (page.verdict and page.verdict.parts) else (),
         details=Markup(_json(builder.details)),
         flames=Markup(_json(builder.flames)),
+    )
+
+
+def html_frame(verdict: Verdict | None = None, table: Table | None = None, note: str = "") -> str:
+    """A verdict and a table in an inline frame, for the output of a notebook's cell. The frame
+    keeps the styles and the script apart from those of the notebook."""
+    from markupsafe import escape
+
+    content = standalone(
+        "frame.html.j2",
+        verdict=verdict_view(verdict) if verdict else None,
+        table=Builder().table(table) if table else None,
+        note=note,
+    )
+    rows = 0 if table is None else min(len(table.rows), TALL_FROM)
+    height = (_VERDICT_PX if verdict else 0) + (_TABLE_PX + rows * _ROW_PX if table else 0)
+    return (
+        f'<iframe srcdoc="{escape(content)}" sandbox="allow-scripts" title="Stepscope"'
+        f' width="100%" height="{height + _MARGIN_PX}" frameborder="0"></iframe>'
     )
 
 

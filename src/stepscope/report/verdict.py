@@ -210,9 +210,8 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
 
     lines = [_title(verdict, width)]
     lines += textwrap.wrap(" ".join(sentences(verdict)), width)
-    if parts := bar_parts(verdict):
-        lines += ["", "".join(one.columns * one.letter for one in segments(parts, width))]
-        lines += _legend(verdict, width)
+    if bar_parts(verdict):
+        lines += ["", bar_text(verdict, width), *legend_lines(verdict, width)]
     if verdict.changes:
         lines.append("")
         for rank, change in enumerate(verdict.changes, start=1):
@@ -239,7 +238,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     console = console or RichConsole(highlight=False)
     width = min(console.width, WIDTH)
     drawn = segments(bar_parts(verdict), width)
-    bar = "".join(one.columns * one.letter for one in drawn)
+    bar = bar_text(verdict, width)
     for index, line in enumerate(verdict_lines(verdict, width)):
         text = Text(line, style="bold" if index == 0 else "")
         if bar and line == bar:
@@ -318,7 +317,12 @@ def _title(verdict: Verdict, width: int) -> str:
     return f"{name}{gap}{_TRUST[verdict.trust][0]} {trust}"
 
 
-def _legend(verdict: Verdict, width: int) -> list[str]:
+def bar_text(verdict: Verdict, width: int = WIDTH) -> str:
+    """The bar in letters."""
+    return "".join(one.columns * one.letter for one in segments(bar_parts(verdict), width))
+
+
+def legend_lines(verdict: Verdict, width: int) -> list[str]:
     """The parts below the bar, as many per line as fit."""
     lines, line = [], ""
     parts = bar_parts(verdict)

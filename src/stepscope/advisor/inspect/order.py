@@ -21,6 +21,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     memory: bool
     stop: bool = False
     """End the script once its steps are recorded."""
+    live: bool = False
+    """Time all steps, for a live view."""
     channel: int | None = None
     """File descriptor of the control socket, if interleaved with another run of the script."""
     settings: dict[str, str] = {}

@@ -9,7 +9,6 @@ and its own `__main__`; an exception, `sys.exit` or Ctrl-C ends the process as i
 from __future__ import annotations
 
 import builtins
-import os
 import runpy
 import signal
 import sys
@@ -23,15 +22,11 @@ from stepscope.advisor.scope.watching import Watcher
 from stepscope.advisor.trial.process import InterleavedRun
 from stepscope.records.decoding import from_json
 
-_QUIET = "KINETO_LOG_LEVEL"
-
 
 def main(folder: str, text: str) -> None:
     order = from_json(text, Order)
     watcher = _watcher(order, Path(folder))
     watcher.start()
-    # Kineto, the profiler's library, logs to standard error, which belongs to the script.
-    silenced = os.environ.setdefault(_QUIET, "6") == "6"
     try:
         if order.module:
             _run_module(order)
@@ -46,8 +41,6 @@ def main(folder: str, text: str) -> None:
         # A second Ctrl-C must not interrupt the writing of the recording.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         watcher.finish()
-        if silenced:
-            os.environ.pop(_QUIET, None)
 
 
 def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
@@ -56,7 +49,7 @@ def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )
-    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop)
+    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop, live=order.live)
 
 
 def _run_script(order: Order) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,15 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from stepscope.advisor.inspect.gather import with_profile
 from stepscope.advisor.scope.recorder import Recorder
 from stepscope.advisor.scope.result import make_record
 from stepscope.advisor.scope.stages import Effort
+from stepscope.analysis.verdict import Verdict
+from stepscope.display import html_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
+from stepscope.report.format import counted
 
 
 class Scope:
@@ -69,6 +76,21 @@ class Scope:
         """True once everything is recorded; further steps run without overhead."""
         return self._recorder.done
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of steps so far, and of those that a complete recording takes."""
+        return self._recorder.steps, self._recorder.effort.steps
+
+    def next_step(self) -> None:
+        """End a step and begin the next, where no block surrounds a step: in a callback. The first
+        call begins the first step; what happens between two calls belongs to a step."""
+        if not self._recorder.done:
+            self._recorder.edge()
+
+    def close(self) -> None:
+        """End the recording early; what it has so far can still be reported."""
+        self._recorder.finish()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context around one training step, including the loading of its data."""
@@ -89,6 +111,14 @@ class Scope:
         finally:
             self._inside = False
 
+    def _repr_html_(self) -> str:
+        if self.done and self._recorder.times:
+            return html_of(self.record())
+        steps, needed = self.progress
+        failed = self._recorder.notes.get("recording_failed")
+        state = f"the recording failed: {failed}" if failed else f"step {steps} of {needed}"
+        return f"<p>Stepscope: {html.escape(state)}</p>"
+
     def record(self) -> Record:
         """Return the record of the steps, as `stepscope report` reads it from a file."""
         if self._record is None:
@@ -97,15 +127,22 @@ class Scope:
             if failed and not self._recorder.times:
                 raise StepscopeError(f"the recording failed: {failed}")
             if not self._recorder.times:
+                steps, needed = self.progress
                 raise StepscopeError(
-                    f"{self._recorder.steps} steps ran inside scope.step(), but the recording needs"
-                    f" {self._recorder.effort.steps}",
-                    "run more steps, or give Scope a smaller `warmup`",
+                    f"{counted(steps, 'step')} ran, but the recording needs {needed}",
+                    "run more steps, or choose a smaller `warmup`",
                 )
             elapsed = time.monotonic() - self._started
             bare = make_record(self._recorder, self._name, (), elapsed)
+            bare = msgspec.structs.replace(bare, notes=bare.notes | {"command": _command()})
             self._record = with_profile(bare, Path(self._folder.name))
         return self._record
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict on the recorded steps: their time, breakdown and best changes."""
+        from stepscope.studies.page import verdict_of
+
+        return verdict_of([self.record()])
 
     def report(self, path: str | Path) -> Path:
         """Write the page and, next to it, its record (.jsonl); return the path of the page."""
@@ -118,6 +155,16 @@ class Scope:
         page.write_text(html_page(make_page(records)), encoding="utf-8")
         write_records(records, page.with_suffix(".jsonl"))
         return page
+
+
+def _command() -> str:
+    """The running script or module and its arguments; empty in a notebook, which has none."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return shlex.join(["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+    path = getattr(main, "__file__", None)
+    return shlex.join(sys.argv) if path and Path(path) == Path(sys.argv[0]) else ""
 
 
 Kind = TypeVar("Kind")

@@ -22,6 +22,7 @@ from stepscope.advisor.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE,
 from stepscope.advisor.scope.loading import batches_taken
 from stepscope.advisor.scope.stages import Effort, Stage
 from stepscope.advisor.scope.steps import backward_task
+from stepscope.advisor.scope.tokens import tokens_in
 from stepscope.advisor.scope.tracing import StepTrace
 from stepscope.errors import one_line
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Timestamp
@@ -60,6 +61,9 @@ class Recorder:
         self.evaluations: list[int] = []
         """Calls of the model without gradients, for each timed step."""
         self._evaluated = 0
+        self.tokens: list[int] = []
+        """Tokens in the model's inputs, for each timed step."""
+        self._tokens = 0
         self._recounts = 0
         self._raised: Counter[Stage] = Counter()
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
@@ -78,6 +82,11 @@ class Recorder:
         self._by_edges = False
         self._optimizers_running = 0
         self._calls: OutermostCalls | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """What is done with the current step."""
+        return self.effort.stage(self.steps)
 
     def begin(self) -> None:
         if not self.done:
@@ -180,7 +189,7 @@ class Recorder:
             self.effort = msgspec.structs.replace(self.effort, issued=ISSUED_STEPS)
 
     def _begin(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         self._optimizers_running = 0
         if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
             self._calls = OutermostCalls(self.models)
@@ -201,13 +210,13 @@ class Recorder:
             self.energy.begin(self.device)
             self._open.enter_context(batches_taken(self._loading))
             self._watch_evaluations()
-        self._loaded_ms, self._evaluated = 0.0, 0
+        self._loaded_ms, self._evaluated, self._tokens = 0.0, 0, 0
         if stage is Stage.TRACED and self.trace.running:
             self.trace.begin(by_edges=self._by_edges)
         self._step_start = self.device.mark()
 
     def _end(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         assert self._step_start is not None
         end = self.device.mark()
         if stage is Stage.WARMUP:
@@ -219,6 +228,7 @@ class Recorder:
             self.times.append((self._step_start, end))
             self.loading_ms.append(self._loaded_ms)
             self.evaluations.append(self._evaluated)
+            self.tokens.append(self._tokens)
             if len(self.times) == self.effort.timed:
                 self._open.close()
                 self.readings.append(self.device.read())
@@ -241,13 +251,13 @@ class Recorder:
         elif stage is Stage.TRACED and self.trace.running:
             self.trace.end()
         self.steps += 1
-        if self.effort.stage(self.steps) is Stage.DONE:
+        if self.stage is Stage.DONE:
             if self._by_edges and self.trace.running:
                 self.trace.mark_edge()
             self.finish()
 
     def _discard(self) -> None:
-        stage = self.effort.stage(self.steps)
+        stage = self.stage
         if stage is Stage.TIMED:
             self.energy.drop()
         elif stage is Stage.WARMUP:
@@ -290,13 +300,19 @@ class Recorder:
         return min(self.evaluations, default=0)
 
     def _watch_evaluations(self) -> None:
-        def enter(*_: Any) -> None:
-            self._evaluated += not torch.is_grad_enabled()
+        def enter(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                self._guarded(lambda: self._count_tokens(arguments, keywords))
+            else:
+                self._evaluated += 1
             self.between_operators()
 
         hooks = hooked_roots(self.called, enter, lambda *_: None)
         if hooks is not None:
             self._open.enter_context(hooks)
+
+    def _count_tokens(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._tokens += tokens_in(arguments, keywords)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

@@ -55,6 +55,9 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
         _put(values, "J", joules=recorder.energy.joules)
         _put(values, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
+    tokens = [recorder.tokens[index] for index in usual_steps(recorder.evaluations)]
+    if any(tokens):
+        _put(values, "tokens", tokens=sum(tokens) / len(tokens))
     parameters = sum(_numbers(parameter) for parameter in recorder.parameters)
     _put(values, "parameters", parameters=parameters)
     dtype = str(next((p.dtype for p in recorder.parameters), "")).removeprefix("torch.")

@@ -16,6 +16,7 @@ from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import one_line
 
 if TYPE_CHECKING:
+    from stepscope.advisor.scope.live import LiveTimes
     from stepscope.advisor.scope.recorder import Recorder
     from stepscope.advisor.scope.steps import StepFinder
 
@@ -24,12 +25,22 @@ class Watcher:
     """Observer of one process. Torch is not touched before the script has imported it."""
 
     def __init__(
-        self, folder: Path, effort: Effort, name: str, words: list[str], *, stop: bool
+        self,
+        folder: Path,
+        effort: Effort,
+        name: str,
+        words: list[str],
+        *,
+        stop: bool,
+        live: bool = False,
     ) -> None:
         self._folder = folder
         self._effort = effort
         self._name, self._words = name, words
         self._stop = stop
+        self._wants_live = live
+        self._live: LiveTimes | None = None
+        """Times all steps for a live view, also after the recording."""
         self._finder: StepFinder | None = None
         self._hooks: list[Any] = []
         self._recorder: Recorder | None = None
@@ -63,6 +74,9 @@ class Watcher:
 
     def _finish(self) -> None:
         self._detach()
+        if self._live is not None:
+            with suppress(Exception):
+                self._live.close()
         if self._recorder is not None:
             self._recorder.finish()
             self._write()
@@ -78,6 +92,10 @@ class Watcher:
 
         self._torch = True
         self._finder = StepFinder()
+        if self._wants_live:
+            from stepscope.advisor.scope.live import LiveTimes
+
+            self._live = LiveTimes(self._folder)
         backwards = BackwardCalls(self._backward_begins, self._backward_ended)
         backwards.attach()
         self._hooks = [
@@ -93,7 +111,7 @@ class Watcher:
         self._hooks.clear()
 
     def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
-        if self._recording:
+        if self._observing:
             self._guarded(lambda: self._handle_optimizer(optimizer))
         if self._recorder is None or not self._recording:
             return None
@@ -102,21 +120,25 @@ class Watcher:
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         if self._in_child:
             self._guarded(self._mark_child_stepped)
-        elif self._recording:
+        elif self._observing:
             self._guarded(lambda: self._handle_step(optimizer))
 
     def _backward_begins(self, roots: Any) -> None:
-        if self._recording:
+        if self._observing:
             self._guarded(lambda: self._handle_backward(roots))
 
     def _backward_ended(self) -> None:
-        if self._recording:
+        if self._observing:
             self._guarded(self._handle_backward_end)
 
     @property
     def _recording(self) -> bool:
         ended = self._recorder is not None and self._recorder.done
         return not (ended or self._failure or self._written or self._in_child)
+
+    @property
+    def _observing(self) -> bool:
+        return self._recording or (self._live is not None and not self._in_child)
 
     def _handle_optimizer(self, optimizer: Any) -> None:
         if self._step_finder.optimizer_begins(optimizer) and self._recorder is not None:
@@ -144,6 +166,9 @@ class Watcher:
         return self._finder
 
     def _end_step(self) -> None:
+        self._time_live()
+        if not self._recording:
+            return
         recorder = self._recorder or self._begin()
         if not self._searched and recorder.steps >= self._effort.warmup - 2:
             # Before the last warm-up step, in which calls of the models are observed; and again
@@ -155,6 +180,16 @@ class Watcher:
         recorder.edge()
         if recorder.done:
             self._conclude()
+
+    def _time_live(self) -> None:
+        if self._live is None:
+            return
+        recorder = self._recorder if self._recording else None
+        try:
+            self._live.step_ended("" if recorder is None else recorder.stage.value)
+        except Exception:
+            # The view shows no more steps; the recording is not affected.
+            self._live = None
 
     def _begin(self) -> Recorder:
         from stepscope.advisor.scope.recorder import Recorder
@@ -177,7 +212,8 @@ class Watcher:
 
     def _conclude(self) -> None:
         self._write()
-        self._step_finder.optimizers.clear()
+        if self._live is None:
+            self._step_finder.optimizers.clear()
         self._report_progress()
         if self._stop:
             sys.exit(0)

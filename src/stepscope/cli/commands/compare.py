@@ -12,6 +12,7 @@ import tyro
 
 from stepscope.analysis.compare import (
     Comparison,
+    Comparisons,
     compare_records,
     compare_runs,
     exceeds,
@@ -20,7 +21,8 @@ from stepscope.analysis.compare import (
 from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Column, Interval, Table
+from stepscope.report.format import counted
+from stepscope.studies.views.comparison import comparison_table
 
 _GATE_FAILED, _CANNOT_TELL = 3, 4
 
@@ -36,6 +38,8 @@ class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     """A limit for CI, such as 3%. Exit code 3: a case is significantly slower and its median is
     above the limit, or a case of BASE was not measured in NEW. Exit code 4: no such case, but one
     cannot be judged (too few samples, or a busy machine)."""
+    markdown: bool = False
+    """Print Markdown with the verdict first, for a comment on a pull request."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 
@@ -47,11 +51,13 @@ def main(words: list[str]) -> int:
         "compare",
         "Compare two runs case by case, or two records. The verdict of a case is slower, faster,\n"
         "no difference shown, too few samples, or cannot tell (the machine was busy, or the\n"
-        "samples spread too far to be trusted).",
+        "samples spread too far to be trusted). If a file has several runs of a case, the median\n"
+        "of each run is one sample.",
         (
             "stepscope compare latest~1 latest",
             "stepscope compare base.jsonl latest --fail-above 3%",
             "stepscope compare 3f2a9c 81b0d2",
+            "stepscope compare base.jsonl new.jsonl --markdown > comment.md",
         ),
     )
     limit = None if options.fail_above is None else _fraction(options.fail_above)
@@ -68,12 +74,13 @@ def main(words: list[str]) -> int:
                 }
             )
         )
+    elif options.markdown:
+        print(_markdown(comparisons, beyond, open_cases, options.fail_above), end="")
     else:
         from stepscope.report.terminal import print_table
 
         print_table(comparison_table(comparisons))
-        verdicts = Counter(c.verdict for c in comparisons)
-        print(", ".join(f"{times} {verdict}" for verdict, times in verdicts.items()))
+        print(_counts(comparisons))
         for c in beyond:
             what = "lost" if c.lost else f"beyond {options.fail_above}"
             print(f"{what}: {c.name}")
@@ -85,7 +92,33 @@ def main(words: list[str]) -> int:
     return _CANNOT_TELL if open_cases and limit is not None else 0
 
 
-def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
+def _markdown(
+    comparisons: Comparisons,
+    beyond: Sequence[Comparison],
+    open_cases: Sequence[Comparison],
+    fail_above: str | None,
+) -> str:
+    """The answer as a heading, then the table."""
+    from stepscope.report.text import markdown
+
+    if fail_above is None:
+        answer = _counts(comparisons)
+    elif beyond:
+        answer = f"❌ {counted(len(beyond), 'case')} lost, or slower by more than {fail_above}"
+    elif open_cases:
+        answer = f"⚠️ cannot tell for {counted(len(open_cases), 'case')}; none slower by more than"
+        answer += f" {fail_above}"
+    else:
+        answer = f"✅ no case is slower by more than {fail_above}"
+    return f"### Stepscope: {answer}\n\n{markdown(comparison_table(comparisons))}"
+
+
+def _counts(comparisons: Comparisons) -> str:
+    verdicts = Counter(c.verdict for c in comparisons)
+    return ", ".join(f"{times} {verdict}" for verdict, times in verdicts.items())
+
+
+def _compare(options: CompareOptions) -> Comparisons:
     base, new = load_run_or_record(options.base, options), load_run_or_record(options.new, options)
     if isinstance(base, Record) and isinstance(new, Record):
         return compare_records(base, new, across=options.across)
@@ -115,42 +148,3 @@ def _fraction(text: str) -> float:
             f"give {text}% or {float(text) / 100:g}; or {float(text):.0%} if that is intended",
         )
     return float(text)
-
-
-def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    units = sorted({c.unit for c in comparisons if c.base is not None})
-    unit = units[0] if len(units) == 1 else ""
-    several = any(c.of for c in comparisons)
-    return Table(
-        name="comparison",
-        title="New against base",
-        columns=(
-            Column(title="study"),
-            Column(title="case"),
-            *([Column(title="of", hint="variant of the case")] if several else []),
-            Column(title="base", kind="number", unit=unit),
-            Column(title="new", kind="number", unit=unit),
-            *([Column(title="unit")] if len(units) > 1 else []),
-            Column(title="new / base", kind="number", hint="of the medians, 99 % interval"),
-            Column(title="change"),
-            Column(title="verdict"),
-            Column(title="note"),
-        ),
-        rows=tuple(
-            (
-                c.study,
-                c.case,
-                *([c.of or None] if several else []),
-                c.base,
-                c.new,
-                *([c.unit] if len(units) > 1 else []),
-                Interval(value=c.ratio.value, low=c.ratio.low, high=c.ratio.high)
-                if c.ratio
-                else None,
-                f"{c.ratio.value - 1:+.1%}" if c.ratio else None,
-                c.verdict,
-                c.note,
-            )
-            for c in comparisons
-        ),
-    )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import tyro
@@ -25,7 +25,11 @@ from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
-from stepscope.report.format import bytes_, duration
+from stepscope.report.format import bytes_, duration, percent
+
+if TYPE_CHECKING:
+    from stepscope.cli.live_view import LiveView
+    from stepscope.studies.program.rows import ProgramRecord
 
 _OTHER_RANKS_WITHIN_S = 60.0
 _FIX = "let it run more steps, or give a smaller --warmup and --steps"
@@ -50,6 +54,10 @@ class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     """Record the memory of one step, tensor by tensor. This resets CUDA's peak statistics."""
     stop_early: bool = False
     """End the script, with exit code 0, as soon as its steps are recorded."""
+    watch: bool = False
+    """Show step times, memory, waits for the loader and, once it is known, the breakdown and the
+    best change while the script runs: in the last rows of the terminal, or as lines on standard
+    error. `q` and Enter close the view; the script continues."""
     keep_traces: bool = False
     """Keep the traces and memory snapshots next to the page."""
     module: bool = False
@@ -87,6 +95,7 @@ def main(words: list[str]) -> int:
         (
             "stepscope inspect train.py --batch-size 8",
             "stepscope inspect --stop-early --page first.html train.py config/small.yaml",
+            "stepscope inspect --watch train.py",
             "stepscope inspect -m mylab.train --steps 100",
             "torchrun --nproc-per-node 2 -m stepscope inspect train.py",
         ),
@@ -126,6 +135,7 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         traced=options.profiled_steps,
         memory=options.memory,
         stop=options.stop_early,
+        live=options.watch,
     )
 
 
@@ -145,6 +155,12 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
     folder = shared.folder
     ranks = 1 if shared.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     writing: Background[Outcome] | None = None
+    view: LiveView | None = None
+
+    def meanwhile() -> None:
+        if view is not None:
+            view.update()
+        write_when_there()
 
     def write_when_there() -> None:
         nonlocal writing
@@ -152,14 +168,22 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
             return
         # An incomplete recording also reports how the script ended, so wait for its end.
         if read_progress(folder).complete:
-            writing = Background(partial(_write, folder, page, options, order.command))
+            writing = Background(partial(_write, folder, page, options, order.command, view=view))
 
     text = msgspec.json.encode(order).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     child = Child(
         [sys.executable, *flags, "-m", "stepscope.advisor.scope.launch", str(folder), text]
     )
-    status = child.wait(write_when_there)
+    if options.watch and page is not None:
+        from stepscope.cli.live_view import live_view
+
+        view = live_view(order.name, folder, child.pid)
+    try:
+        status = child.wait(meanwhile)
+    finally:
+        if view is not None:
+            view.close()
     outcome = None if writing is None else writing.result()
     if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
@@ -187,10 +211,15 @@ def _wait_for_parts(folder: Path, ranks: int) -> None:
 
 
 def _write(
-    folder: Path, page: Path, options: InspectOptions, command: str, ending: str = ""
+    folder: Path,
+    page: Path,
+    options: InspectOptions,
+    command: str,
+    ending: str = "",
+    view: LiveView | None = None,
 ) -> Outcome:
     """Write the page and the records. A failure is reported and does not affect the script.
-    `ending` describes how the script ended, if it has."""
+    `ending` describes how the script ended, if it has; `view` is given the verdict."""
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_facts, verdict_lines
@@ -212,6 +241,8 @@ def _write(
         text = f"{why}; the records are in {saved}" if saved else why
         return _failed(text, options, saved)
     ranks = [ProgramRecord(record) for record in records]
+    if view is not None:
+        view.verdict, view.limited_by = content.verdict, _limited_by(ranks[0])
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
@@ -242,6 +273,17 @@ def _write(
         )
         log(f"page: {outcome.page}{whose}")
     return outcome
+
+
+def _limited_by(lead: ProgramRecord) -> str:
+    """What limits the step: the CPU, if the GPU often waits for it; empty without a trace."""
+    from stepscope.studies.trace.findings import HOST_LIMITS_FROM
+
+    idle = lead.host_idle
+    if idle is None:
+        return "runs on the CPU" if lead.record.environment.device_kind == "cpu" else ""
+    limit = "CPU" if idle >= HOST_LIMITS_FROM else "GPU"
+    return f"limited by the {limit}: the GPU waits for the CPU {percent(idle)} of a step"
 
 
 def _save(records: Sequence[Record], path: Path) -> Path:
