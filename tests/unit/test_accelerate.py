@@ -17,6 +17,7 @@ import stepscope
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.report import Report
 from stepscope.errors import UsageError
+from stepscope.kernels.activation import PLAIN
 
 WIDTH, HIDDEN, VOCAB = 16, 40, 50
 
@@ -63,6 +64,19 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Plain(nn.Module):
+    def __init__(
+        self, activation: Callable[[Tensor], Tensor] = functional.gelu, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.second(self.activation(self.first(x))))
         return out
 
 
@@ -189,24 +203,100 @@ def test_a_norm_with_an_offset_is_replaced() -> None:
     assert len(assert_same_training(lambda: Block(OffsetNorm)).replaced["RMSNorm"]) == 2
 
 
-def test_another_activation_is_left() -> None:
-    def gelu() -> nn.Module:
-        return Gated(functional.gelu)
+@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_activations_of_an_mlp(activation: str, gated: bool) -> None:
+    def mlp() -> nn.Module:
+        return (Gated if gated else Plain)(PLAIN[activation])
 
-    report = assert_same_training(lambda: Block(Norm, gelu))  # type: ignore[arg-type]
+    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
+    assert len(report.replaced["gated MLP" if gated else "MLP"]) == 2
+
+
+def test_another_activation_is_left() -> None:
+    def tanh() -> nn.Module:
+        return Gated(torch.tanh)
+
+    report = assert_same_training(lambda: Block(Norm, tanh))  # type: ignore[arg-type]
     assert "gated MLP" not in report.replaced
     assert len(report.replaced["linear"]) == 7, "their linear layers are replaced one by one"
 
 
+def test_an_mlp_with_dropout_is_left() -> None:
+    def mlp() -> nn.Module:
+        return Plain(dropout=0.5)
+
+    report = stepscope.accelerate(created(lambda: Block(Norm, mlp)))  # type: ignore[arg-type]
+    assert [left.reason for left in left_of(report)] == ["it has dropout"] * 2
+    assert len(report.replaced["linear"]) == 5
+
+
+def test_dropout_that_is_turned_on_later_is_used() -> None:
+    plain, fused = (created(lambda: Block(Norm, Plain)) for _ in range(2))
+    stepscope.accelerate(fused, sample=batch())
+    results = []
+    for model in (plain, fused):
+        for block in model.blocks:
+            block.mlp.dropout.p = 0.5
+        torch.manual_seed(0)
+        results.append(float(model(*batch()).detach()))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_layer_norm_is_replaced(bias: bool) -> None:
+    def norm() -> nn.Module:
+        return nn.LayerNorm(WIDTH, bias=bias)
+
+    report = assert_same_training(lambda: Block(norm, Plain))  # type: ignore[arg-type]
+    assert len(report.replaced["LayerNorm"]) == 2
+
+
+class FixedEpsilonNorm(nn.Module):
+    """LayerNorm as nanoGPT writes it."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self._value = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._value)
+
+
+@pytest.mark.parametrize(("eps", "replaced"), [(1e-5, 2), (1e-6, 2), (1e-3, 0)])
+def test_a_layer_norm_without_a_known_epsilon(eps: float, replaced: int) -> None:
+    def norm() -> nn.Module:
+        return FixedEpsilonNorm(eps)
+
+    report = assert_same_training(lambda: Block(norm))  # type: ignore[arg-type]
+    assert len(report.replaced.get("LayerNorm", [])) == replaced
+
+
+def test_a_module_that_differs_only_in_training_is_taken_back_then() -> None:
+    class TrainingNorm(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1.5 if self.training else 1.0)
+
+    plain, fused = (created(lambda: Block(TrainingNorm)).eval() for _ in range(2))
+    report = stepscope.accelerate(fused)
+    assert float(fused(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
+    assert len(report.replaced["RMSNorm"]) == 2
+    assert losses(fused.train(), sgd(fused)) == pytest.approx(
+        losses(plain.train(), sgd(plain)), rel=5e-3
+    )
+    assert "RMSNorm" not in report.replaced
+
+
 def test_a_norm_that_differs_only_in_training_is_taken_back() -> None:
-    class Noisy(Norm):
+    class NoisyNorm(Norm):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
             return out * 1.5 if torch.is_grad_enabled() else out
 
-    report = assert_same_training(lambda: Block(Noisy))
+    report = assert_same_training(lambda: Block(NoisyNorm))
     assert "RMSNorm" not in report.replaced
-    assert all("differ" in left.reason for left in left_of(report))
+    assert ["differ" in left.reason for left in left_of(report)] == [True, True]
 
 
 def test_hooks_still_run() -> None:

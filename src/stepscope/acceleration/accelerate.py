@@ -15,13 +15,19 @@ from stepscope.acceleration.patches import Patch, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
     embedding,
-    gated_mlp,
     head_loss,
     linear,
+    mlp,
     norm,
     residual_block,
 )
-from stepscope.acceleration.replacement import Found, Left, Replacement
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    is_linear,
+    is_transposed,
+)
 from stepscope.acceleration.report import Report, excluded
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
@@ -129,10 +135,10 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
         claimed.add(replacement.module)
         yield replacement
     yield from take(residual_block.find(model))
-    for fused in (attention.find(model, copies), gated_mlp.find(model, copies)):
+    for fused in (attention.find(model, copies), mlp.find(model, copies)):
         for replacement in take(fused):
             children = replacement.module.children()
-            claimed |= {child for child in children if type(child) is nn.Linear}
+            claimed |= {child for child in children if is_linear(child) or is_transposed(child)}
             yield replacement
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
