@@ -273,6 +273,94 @@ def test_a_layer_norm_without_a_known_epsilon(eps: float, replaced: int) -> None
     assert len(report.replaced.get("LayerNorm", [])) == replaced
 
 
+class PackedAttention(nn.Module):
+    """Attention as nanoGPT writes it."""
+
+    def __init__(self, returns: Callable[[Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.returns = returns
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
+        heads = self.c_attn(x).unflatten(-1, (3, 4, -1)).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        out = functional.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=True)
+        return self.returns(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class PreNormBlock(nn.Module):
+    def __init__(
+        self, scale: float = 1.0, returns: Callable[[Tensor], Any] = lambda out: out
+    ) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp, self.scale = PackedAttention(returns), Plain(), scale
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        attended = self.attn(self.ln_1(hidden_states), attention_mask=attention_mask)
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        hidden_states = hidden_states + self.scale * attended
+        out: Tensor = hidden_states + self.mlp(self.ln_2(hidden_states))
+        return out
+
+
+@pytest.mark.parametrize("returns", [lambda out: out, lambda out: (out, None)])
+def test_a_pre_norm_block_with_layer_norm(returns: Callable[[Tensor], Any]) -> None:
+    report = assert_same_training(lambda: PreNormBlock(returns=returns))
+    counts = {piece: len(names) for piece, names in report.replaced.items()}
+    assert counts == {
+        "residual block": 2, "MLP": 2, "LayerNorm": 4, "embedding": 1, "linear": 5,
+    }  # fmt: skip
+
+
+def test_a_block_that_scales_its_branch_is_taken_back() -> None:
+    report = assert_same_training(lambda: PreNormBlock(scale=0.5))
+    assert "residual block" not in report.replaced
+    assert sum("differ" in left.reason for left in left_of(report)) == 2
+
+
+def test_a_replacement_that_raises_is_taken_back() -> None:
+    class Renamed(PreNormBlock):
+        def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(hidden_states, mask)
+
+    report = assert_same_training(Renamed)
+    assert {left.reason.partition(":")[0] for left in left_of(report)} == {"it raises TypeError"}
+
+
+def test_a_post_norm_layer() -> None:
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+            self.LayerNorm = nn.LayerNorm(WIDTH, eps=1e-12)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
+            return out
+
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = Output()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.output(functional.gelu(x), x)
+            return out
+
+    assert len(assert_same_training(Post).replaced["residual block"]) == 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_an_encoder_layer_of_torch(norm_first: bool) -> None:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, 0.0, "gelu", 1e-5, True, norm_first)
+
+    report = assert_same_training(layer)
+    assert len(report.replaced["LayerNorm"]) == 4
+    assert len(report.replaced.get("residual block", [])) == 2 * norm_first
+
+
 def test_a_module_that_differs_only_in_training_is_taken_back_then() -> None:
     class TrainingNorm(Norm):
         def forward(self, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from stepscope.acceleration.pieces import (
     attention,
     embedding,
     head_loss,
+    layer_norm_block,
     linear,
     mlp,
     norm,
@@ -135,6 +136,7 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
         claimed.add(replacement.module)
         yield replacement
     yield from take(residual_block.find(model))
+    yield from take(layer_norm_block.find(model))
     for fused in (attention.find(model, copies), mlp.find(model, copies)):
         for replacement in take(fused):
             children = replacement.module.children()

@@ -83,9 +83,13 @@ def normed_sum(
     units: bool = False,
     bias: Tensor | None = None,
     centered: bool = False,
+    through: bool = False,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
     LayerNorm, which may have a bias.
+
+    With `through` and without a branch, the gradient of the returned x passes through this
+    operation, whose kernel adds it to that of the norm.
 
     With `units` the unit rows are saved for backward in the output dtype instead of the residual
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
@@ -108,14 +112,14 @@ def normed_sum(
     added, offset = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, offset, eps, dtype, units, centered
+        x.contiguous(), added, weight, offset, eps, dtype, units, centered, through
     )
-    return x if branch is None else stream, Normed(normed, unit, weight.detach())
+    return x if stream is None else stream, Normed(normed, unit, weight.detach())
 
 
 class _AddNorm(torch.autograd.Function):
     """Returns the stream, its norm and, if requested, the unit rows. Without a branch the stream is
-    x, whose gradient does not pass through here, and None is returned for it."""
+    x; unless `through`, its gradient does not pass through here, and None is returned for it."""
 
     @staticmethod
     def forward(
@@ -128,6 +132,7 @@ class _AddNorm(torch.autograd.Function):
         dtype: torch.dtype,
         units: bool,
         centered: bool,
+        through: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
@@ -145,7 +150,8 @@ class _AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if result.unit is not None:
             ctx.mark_non_differentiable(result.unit)
-        return result.stream if ctx.added else None, result.normed, result.unit
+        stream = result.stream if ctx.added else x.detach() if through else None
+        return stream, result.normed, result.unit
 
     @staticmethod
     @differentiable_once("the fused norm", "fused=False")
@@ -159,7 +165,7 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 8
+                return (None,) * 9
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
@@ -176,4 +182,4 @@ class _AddNorm(torch.autograd.Function):
                 bias=ctx.bias,
             )
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, None, None, None, None
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, None, None, None, None, None

@@ -150,20 +150,32 @@ def _forward(epsilon: float, offset: float) -> Any:
     return forward
 
 
+class OutputDtypes:
+    """Output dtypes of a norm: what autocast makes of it is up to torch, and depends on the
+    device."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._forward = norm.forward
+        self._dtypes: dict[Any, torch.dtype] = {}
+
+    def of(self, dtype: torch.dtype, device: torch.device, weight: Tensor) -> torch.dtype:
+        """Return the dtype of the norm of a tensor in that dtype."""
+        key = dtype, weight.dtype, device.type, autocast_dtype(weight)
+        if key not in self._dtypes:
+            with torch.no_grad():
+                probe = torch.zeros(1, weight.shape[0], dtype=dtype, device=device)
+                self._dtypes[key] = self._forward(probe).dtype
+        return self._dtypes[key]
+
+
 def _layer_norm_forward(module: nn.Module, epsilon: float) -> Any:
-    original = module.forward
-    dtypes: dict[Any, torch.dtype] = {}
+    original, dtypes = module.forward, OutputDtypes(module)
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
+        weight = module.weight
         if type(weight) is not nn.Parameter:
             # Of a sharded model, or of a parametrization.
             return original(x)  # type: ignore[no-any-return]
-        # What autocast makes of the output is up to torch, and depends on the device.
-        key = x.dtype, weight.dtype, x.device.type, autocast_dtype(x)
-        if key not in dtypes:
-            with torch.no_grad():
-                dtypes[key] = original(x.new_zeros(1, x.shape[-1])).dtype
-        return layer_norm(x, weight, bias, epsilon, dtypes[key])
+        return layer_norm(x, weight, module.bias, epsilon, dtypes.of(x.dtype, x.device, weight))
 
     return forward
