@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stepscope.analysis.matmuls import Group, block_groups, head_chunks
 from stepscope.attention.api import attention_with
+from stepscope.kernels.activation import SILU, activated, write_gradients
 from stepscope.kernels.activation_policy import ALL, NORMS
-from stepscope.kernels.feed_forward import gated_back, gated_by
 from stepscope.kernels.loss_chunks import padded_columns
 from stepscope.kernels.matmul import add_matmul, linear_concat, linear_grad_input, matmul_to_dtype
 from stepscope.kernels.norm import Normed, normed_sum
@@ -236,7 +236,7 @@ def passes(setting: Setting) -> Call:
             leaf = state.leaf(parts[n])
             turned += rotated_parts_(leaf, table.cos, table.sin, config.n_heads)
             x = state.norm(x, branch, weight, units=again)
-            value = gated_by(gates[n])
+            value = activated(*gates[n].chunk(2, dim=1), SILU)
             gated += [] if again else [value]
         state.norm(x, branch, weight)
         grads = [grad_read] * len(state.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
@@ -245,7 +245,8 @@ def passes(setting: Setting) -> Call:
             state.norms_again()
         for gate in reversed(gates):
             recomputed = torch.empty_like(grad_gated) if again else None
-            gated_back(grad_gated, gate, torch.empty_like(gate), recomputed)
+            grads = torch.empty_like(gate).chunk(2, dim=1)
+            write_gradients(grad_gated, *gate.chunk(2, dim=1), *grads, SILU, recomputed)
         return gated
 
     return run

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.kernels import embedding
+from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import embedding as triton_embedding
-from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.interleaved import time_interleaved
 from stepscope.records.stats import paired_ratio, summarize
@@ -78,7 +78,7 @@ def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
             if 4 <= block // (32 * warps) <= 32:
                 values = {"_BLOCK": block, "_WARPS": warps}
                 calls[f"{block} by {warps}"] = with_values(
-                    triton_swiglu, variants["stepscope"], **values
+                    triton_activation, variants["stepscope"], **values
                 )
         yield f"swiglu {shape.name}", calls
 

@@ -13,11 +13,11 @@ from typing import Any
 import lightning
 import torch
 from harness import Meter, Tokens, options
-from nano_gpt import GPT
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import stepscope
+from nano_gpt import GPT
 from stepscope.acceleration.report import Report
 
 SIZES = {

@@ -34,6 +34,7 @@ GPT2 = {
 DECODER = {
     "residual block": 2, "attention": 2, "causal mask": 1, "RMSNorm": 5, "head and loss": 2,
 }  # fmt: skip
+BLOCKS = {"residual block": 2, "MLP": 2}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Llama": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
     "Mistral": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
@@ -43,11 +44,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         SIZES | GROUPED | {"head_dim": 16},
         DECODER | {"RMSNorm": 9, "gated MLP": 2, "embedding": 1},
     ),
-    "Gemma": ("ForCausalLM", SIZES | GROUPED | {"head_dim": 16}, DECODER | {"linear": 6}),
-    "Phi": ("ForCausalLM", SIZES, {"embedding": 1, "linear": 13}),
-    "GPTNeoX": ("ForCausalLM", SIZES, {"head and loss": 2, "embedding": 1, "linear": 8}),
-    "GPT2": ("LMHeadModel", GPT2, {"head and loss": 2, "embedding": 2, "linear": 8}),
-    "Bert": ("ForMaskedLM", SIZES | NO_DROPOUT, {"embedding": 2, "linear": 14}),
+    "Gemma": ("ForCausalLM", SIZES | GROUPED | {"head_dim": 16}, DECODER | {"gated MLP": 2}),
+    "Phi": (
+        "ForCausalLM",
+        SIZES,
+        BLOCKS | {"head and loss": 2, "LayerNorm": 3, "embedding": 1, "linear": 8},
+    ),
+    "GPTNeoX": (
+        "ForCausalLM",
+        SIZES,
+        BLOCKS | {"head and loss": 2, "LayerNorm": 5, "embedding": 1, "linear": 4},
+    ),
+    "GPT2": (
+        "LMHeadModel",
+        GPT2,
+        BLOCKS | {"head and loss": 2, "LayerNorm": 5, "embedding": 2, "linear": 4},
+    ),
+    "Bert": (
+        "ForMaskedLM",
+        SIZES | NO_DROPOUT,
+        {"head and loss": 4, "residual block": 4, "LayerNorm": 6, "embedding": 2, "linear": 13},
+    ),
 }
 
 

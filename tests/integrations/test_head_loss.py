@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": GROUPED,
     "Gemma": GROUPED,
     "GPTNeoX": SMALL,
+    "Phi": SMALL,
     "GPT2": {
         "vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -46,7 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
-    "Phi": (SMALL, "bias"),
     "Gemma2": (GROUPED, "soft-capping"),
     "Cohere": (GROUPED, "scaled"),
     "Granite": ({**GROUPED, "logits_scaling": 8.0}, "scaled"),

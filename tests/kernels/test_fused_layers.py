@@ -12,11 +12,18 @@ from torch.nn import functional
 
 from accuracy import hold_to_policy
 from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
-from stepscope.kernels.norm import MAX_COLUMNS, plain_rms_norm
+from stepscope.kernels.activation import PLAIN
+from stepscope.kernels.norm import (
+    MAX_COLUMNS,
+    layer_norm,
+    normed_sum,
+    plain_layer_norm,
+    plain_rms_norm,
+)
 from stepscope.kernels.rope import plain_rotate
+from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import rope as triton_rope
-from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model.layers import RotaryEmbedding
 
 ON_GPU = torch.cuda.is_available()
@@ -81,7 +88,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    for module in (triton_norm, triton_swiglu):
+    for module in (triton_norm, triton_activation):
         watch(module, "forward")
         watch(module, "backward")
     watch(triton_rope, "rotate")
@@ -114,6 +121,50 @@ def test_norm_alone(dtype: torch.dtype, launches: list[str]) -> None:
     grads = [draw(2, 7, 96, seed=2)]
     check(lambda *x: rms_norm(*x, EPS), lambda *x: plain_rms_norm(*x, EPS), inputs, grads)
     assert launches == ["norm forward", "norm backward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("rows", "d"), [(1, 2), (3, 16), (11, 100), (5, 1600)])
+def test_layer_norm(rows: int, d: int, bias: bool, dtype: torch.dtype, launches: list[str]) -> None:
+    # A mean of the size of the deviation, so that centering matters.
+    inputs = [1 + draw(2, rows, d, dtype=dtype), 1 + 0.1 * draw(d, dtype=dtype, seed=1)]
+    inputs += [draw(d, dtype=dtype, seed=2)] * bias
+
+    def fused(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+        return layer_norm(x, weight, offset, EPS)
+
+    def plain(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+        return plain_layer_norm(x, weight, offset, EPS)
+
+    for _ in range(2):
+        check(fused, plain, inputs, [draw(2, rows, d, seed=3)])
+    assert launches == ["norm forward", "norm backward"] * 2
+
+
+@pytest.mark.parametrize("branch_dtype", [torch.float32, torch.float16], ids=str)
+def test_sum_and_layer_norm(branch_dtype: torch.dtype, launches: list[str]) -> None:
+    inputs = [1 + draw(7, 96), draw(7, 96, dtype=branch_dtype, seed=1), draw(96, seed=2)]
+    inputs.append(draw(96, seed=3))
+    out_dtype = branch_dtype
+
+    def fused(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = normed_sum(x, branch, weight, EPS, out_dtype, bias=bias, centered=True)
+        return stream, normed.value
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + branch
+        normed = plain_layer_norm(stream, weight, bias, EPS)
+        return stream, normed if stream.dtype == torch.float64 else normed.to(out_dtype)
+
+    grads = [draw(7, 96, seed=4), draw(7, 96, seed=5).to(out_dtype).float()]
+    check(fused, plain, inputs, grads)
+    assert launches == ["norm forward", "norm backward"]
+
+
+def test_a_bias_needs_a_layer_norm() -> None:
+    with pytest.raises(ValueError, match="a bias needs a LayerNorm"):
+        normed_sum(draw(4, 40), None, draw(40), bias=draw(40))
 
 
 def test_a_branch_in_lower_precision_as_under_autocast() -> None:
@@ -173,7 +224,53 @@ def test_rows_that_are_too_wide_use_the_naive_version(launches: list[str]) -> No
 def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, launches: list[str]) -> None:
     inputs = [3 * draw(*shape, dtype=dtype, seed=n) for n in range(2)]
     check(swiglu, lambda a, b: functional.silu(a) * b, inputs, [draw(*shape, seed=2)])
-    assert launches == ["swiglu forward", "swiglu backward"]
+    assert launches == ["activation forward", "activation backward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
+    """Of the halves of one tensor, with the sum of the gradient over the rows."""
+    rows, width = 19, 1100
+    gates = 2 * draw(rows, 2 * width, dtype=dtype)
+    gate, up = gates.chunk(2, dim=1)
+    above = draw(rows, width, dtype=dtype, seed=1)
+    up_or_none = up if gated else None
+    grads = torch.empty_like(gates)
+    grad_gate, grad_up = grads.chunk(2, dim=1)
+    recomputed, bias = torch.empty_like(above), torch.empty(width, device=DEVICE)
+    out = triton_activation.forward(gate, up_or_none, activation)
+    triton_activation.backward(
+        above, gate, up_or_none, grad_gate, grad_up if gated else None, activation, recomputed, bias
+    )
+    assert torch.equal(out, recomputed)
+
+    def plain(wide: torch.dtype) -> dict[str, Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in (gate, up)]
+        y = PLAIN[activation](leaves[0])
+        y = y * leaves[1] if gated else y
+        made = torch.autograd.grad(y, leaves[: 1 + gated], above.to(wide))
+        named = {"out": y.detach(), "d gate": made[0], "d bias": made[0].float().sum(0)}
+        if wide == torch.float64:
+            named["d bias"] = made[0].sum(0)
+        return named | ({"d up": made[1]} if gated else {})
+
+    candidate = {"out": out, "d gate": grad_gate, "d bias": bias, "d up": grad_up}
+    hold_to_policy(plain(torch.float64), plain(dtype), candidate)
+
+
+@pytest.mark.parametrize("activation", PLAIN)
+def test_activations_of_extreme_values(activation: str) -> None:
+    x = torch.tensor([[-1e4, -100.0, -10.0, 0.0, 10.0, 100.0, 1e4]], device=DEVICE)
+    out, grad = triton_activation.forward(x, None, activation), torch.empty_like(x)
+    triton_activation.backward(torch.ones_like(x), x, None, grad, None, activation)
+    leaf = x.double().requires_grad_()
+    exact = PLAIN[activation](leaf)
+    torch.testing.assert_close(out.double(), exact.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        grad.double(), torch.autograd.grad(exact.sum(), leaf)[0], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_swiglu_of_large_values_and_non_contiguous_inputs() -> None:

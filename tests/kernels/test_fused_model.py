@@ -8,8 +8,8 @@ from torch import Tensor
 
 from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
+from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model import ModelConfig, TransformerLM, cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +47,7 @@ def loss_and_gradients(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    for module in (triton_norm, triton_swiglu):
+    for module in (triton_norm, triton_activation):
 
         def watched(*arguments, name=module.__name__, original=module.forward):  # type: ignore[no-untyped-def]
             seen.append(name.rpartition(".")[2])
@@ -59,7 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_same_loss_and_gradients(launches: list[str]) -> None:
     fused = loss_and_gradients(True, torch.float32)
-    assert launches == (["norm", "norm", "swiglu"] * 2 + ["norm"]) * 4
+    assert launches == (["norm", "norm", "activation"] * 2 + ["norm"]) * 4
     exact = loss_and_gradients(False, torch.float64)
     plain = loss_and_gradients(False, torch.float32)
     assert exact.keys() == fused.keys()

@@ -319,7 +319,6 @@ def test_what_is_left_alone() -> None:
     def config(**options: float) -> Callable[[Any], None]:
         return lambda model: setattr(model, "config", types.SimpleNamespace(**options))
 
-    assert "bias" in reason(lambda model: setattr(model, "head", nn.Linear(D, VOCAB)))
     assert "Low" in reason(lambda model: setattr(model, "head", Low(D, VOCAB, bias=False)))
     assert "soft-capping" in reason(config(final_logit_softcapping=30.0))
     assert "scaled" in reason(config(logit_scale=0.0625))

@@ -16,7 +16,7 @@ from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
 from stepscope.kernels.activation_policy import INPUTS, KEEPS, policy_per_layer
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import fused_linear, matmul_to_dtype, transposed_linear
+from stepscope.kernels.matmul import fused_linear, matmul_to_dtype
 from stepscope.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
@@ -237,7 +237,7 @@ class TestFusedProjections:
         with_kernels, without = [], []
         for outputs, runs in ((with_kernels, True), (without, False)):
             if not runs:
-                monkeypatch.setattr("stepscope.kernels.feed_forward.kernels_take", lambda *_: False)
+                monkeypatch.setattr("stepscope.kernels.activation.kernels_take", lambda *_: False)
             leaves = [each.detach().requires_grad_() for each in inputs]
             out = feed_forward(*leaves, WeightCopies(), policy)  # type: ignore[misc]
             outputs += [out, *torch.autograd.grad(out.square().sum(), leaves)]
@@ -291,7 +291,7 @@ def test_fused_linear_layers(layers: int, biased: bool, transposed: bool, autoca
             if fused and transposed:
                 stored = ws[0].T.contiguous().detach().requires_grad_()
                 leaves[1] = stored
-                out = transposed_linear(read, stored, copies, bs[0] if bs else None)
+                out = fused_linear(read, (stored,), copies, bs, transposed=True)
             elif fused:
                 out = fused_linear(read, tuple(ws), copies, bs)
             else:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
-from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.report import Report
 from stepscope.errors import UsageError
+from stepscope.kernels.activation import PLAIN
 
 WIDTH, HIDDEN, VOCAB = 16, 40, 50
 
@@ -63,6 +63,19 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Plain(nn.Module):
+    def __init__(
+        self, activation: Callable[[Tensor], Tensor] = functional.gelu, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.second(self.activation(self.first(x))))
         return out
 
 
@@ -138,22 +151,15 @@ def assert_same_training(block: Callable[[], nn.Module] = Block) -> Report:
     return report
 
 
-def left_of(report: Report) -> list[Left]:
-    """What was left besides the head, which has a bias."""
-    (head,) = (left for left in report.left if left.piece == "head and loss")
-    assert head.reason == "the head has a bias"
-    return [left for left in report.left if left is not head]
-
-
 def test_a_model_trains_as_before_and_says_what_was_replaced() -> None:
     report = assert_same_training()
     assert {piece: len(names) for piece, names in report.replaced.items()} == {
+        "head and loss": 2,
         "gated MLP": 2,
         "RMSNorm": 2,
         "embedding": 1,
-        "linear": 1,
     }
-    assert left_of(report) == []
+    assert report.left == []
     assert "blocks.*.mlp" in str(report)
 
 
@@ -182,31 +188,196 @@ def test_a_model_cannot_be_accelerated_twice() -> None:
 def test_a_module_that_is_not_quite_a_norm_is_left(norm: type[nn.Module]) -> None:
     report = assert_same_training(lambda: Block(norm))
     assert "RMSNorm" not in report.replaced
-    assert [left.piece for left in left_of(report)] == ["RMSNorm"] * 2
+    assert [left.piece for left in report.left] == ["RMSNorm"] * 2
 
 
 def test_a_norm_with_an_offset_is_replaced() -> None:
     assert len(assert_same_training(lambda: Block(OffsetNorm)).replaced["RMSNorm"]) == 2
 
 
-def test_another_activation_is_left() -> None:
-    def gelu() -> nn.Module:
-        return Gated(functional.gelu)
+@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_activations_of_an_mlp(activation: str, gated: bool) -> None:
+    def mlp() -> nn.Module:
+        return (Gated if gated else Plain)(PLAIN[activation])
 
-    report = assert_same_training(lambda: Block(Norm, gelu))  # type: ignore[arg-type]
+    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
+    assert len(report.replaced["gated MLP" if gated else "MLP"]) == 2
+
+
+def test_another_activation_is_left() -> None:
+    def tanh() -> nn.Module:
+        return Gated(torch.tanh)
+
+    report = assert_same_training(lambda: Block(Norm, tanh))  # type: ignore[arg-type]
     assert "gated MLP" not in report.replaced
-    assert len(report.replaced["linear"]) == 7, "their linear layers are replaced one by one"
+    assert len(report.replaced["linear"]) == 6, "their linear layers are replaced one by one"
+
+
+def test_an_mlp_with_dropout_is_left() -> None:
+    def mlp() -> nn.Module:
+        return Plain(dropout=0.5)
+
+    report = stepscope.accelerate(created(lambda: Block(Norm, mlp)))  # type: ignore[arg-type]
+    assert [left.reason for left in report.left] == ["it has dropout"] * 2
+    assert len(report.replaced["linear"]) == 4
+
+
+def test_dropout_that_is_turned_on_later_is_used() -> None:
+    plain, fused = (created(lambda: Block(Norm, Plain)) for _ in range(2))
+    stepscope.accelerate(fused, sample=batch())
+    results = []
+    for model in (plain, fused):
+        for block in model.blocks:
+            block.mlp.dropout.p = 0.5
+        torch.manual_seed(0)
+        results.append(float(model(*batch()).detach()))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_layer_norm_is_replaced(bias: bool) -> None:
+    def norm() -> nn.Module:
+        return nn.LayerNorm(WIDTH, bias=bias)
+
+    report = assert_same_training(lambda: Block(norm, Plain))  # type: ignore[arg-type]
+    assert len(report.replaced["LayerNorm"]) == 2
+
+
+class FixedEpsilonNorm(nn.Module):
+    """LayerNorm as nanoGPT writes it."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self._value = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._value)
+
+
+@pytest.mark.parametrize(("eps", "replaced"), [(1e-5, 2), (1e-6, 2), (1e-3, 0)])
+def test_a_layer_norm_without_a_known_epsilon(eps: float, replaced: int) -> None:
+    def norm() -> nn.Module:
+        return FixedEpsilonNorm(eps)
+
+    report = assert_same_training(lambda: Block(norm))  # type: ignore[arg-type]
+    assert len(report.replaced.get("LayerNorm", [])) == replaced
+
+
+class PackedAttention(nn.Module):
+    """Attention as nanoGPT writes it."""
+
+    def __init__(self, returns: Callable[[Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.returns = returns
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
+        heads = self.c_attn(x).unflatten(-1, (3, 4, -1)).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        out = functional.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=True)
+        return self.returns(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class PreNormBlock(nn.Module):
+    def __init__(
+        self, scale: float = 1.0, returns: Callable[[Tensor], Any] = lambda out: out
+    ) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp, self.scale = PackedAttention(returns), Plain(), scale
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        attended = self.attn(self.ln_1(hidden_states), attention_mask=attention_mask)
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        hidden_states = hidden_states + self.scale * attended
+        out: Tensor = hidden_states + self.mlp(self.ln_2(hidden_states))
+        return out
+
+
+@pytest.mark.parametrize("returns", [lambda out: out, lambda out: (out, None)])
+def test_a_pre_norm_block_with_layer_norm(returns: Callable[[Tensor], Any]) -> None:
+    report = assert_same_training(lambda: PreNormBlock(returns=returns))
+    counts = {piece: len(names) for piece, names in report.replaced.items()}
+    assert counts == {
+        "head and loss": 2, "residual block": 2, "MLP": 2, "LayerNorm": 4, "embedding": 1,
+        "linear": 4,
+    }  # fmt: skip
+
+
+def test_a_block_that_scales_its_branch_is_taken_back() -> None:
+    report = assert_same_training(lambda: PreNormBlock(scale=0.5))
+    assert "residual block" not in report.replaced
+    assert sum("differ" in left.reason for left in report.left) == 2
+
+
+def test_a_replacement_that_raises_is_taken_back() -> None:
+    class Renamed(PreNormBlock):
+        def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(hidden_states, mask)
+
+    report = assert_same_training(Renamed)
+    assert {left.reason.partition(":")[0] for left in report.left} == {"it raises TypeError"}
+
+
+def test_a_post_norm_layer() -> None:
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+            self.LayerNorm = nn.LayerNorm(WIDTH, eps=1e-12)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
+            return out
+
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = Output()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.output(functional.gelu(x), x)
+            return out
+
+    assert len(assert_same_training(Post).replaced["residual block"]) == 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_an_encoder_layer_of_torch(norm_first: bool) -> None:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, 0.0, "gelu", 1e-5, True, norm_first)
+
+    report = assert_same_training(layer)
+    assert len(report.replaced["LayerNorm"]) == 4
+    assert len(report.replaced.get("residual block", [])) == 2 * norm_first
+
+
+def test_a_module_that_differs_only_in_training_is_taken_back_then() -> None:
+    class TrainingNorm(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1.5 if self.training else 1.0)
+
+    plain, fused = (created(lambda: Block(TrainingNorm)).eval() for _ in range(2))
+    report = stepscope.accelerate(fused)
+    assert float(fused(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
+    assert len(report.replaced["RMSNorm"]) == 2
+    assert losses(fused.train(), sgd(fused)) == pytest.approx(
+        losses(plain.train(), sgd(plain)), rel=5e-3
+    )
+    assert "RMSNorm" not in report.replaced
 
 
 def test_a_norm_that_differs_only_in_training_is_taken_back() -> None:
-    class Noisy(Norm):
+    class NoisyNorm(Norm):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
             return out * 1.5 if torch.is_grad_enabled() else out
 
-    report = assert_same_training(lambda: Block(Noisy))
+    report = assert_same_training(lambda: Block(NoisyNorm))
     assert "RMSNorm" not in report.replaced
-    assert all("differ" in left.reason for left in left_of(report))
+    assert ["differ" in left.reason for left in report.left] == [True, True]
 
 
 def test_hooks_still_run() -> None:
@@ -214,7 +385,7 @@ def test_hooks_still_run() -> None:
     model.blocks[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append("inner"))
     report = accelerated(model)
     assert calls == ["inner"]
-    assert [left.reason for left in left_of(report)] == ["it has hooks"]
+    assert [left.reason for left in report.left] == ["it has hooks"]
     late = model.blocks[1].mlp.down_proj.register_forward_hook(lambda *_: calls.append("late"))
     model.head.register_forward_hook(lambda *_: calls.append("head"))
     model(*batch())
@@ -314,8 +485,10 @@ def test_sample_checks_immediately() -> None:
 
 def test_exclude_by_name_pattern_and_class() -> None:
     report = stepscope.accelerate(created(), exclude=["blocks.0.*", nn.Embedding, "head"])
-    assert report.replaced == {"gated MLP": ["blocks.1.mlp"], "RMSNorm": ["blocks.1.norm"]}
-    assert {left.reason for left in left_of(report)} == {"excluded"}
+    assert report.replaced == {
+        "head and loss": [""], "gated MLP": ["blocks.1.mlp"], "RMSNorm": ["blocks.1.norm"],
+    }  # fmt: skip
+    assert {left.reason for left in report.left} == {"excluded"}
 
 
 def test_dtype_runs_the_model_under_autocast() -> None:

@@ -181,9 +181,9 @@ class TestParts:
     @pytest.mark.parametrize("policy", ["all", GATES])
     def test_passes_use_our_kernels(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a dtype that the interpreter computes correctly."""
+        from stepscope.kernels.triton import activation as triton_activation
         from stepscope.kernels.triton import norm as triton_norm
         from stepscope.kernels.triton import rope as triton_rotary
-        from stepscope.kernels.triton import swiglu as triton_swiglu
 
         calls: Counter[str] = Counter()
         for module, name in (
@@ -192,8 +192,8 @@ class TestParts:
             (triton_norm, "scaled"),
             (triton_rotary, "rotate"),
             (triton_rotary, "gather_back"),
-            (triton_swiglu, "forward"),
-            (triton_swiglu, "backward"),
+            (triton_activation, "forward"),
+            (triton_activation, "backward"),
         ):
             label = f"{module.__name__.rpartition('.')[2]} {name}"
             monkeypatch.setattr(module, name, _counted(getattr(module, name), label, calls))
@@ -207,8 +207,8 @@ class TestParts:
             "norm backward": 2 * layers + 1,
             "rope rotate": layers,
             "rope gather_back": layers,
-            "swiglu forward": layers,
-            "swiglu backward": layers,
+            "activation forward": layers,
+            "activation backward": layers,
         }
 
     def test_shared_tensors_keep_their_values(self) -> None:

@@ -28,7 +28,7 @@ from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
-from stepscope.kernels.triton import swiglu as triton_swiglu
+from stepscope.kernels.triton import activation as triton_activation
 from stepscope.optim import triton_adamw
 
 def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):
@@ -71,28 +71,31 @@ print("count of rows", wide_loads(
 print("mean of rows", wide_loads(
     triton_cross_entropy.cross_entropy_mean_kernel, [f, f, f, i], BLOCK=4096, warps=16))
 print("scale", wide_loads(triton_scale.scale_unless_one_kernel, [x, f, f, i, i], BLOCK=4096))
-for units in (False, True):
-    kept = x if units else f
-    print("norm forward", units, wide_loads(
-        triton_norm.rms_norm_forward_kernel, [f, x, f, f, x, kept, f, "fp32", i],
-        ADD=True, UNITS=units, BLOCK_D=4096))
-    print("norm backward", units, wide_loads(
-        triton_norm.rms_norm_backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
-        THROUGH=True, SPLIT=True, UNITS=units, BLOCK_D=4096))
+for kind, units, layer in (("rms", False, False), ("units", True, False), ("layer", False, True)):
+    kept, how = x if units else f, {"CENTERED": layer, "BIAS": layer, "UNITS": units}
+    print("norm forward", kind, wide_loads(
+        triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, "fp32", i],
+        ADD=True, BLOCK_D=4096, **how))
+    print("norm backward", kind, wide_loads(
+        triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, i, i, i],
+        THROUGH=True, SPLIT=True, BLOCK_D=4096, warps=16, **how))
 print("norm weight", wide_loads(
-    triton_norm.rms_norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
+    triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
     triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], BLOCK_I=8, BLOCK_J=512,
     warps=4))
 print("embedding", wide_loads(
     triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], BLOCK_K=1,
     BLOCK_D=1024, FREQUENT=32, FREQUENT_BLOCK_K=64, FREQUENT_BLOCK_D=64, warps=4))
-print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK_D=4096))
-print("swiglu forward", wide_loads(
-    triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
-print("swiglu backward", wide_loads(
-    triton_swiglu.swiglu_backward_kernel, [x] * 6 + [i, i], RECOMPUTE=True, BLOCK=2048,
-    EXACT=False))
+print("norm again", wide_loads(triton_norm.norm_scaled_kernel, [x, f, x, i], BLOCK_D=4096))
+for kind in ("silu", "gelu", "gelu_tanh", "relu"):
+    for gated in (False, True):
+        how = {"ACTIVATION": kind, "GATED": gated, "EXACT": False}
+        print("activation forward", kind, gated, wide_loads(
+            triton_activation.activation_forward_kernel, [x, x, x, i, i], BLOCK=2048, **how))
+        print("activation backward", kind, gated, wide_loads(
+            triton_activation.activation_backward_kernel, [x] * 6 + [f] + [i] * 4, RECOMPUTE=True,
+            SUMMED=not gated, BLOCK=2048 if gated else 1024, warps=8 if gated else 4, **how))
 print("rotary", wide_loads(
     triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(
@@ -121,5 +124,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 27
+    assert len(loads) == 43
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -52,6 +52,24 @@ def test_matches_the_naive_version(reduction: str, chunk_rows: int | None, upstr
     )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["learned", "frozen weight"])
+def test_a_bias(reduction: str, frozen: bool) -> None:
+    x, weight, targets = inputs()
+    weight.requires_grad_(not frozen)
+    bias = draw(VOCAB, seed=3).requires_grad_()
+    leaves = (x, bias) if frozen else (x, weight, bias)
+    logits = functional.linear(x, weight, bias)
+    expected = functional.cross_entropy(logits, targets, reduction=reduction)
+    actual = linear_cross_entropy(x, weight, targets, reduction=reduction, chunk_rows=8, bias=bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual * 3, leaves), torch.autograd.grad(expected * 3, leaves)
+    )
+    with pytest.raises(ValueError, match="bias"):
+        linear_cross_entropy(x, weight, targets, bias=draw(VOCAB + 1))
+
+
 def test_leading_dimensions_and_another_ignored_index() -> None:
     x, weight, _ = inputs()
     batched = draw(3, 5, D, seed=4)

@@ -16,13 +16,20 @@ from stepscope.acceleration.pieces import (
     attention,
     causal_masks,
     embedding,
-    gated_mlp,
     head_loss,
+    layer_norm_block,
     linear,
+    mlp,
     norm,
     residual_block,
 )
-from stepscope.acceleration.replacement import Found, Left, Replacement
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    is_linear,
+    is_transposed,
+)
 from stepscope.acceleration.report import Report, excluded
 from stepscope.acceleration.unrecognized import unrecognized
 from stepscope.errors import UsageError
@@ -170,10 +177,11 @@ def _find(
         claimed.add(replacement.module)
         yield replacement
     yield from take(residual_block.find(model))
-    for fused in (attention.find(model, copies), gated_mlp.find(model, copies)):
+    yield from take(layer_norm_block.find(model))
+    for fused in (attention.find(model, copies), mlp.find(model, copies)):
         for replacement in take(fused):
             children = replacement.module.children()
-            claimed |= {child for child in children if type(child) is nn.Linear}
+            claimed |= {child for child in children if is_linear(child) or is_transposed(child)}
             yield replacement
     yield from take(norm.find(model))
     yield from take(embedding.find(model))

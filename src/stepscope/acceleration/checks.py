@@ -45,8 +45,13 @@ def difference(
     not."""
     with _preserved(module, args, kwargs):
         expected = _run(module, original, args, kwargs)
-    with _preserved(module, args, kwargs):
-        actual = _run(module, replaced, args, kwargs)
+    try:
+        with _preserved(module, args, kwargs):
+            actual = _run(module, replaced, args, kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if actual.structure != expected.structure:
         return f"it returns {actual.structure} instead of {expected.structure}"
     try:

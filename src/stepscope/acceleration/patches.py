@@ -21,13 +21,14 @@ from stepscope.acceleration.replacement import Replacement, has_hooks
 
 
 class Patch:
-    """A replacement in its module. Its first call with gradients compares it with the original."""
+    """A replacement in its module. Its first call with gradients compares it with the original, in
+    training and in evaluation mode."""
 
     def __init__(
         self, replacement: Replacement, checked: bool, on_difference: Callable[[Patch, str], None]
     ) -> None:
         self.replacement = replacement
-        self._checked = checked
+        self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
         module = replacement.module
         self._previous = module.__dict__.get("forward")
@@ -36,7 +37,7 @@ class Patch:
 
     @property
     def is_checked(self) -> bool:
-        return self._checked
+        return bool(self._checked_modes)
 
     def undo(self) -> None:
         restore_forward(self.replacement.module, self._previous)
@@ -46,7 +47,7 @@ class Patch:
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        if not self._checked:
+        if module.training not in self._checked_modes:
             self._check(args, kwargs)
             return module.forward(*args, **kwargs)
         return self.replacement.forward(module, *args, **kwargs)
@@ -54,7 +55,7 @@ class Patch:
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.replacement.module
         replaced = MethodType(self.replacement.forward, module)
-        self._checked = True
+        self._checked_modes.add(module.training)
         try:
             why = _not_comparable(module) or difference(
                 module, self._original, replaced, args, kwargs

@@ -38,6 +38,24 @@ def has_hooks(module: nn.Module) -> bool:
     ) or hasattr(module, "parametrizations")
 
 
-def is_plain_linear(module: object) -> bool:
+def is_linear(module: object) -> bool:
     """Return whether this is exactly `nn.Linear`: not a subclass, quantized, or with an adapter."""
-    return type(module) is nn.Linear and not has_hooks(module)
+    return type(module) is nn.Linear
+
+
+def is_plain_linear(module: object) -> bool:
+    """Return whether this is exactly `nn.Linear`, without hooks."""
+    return is_linear(module) and not has_hooks(module)  # type: ignore[arg-type]
+
+
+def is_transposed(module: object) -> bool:
+    """Return whether this is the `Conv1D` of transformers, a linear layer with a (d, rows)
+    weight."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def drops(module: nn.Module) -> bool:
+    """Return whether this is a dropout, or a stochastic depth, with a probability."""
+    probability = getattr(module, "p", 0.0) or getattr(module, "drop_prob", 0.0)
+    return "Drop" in type(module).__name__ and bool(probability)

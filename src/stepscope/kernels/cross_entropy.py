@@ -10,7 +10,7 @@ device reads it, without synchronizing with the CPU, and skips the multiplicatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +30,8 @@ from stepscope.torch_tools.ranges import named
 LossAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 """The loss, the factor by which the gradients must still be multiplied (empty: none), and the
 gradients of x and weight (empty if not needed)."""
+_BIAS = 10
+"""Position of the bias among the arguments of the autograd Function."""
 _TARGETS = (torch.int64, torch.int32)
 Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
 
@@ -43,8 +45,9 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     copies: WeightCopies | None = None,
+    bias: Tensor | None = None,  # (vocab,)
 ) -> Tensor:
-    """Compute the cross-entropy of the logits x weightᵀ, in at least float32.
+    """Compute the cross-entropy of the logits x weightᵀ + bias, in at least float32.
 
     Gradients are computed in the forward pass and scaled in place, so the backward pass can run
     only once, even with `retain_graph`. `copies` may have the weight in the matmul dtype.
@@ -56,6 +59,8 @@ def linear_cross_entropy(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}:"
             " the shapes must be (..., d), (vocab, d) and (...)"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
     if not x.device == weight.device == targets.device:
         raise ValueError(
             f"x is on {x.device}, weight on {weight.device}, targets on {targets.device}:"
@@ -80,26 +85,28 @@ def linear_cross_entropy(
             grad_enabled and flat.requires_grad,
             grad_enabled and weight.requires_grad,
         )
-        if transforms_active():
-            return _from_logits(flat, weight, flat_targets, ignore_index, compute, reduction)
+        if transforms_active() or (bias is not None and torch.compiler.is_compiling()):
+            return _from_logits(flat, weight, bias, flat_targets, ignore_index, compute, reduction)
         if torch.compiler.is_compiling():
             outputs: LossAndGrads = _operator(*arguments)
             return outputs[0]
         narrow = None if copies is None else copies.narrow((weight,), compute)[0]
-        loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow, bias)  # type: ignore[no-untyped-call]
         return loss
 
 
 def _from_logits(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     ignore_index: int,
     compute: torch.dtype,
     reduction: str,
 ) -> Tensor:
     """Compute all logits at once by torch operators, which transforms can differentiate and map."""
-    logits = functional.linear(x.to(compute), weight.to(compute))
+    added = None if bias is None else bias.to(compute)
+    logits = functional.linear(x.to(compute), weight.to(compute), added)
     wide = logits.to(torch.promote_types(compute, torch.float32))
     return functional.cross_entropy(
         wide, targets.long(), ignore_index=ignore_index, reduction=reduction
@@ -117,10 +124,16 @@ def _loss_and_grads(
     needs_x: bool,
     needs_weight: bool,
     narrow: Tensor | None = None,
+    bias: Tensor | None = None,
+    grad_bias: Tensor | None = None,
 ) -> LossAndGrads:
+    """Return the loss and the gradients of x and weight, and add that of the bias to `grad_bias`
+    unless it is None."""
     wide = torch.promote_types(compute, torch.float32)
-    rows, vocab, needs_grad = x.shape[0], weight.shape[0], needs_x or needs_weight
+    rows, vocab = x.shape[0], weight.shape[0]
+    needs_grad = needs_x or needs_weight or grad_bias is not None
     narrow = weight.to(compute) if narrow is None else narrow
+    added = None if bias is None else bias.to(compute)
     buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
     losses = x.new_empty(rows, dtype=wide)
     kernels = _row_kernels(buffer)
@@ -132,7 +145,10 @@ def _loss_and_grads(
         chunk = slice(start, start + chunk_rows)
         x_chunk = x[chunk].to(compute)
         logits = buffer[: x_chunk.shape[0], :vocab]
-        matmul_into(logits, x_chunk, narrow.T)
+        if added is None:
+            matmul_into(logits, x_chunk, narrow.T)
+        else:
+            torch.addmm(added, x_chunk, narrow.T, out=logits)
         kernels.write_losses(
             logits,
             targets[chunk],
@@ -141,6 +157,8 @@ def _loss_and_grads(
             gradient=needs_grad,
             share=early_factor,
         )
+        if grad_bias is not None:
+            grad_bias += logits.sum(0, dtype=wide)
         if needs_x:
             matmul_into(grad_x[chunk], logits, narrow)
         if start + chunk_rows >= rows:
@@ -208,12 +226,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_x: bool,
         needs_weight: bool,
         narrow: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[_BIAS]:
+            wide = torch.promote_types(compute, torch.float32)
+            grad_bias = torch.zeros(bias.shape, device=bias.device, dtype=wide)
         loss, *factor_and_grads = _loss_and_grads(
-            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow
-        )
-        ctx.save_for_backward(*factor_and_grads)
-        ctx.dtypes = (x.dtype, weight.dtype)
+            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow,
+            bias, grad_bias,
+        )  # fmt: skip
+        ctx.save_for_backward(*factor_and_grads, grad_bias)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.spent = False
         return loss
 
@@ -226,20 +250,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 " and scaled in place"
             )
         ctx.spent = True
-        return *_differentiate(ctx, grad, _scale_), None
+        of_x, of_weight, of_bias = _differentiate(ctx, grad, _scale_, (0, 1, _BIAS))
+        return of_x, of_weight, *[None] * 8, of_bias
 
 
-def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, grad: Tensor, scale: Scale, positions: Sequence[int]
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs at these positions."""
     late_factor, *grads = ctx.saved_tensors
     factor = grad * late_factor if late_factor.numel() else grad
-    needed_inputs = [index for index in range(2) if ctx.needs_input_grad[index]]
-    wide = [
-        grads[index].to(torch.promote_types(grads[index].dtype, ctx.dtypes[index]))
-        for index in needed_inputs
-    ]
-    scaled = dict(zip(needed_inputs, scale(wide, factor), strict=True))
-    returned = (scaled[n].to(ctx.dtypes[n]) if n in scaled else None for n in range(2))
-    return (*returned, *[None] * 7)
+    needed = [n for n, position in enumerate(positions) if ctx.needs_input_grad[position]]
+    wide = [grads[n].to(torch.promote_types(grads[n].dtype, ctx.dtypes[n])) for n in needed]
+    scaled = dict(zip(needed, scale(wide, factor), strict=True))
+    return [scaled[n].to(ctx.dtypes[n]) if n in scaled else None for n in range(len(positions))]
 
 
 # The compiler sees one operator: if it traced the chunks, it might save them for its own backward
@@ -291,7 +315,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: LossAndGrads) -> None:
 def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients out of place and without Triton kernels: this is only traced, and
     `torch.compiler.is_compiling()` is False while a backward pass is traced."""
-    return _differentiate(ctx, grad, _scale)
+    return *_differentiate(ctx, grad, _scale, (0, 1)), *[None] * 7
 
 
 _operator.register_autograd(_differentiate_traced, setup_context=_save)

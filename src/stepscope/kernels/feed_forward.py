@@ -1,29 +1,33 @@
-"""SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one autograd operation.
+"""MLP of a Transformer block as one autograd operation: two linear layers with an activation
+between them, or a gated MLP such as SwiGLU, w2(silu(w1 x) · w3 x).
 
 One matmul computes gate and up side by side, and one kernel computes their gradients in the same
-layout. The activation policy says what is saved for backward: `all` also saves silu(gate) · up;
-`norms` and `gates` recompute it at the cost of one write; `inputs` saves neither and recomputes the
-first matmul.
+layout. The activation policy says what is saved for backward: `all` also saves the input of the
+second layer; `norms` and `gates` recompute it at the cost of one write; `inputs` saves neither and
+recomputes the first matmul.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
+from stepscope.kernels.activation import PLAIN, SILU, activated, write_gradients
 from stepscope.kernels.activation_policy import ALL, INPUTS
-from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.matmul import (
     SavedInput,
     WeightGradients,
+    bias_gradients,
+    concatenated,
     fused_linear,
     linear_concat,
     linear_grad_input,
-    matmul_to_dtype,
+    stored_as_rows,
 )
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
@@ -40,15 +44,49 @@ def feed_forward(
 ) -> Tensor:
     """Compute w2(silu(w1 x) · w3 x). `copies` has the weights in the matmul dtype; `policy` is the
     activation policy."""
+    return mlp(x, (w1, w3), w2, copies, policy=policy)
+
+
+def mlp(
+    x: Tensor | Normed,  # (..., d)
+    first: Weights,  # (hidden, d): one, or gate and up
+    second: Tensor,  # (out, hidden)
+    copies: WeightCopies,
+    *,
+    activation: str = SILU,
+    biases: Sequence[Tensor] = (),  # (hidden,), one per weight of the first layer, or none at all
+    out_bias: Tensor | None = None,  # (out,)
+    transposed: bool = False,
+    policy: str = ALL,
+) -> Tensor:  # (..., out)
+    """Compute second(activation(first x)), or with two first weights second(activation(gate x) · up
+    x). With `transposed`, the weights are stored as (d, hidden) and (hidden, out), one of each."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
-        gate, up = fused_linear(x, (w1, w3), copies).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, w2.to(dtype))
-    first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
+        gates = fused_linear(x, first, copies, biases, transposed=transposed)
+        gate, up = gates.chunk(2, dim=-1) if len(first) == 2 else (gates, None)
+        hidden = PLAIN[activation](gate) if up is None else PLAIN[activation](gate) * up
+        bias = None if out_bias is None else out_bias.to(dtype)
+        return functional.linear(hidden, stored_as_rows(second, transposed).to(dtype), bias)
+    narrow, (narrow_second,) = copies.narrow(first, dtype), copies.narrow((second,), dtype)
+    settings = _Settings(activation, policy, len(first), len(biases), transposed)
     normed = x if isinstance(x, Normed) else None
-    out: Tensor = _FeedForward.apply(read.to(dtype), normed, first, second, policy, w1, w3, w2)  # type: ignore[no-untyped-call]
+    outer = () if out_bias is None else (out_bias,)
+    out: Tensor = _FeedForward.apply(  # type: ignore[no-untyped-call]
+        read.to(dtype), normed, narrow, narrow_second, settings, *first, second, *biases, *outer
+    )
     return out
+
+
+class _Settings(NamedTuple):
+    activation: str
+    policy: str
+    weights: int
+    """Weights of the first layer: two in a gated MLP."""
+    biases: int
+    """Biases of the first layer."""
+    transposed: bool
 
 
 class _FeedForward(torch.autograd.Function):
@@ -57,64 +95,75 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         normed: Normed | None,
-        first: Weights,
-        second: Tensor,
-        policy: str,
-        w1: Tensor,
-        w3: Tensor,
-        w2: Tensor,
+        narrow: Weights,
+        narrow_second: Tensor,
+        settings: _Settings,
+        *learned: Tensor,
     ) -> Tensor:
+        transposed = settings.transposed
+        end = settings.weights + 1
+        weights, second = learned[: end - 1], learned[end - 1]
+        biases, outer = learned[end : end + settings.biases], learned[end + settings.biases :]
+        first = tuple(stored_as_rows(weight, transposed) for weight in narrow)
+        last = stored_as_rows(narrow_second, transposed)
         flat = x.reshape(-1, x.shape[-1])
-        gates = linear_concat(flat, first)
-        gated = gated_by(gates)
-        out = matmul_to_dtype(gated, second.T, gated.dtype)
-        saved = {ALL: (gates, gated), INPUTS: ()}.get(policy, (gates,))
-        ctx.x = SavedInput(ctx, flat, normed, (*first, second), *saved)
-        ctx.first, ctx.second = WeightGradients((w1, w3)), WeightGradients((w2,))
-        return out.view(x.shape)
+        gates = linear_concat(flat, first, concatenated(biases, x.dtype))
+        hidden = activated(*_parts(gates, settings), settings.activation)
+        out = linear_concat(hidden, (last,), concatenated(outer, x.dtype))
+        saved = {ALL: (gates, hidden), INPUTS: ()}.get(settings.policy, (gates,))
+        ctx.bias = concatenated(biases, x.dtype) if settings.policy == INPUTS else None
+        ctx.x = SavedInput(ctx, flat, normed, (*first, last), *saved)
+        ctx.first = WeightGradients(weights, transposed)
+        ctx.second = WeightGradients((second,), transposed)
+        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
+        ctx.outer = [(bias.shape[0], bias.dtype) for bias in outer]
+        ctx.settings = settings
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @differentiable_once("the fused feed-forward", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, (*first, second), saved = ctx.x.restore(ctx)
+        settings: _Settings = ctx.settings
+        x, (*first, last), saved = ctx.x.restore(ctx)
+        needed = ctx.needs_input_grad[5:]
+        end = settings.weights + 1
+        of_biases, of_outer = needed[end : end + settings.biases], needed[end + settings.biases :]
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_gated = matmul_to_dtype(flat, second, flat.dtype)
-        gates = saved[0] if saved else linear_concat(x, tuple(first))
-        gated = saved[1] if len(saved) > 1 else torch.empty_like(grad_gated)
+        grad_hidden = linear_grad_input(flat, (last,))
+        gates = saved[0] if saved else linear_concat(x, tuple(first), ctx.bias)
+        hidden = saved[1] if len(saved) > 1 else torch.empty_like(grad_hidden)
         # Recomputed gates are used only here, so their gradient overwrites them.
         grad_gates = torch.empty_like(gates) if saved else gates
-        gated_back(grad_gated, gates, grad_gates, gated if len(saved) < 2 else None)
-        grad_x = linear_grad_input(grad_gates, tuple(first)).view(grad.shape)
-        *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
-        of_second = ctx.second.gradients(flat, gated, (of_w2,))
-        of_first = ctx.first.gradients(grad_gates, x, (of_w1, of_w3))
-        return grad_x, None, None, None, None, *of_first, *of_second
+        # The kernel sums the gradient of a single bias.
+        summed = None
+        if settings.weights == 1 and any(of_biases):
+            ((rows, dtype),) = ctx.biases
+            summed = torch.empty(rows, device=grad.device, dtype=dtype)
+        gate, up = _parts(gates, settings)
+        grad_gate, grad_up = _parts(grad_gates, settings)
+        recomputed = hidden if len(saved) < 2 else None
+        write_gradients(
+            grad_hidden, gate, up, grad_gate, grad_up, settings.activation, recomputed, summed
+        )
+        if summed is not None:
+            bias_grads: tuple[Tensor | None, ...] = (summed,)
+        else:
+            bias_grads = bias_gradients(grad_gates, ctx.biases, of_biases)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = linear_grad_input(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
+        outer_grads = bias_gradients(flat, ctx.outer, of_outer)
+        second_grads = ctx.second.gradients(flat, hidden, needed[end - 1 : end])
+        first_grads = ctx.first.gradients(grad_gates, x, needed[: end - 1])
+        return (
+            grad_x, None, None, None, None,
+            *first_grads, *second_grads, *bias_grads, *outer_grads,
+        )  # fmt: skip
 
 
-def gated_by(gates: Tensor) -> Tensor:
-    """Return silu(gate) · up of (rows, 2 · hidden) gates."""
+def _parts(gates: Tensor, settings: _Settings) -> tuple[Tensor, Tensor | None]:
+    """Return gate and up of (rows, 2 · hidden); the second is None if the MLP is not gated."""
+    if settings.weights == 1:
+        return gates, None
     gate, up = gates.chunk(2, dim=1)
-    if kernels_take(gates):
-        from stepscope.kernels.triton import swiglu as triton_swiglu
-
-        return triton_swiglu.forward(gate, up)
-    return functional.silu(gate) * up
-
-
-def gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
-    """Write the gradient of gate and up into `grad_gates`, and silu(gate) · up into `gated` unless
-    it is None."""
-    gate, up = gates.chunk(2, dim=1)
-    if kernels_take(gates, grad):
-        from stepscope.kernels.triton import swiglu as triton_swiglu
-
-        grad_gate, grad_up = grad_gates.chunk(2, dim=1)
-        triton_swiglu.backward(grad, gate, up, grad_gate, grad_up, gated)
-        return
-    wide = torch.promote_types(gates.dtype, torch.float32)
-    a, b, g = gate.to(wide), up.to(wide), grad.to(wide)
-    share = torch.sigmoid(a)
-    silu = a * share
-    if gated is not None:
-        gated.copy_(gated_by(gates))
-    grad_gates.copy_(torch.cat((g * b * (share + silu * (1 - share)), g * silu), dim=1))
+    return gate, up

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.kernels.activation import SILU, activated, write_gradients
 from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 
@@ -24,19 +25,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from stepscope.kernels.triton import swiglu as triton_swiglu
-
         ctx.save_for_backward(gate, up)
-        return triton_swiglu.forward(*map(_as_row, (gate, up))).view(gate.shape)
+        return activated(_as_row(gate), _as_row(up), SILU).view(gate.shape)
 
     @staticmethod
     @differentiable_once("the fused SwiGLU", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        from stepscope.kernels.triton import swiglu as triton_swiglu
-
         gate, up = ctx.saved_tensors
         grads = (torch.empty_like(gate), torch.empty_like(up))
-        triton_swiglu.backward(*map(_as_row, (grad.contiguous(), gate, up, *grads)))
+        write_gradients(*map(_as_row, (grad.contiguous(), gate, up, *grads)), SILU)
         return grads
 
 

@@ -29,53 +29,52 @@ def fused_linear(
     weights: Weights,  # each (rows, d)
     copies: WeightCopies,
     biases: Sequence[Tensor] = (),  # one (rows,) per weight, or none at all
+    *,
+    transposed: bool = False,
 ) -> Tensor:  # (..., all rows)
     """Return x times each weight transposed, plus its bias, side by side. `copies` has the weights
-    in the matmul dtype."""
+    in the matmul dtype. With `transposed` there is one weight, stored as (d, rows) such as
+    GPT-2's."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
         # The transforms differentiate and map torch's own operators.
         return functional.linear(
             read.to(dtype),
-            torch.cat([weight.to(dtype) for weight in weights]),
+            torch.cat([stored_as_rows(weight, transposed).to(dtype) for weight in weights]),
             torch.cat([bias.to(dtype) for bias in biases]) if biases else None,
         )
     narrow = copies.narrow(weights, dtype)
     normed = x if isinstance(x, Normed) else None
-    out: Tensor = _FusedLinear.apply(read.to(dtype), normed, narrow, *weights, *biases)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
+        read.to(dtype), normed, narrow, transposed, *weights, *biases
+    )
     return out
 
 
-def transposed_linear(
-    x: Tensor,  # (..., d)
-    weight: Tensor,  # (d, rows)
-    copies: WeightCopies,
-    bias: Tensor | None = None,  # (rows,)
-) -> Tensor:  # (..., rows)
-    """Return x times the weight, plus the bias: a linear layer that stores its weight transposed,
-    such as GPT-2's."""
-    dtype = matmul_dtype(x)
-    if transforms_active():
-        plain = None if bias is None else bias.to(dtype)
-        return functional.linear(x.to(dtype), weight.to(dtype).T, plain)
-    (narrow,) = copies.narrow((weight,), dtype)
-    out: Tensor = _TransposedLinear.apply(x.to(dtype), narrow, weight, bias)  # type: ignore[no-untyped-call]
-    return out
+def stored_as_rows(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a weight, which may be stored as (d, rows), as a view of (rows, d)."""
+    return weight.T if transposed else weight
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights_and_biases: Tensor
+        ctx: Any,
+        x: Tensor,
+        normed: Normed | None,
+        narrow: Weights,
+        transposed: bool,
+        *weights_and_biases: Tensor,
     ) -> Tensor:
         weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() == 2)
         biases = weights_and_biases[len(weights) :]
+        narrow = tuple(stored_as_rows(weight, transposed) for weight in narrow)
         flat = x.reshape(-1, x.shape[-1])
         ctx.x = SavedInput(ctx, flat, normed, narrow)
-        ctx.learned = WeightGradients(weights)
+        ctx.learned = WeightGradients(weights, transposed)
         ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
-        out = linear_concat(flat, narrow, _concatenated(biases, x.dtype))
+        out = linear_concat(flat, narrow, concatenated(biases, x.dtype))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
@@ -88,36 +87,12 @@ class _FusedLinear(torch.autograd.Function):
             grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
         end = len(ctx.needs_input_grad) - len(ctx.biases)
         of_biases = bias_gradients(flat, ctx.biases, ctx.needs_input_grad[end:])
-        of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:end])
-        return grad_x, None, None, *of_weights, *of_biases
+        of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[4:end])
+        return grad_x, None, None, None, *of_weights, *of_biases
 
 
-class _TransposedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, narrow: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, narrow)
-        ctx.dtype = weight.dtype
-        ctx.biases = [] if bias is None else [(bias.shape[0], bias.dtype)]
-        biases = () if bias is None else (bias,)
-        out = linear_concat(flat, (narrow.T,), _concatenated(biases, x.dtype))
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    @differentiable_once("a fused projection", "fused_projections=False")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, narrow = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        of_x, _, of_weight, of_bias = ctx.needs_input_grad
-        grad_x = None
-        if of_x:
-            grad_x = matmul_to_dtype(flat, narrow.T, flat.dtype).view(*grad.shape[:-1], -1)
-        grad_bias = bias_gradients(flat, ctx.biases, (of_bias,)) or (None,)
-        grad_weight = matmul_to_dtype(x.T, flat, ctx.dtype) if of_weight else None
-        return grad_x, None, grad_weight, *grad_bias
-
-
-def _concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+def concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return the biases as one tensor in that dtype; None if there are none."""
     if not biases:
         return None
     return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
@@ -163,8 +138,8 @@ class SavedInput:
 class WeightGradients:
     """Computes the gradients of weights that one matmul reads side by side."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._dtype = weights[0].dtype
+    def __init__(self, weights: Weights, transposed: bool = False) -> None:
+        self._dtype, self._transposed = weights[0].dtype, transposed
         self._rows = [weight.shape[0] for weight in weights]
         # Weak references: weights gathered from several ranks must be freed before the backward
         # pass.
@@ -180,12 +155,16 @@ class WeightGradients:
         weights = [owner() for owner in self._owners]
         consumer = gradient_consumer(weights, x.dtype)
         if consumer is None:
-            return torch.split(matmul_to_dtype(grad.T, x, self._dtype), self._rows)
-        narrow = matmul_to_dtype(grad.T, x, x.dtype)
-        for weight, gradient in zip(weights, torch.split(narrow, self._rows), strict=True):
+            return self._matmul(grad, x, self._dtype)
+        for weight, gradient in zip(weights, self._matmul(grad, x, x.dtype), strict=True):
             assert weight is not None
             consumer.take(weight, gradient)
         return (None,) * len(weights)
+
+    def _matmul(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        if self._transposed:
+            return (matmul_to_dtype(x.T, grad, dtype),)
+        return torch.split(matmul_to_dtype(grad.T, x, dtype), self._rows)
 
 
 def linear_concat(x: Tensor, narrow: Weights, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the preceding residual add."""
+"""RMSNorm and LayerNorm, alone or fused with the preceding residual add."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
@@ -28,6 +29,14 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse_rms = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (wide * inverse_rms * weight).to(x.dtype)
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        offset = None if bias is None else bias.to(wide)
+        normed = functional.layer_norm(x.to(wide), weight.shape, weight.to(wide), offset, eps)
+    return normed.to(x.dtype)
 
 
 def rms_norm(
@@ -53,6 +62,17 @@ def add_rms_norm(
     return stream, normed.value
 
 
+def layer_norm(
+    x: Tensor,  # (..., d)
+    weight: Tensor,  # (d,)
+    bias: Tensor | None = None,  # (d,)
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the LayerNorm of x in `out_dtype`, which may be the dtype of the next matmul."""
+    return normed_sum(x, None, weight, eps, out_dtype, bias=bias, centered=True)[1].value
+
+
 def normed_sum(
     x: Tensor,
     branch: Tensor | None,
@@ -61,8 +81,15 @@ def normed_sum(
     out_dtype: torch.dtype | None = None,
     *,
     units: bool = False,
+    bias: Tensor | None = None,
+    centered: bool = False,
+    through: bool = False,
 ) -> tuple[Tensor, Normed]:
-    """Return x + branch (or x, if branch is None) and its norm.
+    """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
+    LayerNorm, which may have a bias.
+
+    With `through` and without a branch, the gradient of the returned x passes through this
+    operation, whose kernel adds it to that of the norm.
 
     With `units` the unit rows are saved for backward in the output dtype instead of the residual
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
@@ -71,20 +98,28 @@ def normed_sum(
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
-    inputs = [x, weight] if branch is None else [x, branch, weight]
+    if bias is not None and (units or not centered or bias.shape != weight.shape):
+        raise ValueError("a bias needs a LayerNorm of its width that saves no unit rows")
+    inputs = [one for one in (x, branch, weight, bias) if one is not None]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
-    if x.shape[-1] > MAX_COLUMNS or not kernels_take(*inputs) or not supports_dtype(dtype):
+    supported = bias is None or bias.dtype == weight.dtype
+    supported = supported and x.shape[-1] <= MAX_COLUMNS and supports_dtype(dtype)
+    if not supported or not kernels_take(*inputs):
         stream = x if branch is None else x + branch
+        if centered:
+            return stream, Normed(plain_layer_norm(stream, weight, bias, eps).to(dtype))
         return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
-    added = None if branch is None else branch.contiguous()
+    added, offset = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
-    stream, normed, unit = _AddNorm.apply(x.contiguous(), added, weight, eps, dtype, units)  # type: ignore[no-untyped-call]
-    return x if branch is None else stream, Normed(normed, unit, weight.detach())
+    stream, normed, unit = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), added, weight, offset, eps, dtype, units, centered, through
+    )
+    return x if stream is None else stream, Normed(normed, unit, weight.detach())
 
 
 class _AddNorm(torch.autograd.Function):
     """Returns the stream, its norm and, if requested, the unit rows. Without a branch the stream is
-    x, whose gradient does not pass through here, and None is returned for it."""
+    x; unless `through`, its gradient does not pass through here, and None is returned for it."""
 
     @staticmethod
     def forward(
@@ -92,23 +127,31 @@ class _AddNorm(torch.autograd.Function):
         x: Tensor,
         branch: Tensor | None,
         weight: Tensor,
+        bias: Tensor | None,
         eps: float,
         dtype: torch.dtype,
         units: bool,
+        centered: bool,
+        through: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(x, branch, weight, eps, dtype, units)
+        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered)
         ctx.save_for_backward(
-            result.stream if result.unit is None else result.unit, weight, result.inverse
+            result.stream if result.unit is None else result.unit,
+            weight,
+            result.inverse,
+            result.mean,
         )
+        ctx.bias = bias is not None
         ctx.stream = result.stream.dtype
         ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
         ctx.added, ctx.units = branch is not None, units
         ctx.set_materialize_grads(False)
         if result.unit is not None:
             ctx.mark_non_differentiable(result.unit)
-        return result.stream if ctx.added else None, result.normed, result.unit
+        stream = result.stream if ctx.added else x.detach() if through else None
+        return stream, result.normed, result.unit
 
     @staticmethod
     @differentiable_once("the fused norm", "fused=False")
@@ -117,16 +160,16 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        saved, weight, inverse = ctx.saved_tensors
+        saved, weight, inverse, mean = ctx.saved_tensors
         x_dtype, branch_dtype = ctx.dtypes
-        grad_weight = None
+        grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 6
+                return (None,) * 9
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
-            grad_sum, grad_branch, grad_weight = triton_norm.backward(
+            grad_sum, grad_branch, grad_weight, grad_bias = triton_norm.backward(
                 grad_normed.contiguous(),
                 stream_grad,
                 saved,
@@ -135,6 +178,8 @@ class _AddNorm(torch.autograd.Function):
                 ctx.stream,
                 branch_dtype,
                 units=ctx.units,
+                mean=mean,
+                bias=ctx.bias,
             )
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, None, None, None
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, None, None, None, None, None

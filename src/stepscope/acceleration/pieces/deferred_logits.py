@@ -41,8 +41,9 @@ class Head:
         x: Tensor,
         weight: Tensor,
         copies: WeightCopies | None,
+        bias: Tensor | None,
     ) -> None:
-        self.x, self.weight, self.copies = x, weight, copies
+        self.x, self.weight, self.copies, self.bias = x, weight, copies, bias
         self.state = AutogradState.now(x)
         self.has_loss = False
         """True if a loss has been computed from the hidden states."""
@@ -50,7 +51,7 @@ class Head:
         with torch._C.DisableTorchFunction():
             self.dtype = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))
         self._linear = linear
-        self._versions = [(one, one._version) for one in (x, weight)]
+        self._versions = [(one, one._version) for one in (x, weight, bias) if one is not None]
 
     def materialize(self) -> Tensor:
         if self.value is None:
@@ -90,10 +91,15 @@ class DeferredLogits:
 
     @classmethod
     def of(
-        cls, linear: Function, x: Tensor, weight: Tensor, copies: WeightCopies | None
+        cls,
+        linear: Function,
+        x: Tensor,
+        weight: Tensor,
+        copies: WeightCopies | None,
+        bias: Tensor | None = None,
     ) -> DeferredLogits:
-        """Defer `linear(x)`, which is the matmul of x and the transposed weight."""
-        head = Head(linear, x, weight, copies)
+        """Defer `linear(x)`, which is the matmul of x and the transposed weight, plus the bias."""
+        head = Head(linear, x, weight, copies, bias)
         return cls(head, x, head.dtype)
 
     @property
@@ -219,6 +225,7 @@ class DeferredLogits:
                 ignore_index=ignore_index,
                 reduction=reduction,
                 copies=self._head.copies,
+                bias=self._head.bias,
             )
         return loss.to(self._dtype) if narrow else loss
 

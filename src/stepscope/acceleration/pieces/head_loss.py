@@ -1,11 +1,11 @@
 """Head and cross-entropy without materialized logits, within the forward of any language model.
 
-The head is a bias-free `nn.Linear` with as many outputs as an embedding of the model has entries;
-the module that has it as a child runs its own forward. In training the head defers its matmul, and
-the cross-entropy that the forward computes from it is the fused one. Nothing else of the forward is
+The head is an `nn.Linear` with as many outputs as an embedding of the model has entries; the
+modules that contain it run their own forward. In training the head defers its matmul, and the
+cross-entropy that one of these forwards computes from it is the fused one. Nothing else of them is
 assumed: a soft-capped or scaled logit, a metric, or a loss with other options materializes them,
 and the results are those of the original. If a program reads them in several steps in a row, they
-are no longer deferred. Where the forward does not compute a loss from them, they are tensors.
+are no longer deferred. Where no forward computes a loss from them, they are tensors.
 
 Under torch.compile, in evaluation mode, without gradients, with hooks on the head or with a sharded
 weight the original forward runs.
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
-from stepscope.acceleration.replacement import Left, Replacement
+from stepscope.acceleration.replacement import Left, Replacement, has_hooks
 from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "head and loss"
 _LOGITS = "logits"
 _MAX_READS = 2
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TRANSFORMED = {
     "final_logit_softcapping": "logit soft-capping",
     "logit_scale": "scaled logits",
@@ -44,46 +45,57 @@ def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacemen
     vocabularies = {
         module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    replacements: list[Replacement] = []
+    modules = dict(model.named_modules())
+    head_forward, owner_forward = _forwards(_Deferral(copies))
+    heads: list[Replacement] = []
+    owners: dict[str, Replacement] = {}
     left: list[Left] = []
-    for name, owner in model.named_modules():
+    for name, owner in modules.items():
         if any(name == one.name or name.startswith(f"{one.name}.") for one in left):
             # Parts of a head, such as its adapter.
+            continue
+        if any(part.isdigit() for part in name.split(".")):
+            # A layer of a block.
             continue
         for child, head in owner.named_children():
             if getattr(head, "out_features", None) not in vocabularies:
                 continue
             full_name = f"{name}.{child}".lstrip(".")
-            reason = _reason(owner, head)
+            within = _within(name)
+            reason = _reason(owner, head, [modules[one] for one in within])
             if reason is not None:
                 left.append(Left(PIECE, full_name, reason))
                 continue
-            head_forward, owner_forward = _forwards(_Deferral(copies))
-            replacements += [
-                Replacement(PIECE, full_name, head, head_forward),
-                Replacement(PIECE, name, owner, owner_forward),
-            ]
-    return replacements, left
+            heads.append(Replacement(PIECE, full_name, head, head_forward))
+            for one in within:
+                if not isinstance(modules[one], _CONTAINERS):
+                    owners[one] = Replacement(PIECE, one, modules[one], owner_forward)
+    return [*heads, *owners.values()], left
 
 
-def _reason(owner: nn.Module, head: nn.Module) -> str | None:
-    if "forward" in vars(owner) or "forward" in vars(head):
+def _within(name: str) -> list[str]:
+    """Return the names of a module and of those that contain it."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
+
+
+def _reason(owner: nn.Module, head: nn.Module, within: list[nn.Module]) -> str | None:
+    if "forward" in vars(head) or any("forward" in vars(one) for one in within):
         return "its forward is already replaced"
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}, not an nn.Linear"
-    if getattr(head, "bias", None) is not None:
-        return "the head has a bias"
-    if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+    if isinstance(owner, _CONTAINERS):
         return f"the head is in a {type(owner).__name__}, which computes no loss"
-    config = getattr(owner, "config", None)
+    configs = [getattr(one, "config", None) for one in within]
     for option, what in _TRANSFORMED.items():
-        if getattr(config, option, None) not in (None, 1, 1.0, False):
+        values = [getattr(config, option, None) for config in configs]
+        if any(value not in (None, 1, 1.0, False) for value in values):
             return f"{what} ({option})"
     return None
 
 
 class _Deferral:
-    """Defers the matmul of a head within the forward of the module that owns it."""
+    """Defers the matmul of a head within the forwards of the modules that contain it."""
 
     def __init__(self, copies: WeightCopies | None) -> None:
         self._copies = copies
@@ -101,7 +113,7 @@ class _Deferral:
             outputs = _original(owner)(*arguments, **keywords)
         finally:
             self._depth -= 1
-        return _with_logits(outputs)
+        return _with_logits(outputs) if self._depth == 0 or has_hooks(owner) else outputs
 
     def head_forward(self, head: nn.Linear, x: Tensor) -> Any:
         linear = _original(head)
@@ -114,11 +126,11 @@ class _Deferral:
             self._is_read = True
             return linear(x)
 
-        return DeferredLogits.of(read, x, head.weight, self._copies)
+        return DeferredLogits.of(read, x, head.weight, self._copies, head.bias)
 
     @property
     def _depth(self) -> int:
-        """Calls of the owner's forward that this thread is in."""
+        """Forwards of modules that contain the head that this thread is in."""
         return getattr(self._running, "depth", 0)
 
     @_depth.setter
@@ -158,22 +170,17 @@ def _original(module: nn.Module) -> Callable[..., Any]:
 
 def _can_defer(head: nn.Linear, x: Tensor) -> bool:
     weight = head.weight
-    hooks = (
-        head._forward_hooks,
-        head._forward_pre_hooks,
-        head._backward_hooks,
-        head._backward_pre_hooks,
-    )
     return (
         type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
+        and (head.bias is None or type(head.bias) is type(weight))
         and x.dim() >= 2
         and x.is_floating_point()
         and x.device == weight.device
         and not (x.is_inference() or weight.is_inference())
         and (x.requires_grad or weight.requires_grad)
         and torch.is_grad_enabled()
-        and not any(hooks)
+        and not has_hooks(head)
     )
 
 

@@ -10,9 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepscope.acceleration.replacement import Found, Replacement
+from stepscope.acceleration.replacement import (
+    Found,
+    Replacement,
+    is_linear,
+    is_transposed,
+)
 from stepscope.attention.inputs import matmul_dtype
-from stepscope.kernels.matmul import fused_linear, transposed_linear
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "linear"
@@ -20,46 +25,23 @@ PIECE = "linear"
 
 def find(model: nn.Module, copies: WeightCopies, claimed: set[nn.Module]) -> Found:
     """Find the linear layers that no other piece has claimed."""
-    replacements = []
-    for name, module in model.named_modules():
-        if module in claimed:
-            continue
-        if type(module) is nn.Linear:
-            forward = _forward(module, copies)
-        elif _is_transposed(module):
-            forward = _transposed_forward(module, copies)
-        else:
-            continue
-        replacements.append(Replacement(PIECE, name, module, forward))
+    replacements = [
+        Replacement(PIECE, name, module, _forward(module, copies))
+        for name, module in model.named_modules()
+        if module not in claimed and (is_linear(module) or is_transposed(module))
+    ]
     return replacements, []
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Return whether this is the `Conv1D` of transformers, a linear layer with a (d, rows)
-    weight."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def _forward(module: nn.Linear, copies: WeightCopies) -> Any:
+def _forward(module: Any, copies: WeightCopies) -> Any:
     original, weight = module.forward, module.weight
-
-    def forward(module: nn.Linear, x: Tensor) -> Tensor:
-        if not casts(module, weight, x):
-            return original(x)
-        biases = () if module.bias is None else (module.bias,)
-        return fused_linear(x, (weight,), copies, biases)
-
-    return forward
-
-
-def _transposed_forward(module: Any, copies: WeightCopies) -> Any:
-    original, weight = module.forward, module.weight
+    transposed = is_transposed(module)
 
     def forward(module: Any, x: Tensor) -> Any:
         if not casts(module, weight, x):
             return original(x)
-        return transposed_linear(x, weight, copies, module.bias)
+        biases = () if module.bias is None else (module.bias,)
+        return fused_linear(x, (weight,), copies, biases, transposed=transposed)
 
     return forward
 

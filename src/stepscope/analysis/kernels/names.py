@@ -81,6 +81,13 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "split_kernel": ("attention", ""),
     "key_value_kernel": ("attention", "backward"),
     "query_kernel": ("attention", "backward"),
+    "norm_forward_kernel": ("reduction", ""),
+    "norm_backward_kernel": ("reduction", ""),
+    "norm_weight_kernel": ("reduction", ""),
+    "norm_scaled_kernel": ("elementwise", ""),
+    "activation_forward_kernel": ("elementwise", ""),
+    "activation_backward_kernel": ("elementwise", ""),
+    # Names in earlier records.
     "rms_norm_forward_kernel": ("reduction", ""),
     "rms_norm_backward_kernel": ("reduction", ""),
     "rms_norm_weight_kernel": ("reduction", ""),

@@ -1,9 +1,11 @@
-"""RMSNorm fused with the preceding residual add: one read of each row in forward and backward.
+"""RMSNorm and LayerNorm fused with the preceding residual add: one read of each row in forward and
+backward.
 
-The forward pass saves the inverse root mean square of each row, and either the row itself or the
-unit row (the row over its root mean square). In the backward pass each program processes
-consecutive rows and writes one partial sum of the weight gradient; a second kernel reduces these,
-so there are no atomics and the result is bitwise reproducible.
+LayerNorm is the norm of centered rows (CENTERED), plus a bias (BIAS). The forward pass saves the
+inverse root mean square of each (centered) row, its mean, and either the row itself or the unit row
+(the row over its root mean square). In the backward pass each program processes consecutive rows
+and writes one partial sum of the gradients of weight and bias; a second kernel reduces these, so
+there are no atomics and the result is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -27,17 +29,21 @@ _PROGRAMS_INTERPRETED = 4
 
 
 @triton.jit
-def rms_norm_forward_kernel(
+def norm_forward_kernel(
     x_ptr,
     branch_ptr,
     weight_ptr,
+    bias_ptr,
     stream_ptr,
     normed_ptr,
     unit_ptr,
     inverse_ptr,
+    mean_ptr,
     eps,
     D,
     ADD: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -56,6 +62,10 @@ def rms_norm_forward_kernel(
         tl.store(stream_ptr + offs, b_x, mask=mask_d)
     # The sum as rounded for the store, since the backward pass reads that.
     b_wide = b_x.to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(b_wide, 0) / D
+        tl.store(mean_ptr + pid, mean)
+        b_wide = tl.where(mask_d, b_wide - mean, 0.0)
     mean_square = tl.sum(b_wide * b_wide, 0) / D
     root = tl.math.sqrt_rn(mean_square + eps)
     scale = tl.math.div_rn(root * 0.0 + 1.0, root)
@@ -68,29 +78,34 @@ def rms_norm_forward_kernel(
         tl.store(unit_ptr + offs, b_unit, mask=mask_d)
         b_out = b_unit.to(tl.float32)
     b_out = b_out * b_w
+    if BIAS:
+        b_out += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     tl.store(normed_ptr + offs, b_out.to(normed_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
-def rms_norm_backward_kernel(
+def norm_backward_kernel(
     grad_normed_ptr,
     grad_stream_ptr,
     saved_ptr,
     weight_ptr,
     inverse_ptr,
+    mean_ptr,
     grad_sum_ptr,
     grad_branch_ptr,
-    grad_weight_ptr,
+    partial_ptr,
     rows,
     rows_per_program,
     D,
     THROUGH: tl.constexpr,
     SPLIT: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradients of consecutive rows and a partial sum of the weight gradient; blocks are
-    (BLOCK_D,).
+    """Gradients of consecutive rows and partial sums of the gradients of weight and bias, side by
+    side; blocks are (BLOCK_D,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
     UNITS: unit rows were saved.
@@ -100,6 +115,7 @@ def rms_norm_backward_kernel(
     mask_d = offs_d < D
     b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_db = tl.zeros([BLOCK_D], dtype=tl.float32)
     start = pid * rows_per_program
     for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
         row = start + i
@@ -107,22 +123,34 @@ def rms_norm_backward_kernel(
         scale = tl.load(inverse_ptr + row)
         b_unit = tl.load(saved_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         if not UNITS:
+            if CENTERED:
+                b_unit = tl.where(mask_d, b_unit - tl.load(mean_ptr + row), 0.0)
             b_unit = b_unit * scale
         b_dy = tl.load(grad_normed_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         b_dw += b_dy * b_unit
+        if BIAS:
+            b_db += b_dy
         b_dy = b_dy * b_w
         mean_dot = tl.sum(b_dy * b_unit, 0) / D
-        b_dx = (b_dy - b_unit * mean_dot) * scale
+        b_dx = b_dy - b_unit * mean_dot
+        if CENTERED:
+            b_dx -= tl.sum(b_dy, 0) / D
+        b_dx = b_dx * scale
         if THROUGH:
             b_dx += tl.load(grad_stream_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
             tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
-    tl.store(grad_weight_ptr + pid * D + offs_d, b_dw, mask=mask_d)
+    if BIAS:
+        partial_ptrs = partial_ptr + pid * 2 * D + offs_d
+        tl.store(partial_ptrs + D, b_db, mask=mask_d)
+    else:
+        partial_ptrs = partial_ptr + pid * D + offs_d
+    tl.store(partial_ptrs, b_dw, mask=mask_d)
 
 
 @triton.jit
-def rms_norm_weight_kernel(
+def norm_weight_kernel(
     partial_ptr, out_ptr, parts, D, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Sum (parts, D) over the parts, for BLOCK_D columns per program."""
@@ -138,7 +166,7 @@ def rms_norm_weight_kernel(
 
 
 @triton.jit
-def rms_norm_scaled_kernel(unit_ptr, weight_ptr, out_ptr, D, BLOCK_D: tl.constexpr):
+def norm_scaled_kernel(unit_ptr, weight_ptr, out_ptr, D, BLOCK_D: tl.constexpr):
     """Unit row times weight, for one row of (BLOCK_D,)."""
     pid = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -155,7 +183,9 @@ class NormOutputs(NamedTuple):
     normed: Tensor
     unit: Tensor | None
     inverse: Tensor
-    """The inverse root mean square of each row."""
+    """The inverse root mean square of each row, centered in a LayerNorm."""
+    mean: Tensor | None
+    """The mean of each row in a LayerNorm."""
 
 
 @on_its_device
@@ -166,31 +196,39 @@ def forward(
     eps: float,
     out_dtype: torch.dtype,
     units: bool = False,
+    bias: Tensor | None = None,
+    centered: bool = False,
 ) -> NormOutputs:
-    """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs."""
+    """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs. With
+    `centered` it is a LayerNorm."""
     stream = x
     if branch is not None:
         stream = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
     normed = torch.empty_like(x, dtype=out_dtype)
     unit = torch.empty_like(normed) if units else None
     inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
+    mean = torch.empty_like(inverse) if centered else None
     block = triton.next_power_of_2(x.shape[-1])
-    rms_norm_forward_kernel[(inverse.numel(),)](
+    norm_forward_kernel[(inverse.numel(),)](
         x,
         branch,
         weight,
+        bias,
         stream,
         normed,
         unit,
         inverse,
+        mean,
         eps,
         x.shape[-1],
         ADD=branch is not None,
+        CENTERED=centered,
+        BIAS=bias is not None,
         UNITS=units,
         BLOCK_D=block,
         num_warps=_warps(block),
     )
-    return NormOutputs(stream, normed, unit, inverse)
+    return NormOutputs(stream, normed, unit, inverse, mean)
 
 
 @on_its_device
@@ -204,9 +242,12 @@ def backward(
     branch_dtype: torch.dtype,
     *,
     units: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
-    and of the weight. `saved` is the stream, or with `units` the unit rows."""
+    mean: Tensor | None = None,
+    bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype),
+    of the weight, and of the bias if there is one, in the dtype of the weight. `saved` is the
+    stream, or with `units` the unit rows; with `mean` it is a LayerNorm."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -217,13 +258,15 @@ def backward(
     warps = min(16, max(4, block // 256))
     rows_each = triton.cdiv(rows, _programs(saved.device, warps))
     programs = triton.cdiv(rows, rows_each)
-    partial = torch.empty(programs, d, device=saved.device, dtype=torch.float32)
-    rms_norm_backward_kernel[(programs,)](
+    width = 2 * d if bias else d
+    partial = torch.empty(programs, width, device=saved.device, dtype=torch.float32)
+    norm_backward_kernel[(programs,)](
         grad_normed,
         grad_stream,
         saved,
         weight,
         inverse,
+        mean,
         grad_sum,
         grad_branch,
         partial,
@@ -232,15 +275,17 @@ def backward(
         d,
         THROUGH=grad_stream is not None,
         SPLIT=split,
+        CENTERED=mean is not None,
+        BIAS=bias,
         UNITS=units,
         BLOCK_D=block,
         num_warps=warps,
     )
-    grad_weight = torch.empty_like(weight)
+    grads = weight.new_empty(width)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
-    run_overlapped(saved.device, lambda: add_up(partial, grad_weight), partial)
-    return grad_sum, grad_branch, grad_weight
+    run_overlapped(saved.device, lambda: add_up(partial, grads), partial)
+    return grad_sum, grad_branch, grads[:d], grads[d:] if bias else None
 
 
 @on_its_device
@@ -248,7 +293,7 @@ def add_up(partial: Tensor, out: Tensor) -> None:
     """Sum (parts, d) to (d,). torch's sum uses few programs for so few columns and takes half as
     long as the kernel before it."""
     parts, d = partial.shape
-    rms_norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
+    norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
         partial, out, parts, d, BLOCK_PARTS=_PARTS, BLOCK_D=_COLUMNS, num_warps=4
     )
 
@@ -259,7 +304,7 @@ def scaled(unit: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty_like(unit)
     d = unit.shape[-1]
     block = triton.next_power_of_2(d)
-    rms_norm_scaled_kernel[(unit.numel() // d,)](
+    norm_scaled_kernel[(unit.numel() // d,)](
         unit, weight, out, d, BLOCK_D=block, num_warps=_warps(block)
     )
     return out

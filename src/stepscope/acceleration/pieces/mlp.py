@@ -1,0 +1,200 @@
+"""MLPs as one operation: two linear layers with an activation between them, or a gated MLP,
+down(activation(gate x) · up x), with gate and up as one matmul.
+
+A module whose linear layers have matching shapes is compared with these formulas in float32, in
+small, with every activation and every order of its layers. The layers may be `nn.Linear` or, in
+pairs, the `Conv1D` of transformers, which stores its weight transposed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    drops,
+    has_hooks,
+    is_linear,
+    is_transposed,
+)
+from stepscope.kernels.activation import PLAIN
+from stepscope.kernels.activation_policy import NORMS
+from stepscope.kernels.feed_forward import mlp
+from stepscope.kernels.weight_copies import WeightCopies
+
+GATED, PLAIN_MLP = "gated MLP", "MLP"
+_TOLERANCE = 1e-5
+_SMALL = {"width": 8, "hidden": 16, "out": 12}
+
+
+class Names(NamedTuple):
+    """Attributes of the layers: the first one, or gate and up; and the last."""
+
+    first: tuple[str, ...]
+    second: str
+
+    @property
+    def piece(self) -> str:
+        return GATED if len(self.first) == 2 else PLAIN_MLP
+
+
+class Match(NamedTuple):
+    """The roles of the layers of a module, and the activation between them."""
+
+    names: Names
+    activation: str
+
+
+def find(model: nn.Module, copies: WeightCopies) -> Found:
+    replacements, left = [], []
+    for name, module in model.named_modules():
+        candidates = list(_candidates(module))
+        if not candidates:
+            continue
+        piece = candidates[0].piece
+        reason = _refused(module)
+        match = None if reason else _match(module, candidates)
+        if match is not None:
+            replacements.append(Replacement(piece, name, module, _forward(match, module, copies)))
+        elif reason or piece == GATED:
+            # Not every pair of linear layers is meant to be an MLP.
+            left.append(Left(piece, name, reason or "it computes something else"))
+    return replacements, left
+
+
+def _layers(module: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: child
+        for name, child in module.named_children()
+        if is_linear(child) or is_transposed(child)
+    }
+
+
+def _candidates(module: nn.Module) -> Iterator[Names]:
+    """Yield the possible roles of two or three linear layers whose shapes fit an MLP."""
+    layers = _layers(module)
+    if len({id(child) for child in layers.values()}) != len(layers) or len(layers) not in (2, 3):
+        return
+    if len({is_transposed(child) for child in layers.values()}) != 1:
+        return
+    others = (child for name, child in module.named_children() if name not in layers)
+    if any(True for child in others for _ in child.parameters()):
+        return
+    shapes = {name: _shape(child) for name, child in layers.items()}
+    for *first, second in permutations(layers):
+        same = len({shapes[name] for name in first}) == 1
+        rows, columns = shapes[first[0]]
+        gated = len(first) == 2
+        # A gated MLP returns what it gets; with equal sizes, three layers are rather an attention.
+        back = not gated or (shapes[second][0] == columns and rows != columns)
+        if same and shapes[second][1] == rows and back:
+            yield Names(tuple(first), second)
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Return outputs and inputs of a layer."""
+    rows, columns = layer.weight.shape
+    return (columns, rows) if is_transposed(layer) else (rows, columns)
+
+
+def _refused(module: nn.Module) -> str:
+    layers = _layers(module).values()
+    if has_hooks(module) or any(map(has_hooks, module.children())):
+        return "it has hooks"
+    if any(map(is_transposed, layers)) and len(layers) == 3:
+        return "its weights are stored transposed"
+    if len({layer.bias is None for layer in [*layers][:2]}) != 1 and len(layers) == 3:
+        return "only some of its layers have a bias"
+    if any(map(drops, module.children())):
+        return "it has dropout"
+    return ""
+
+
+@torch.no_grad()
+def _match(module: nn.Module, candidates: list[Names]) -> Match | None:
+    """Return the formula that the module computes in float32; None if there is none."""
+    generator = torch.Generator().manual_seed(0)
+    for names in candidates:
+        small = _small(module, names, generator)
+        x = torch.randn(2, 3, _SMALL["width"], generator=generator)
+        try:
+            actual = small(x)
+        except Exception:
+            # It is not a function of one tensor.
+            continue
+        first = [_linear(getattr(small, name), x) for name in names.first]
+        for activation, function in PLAIN.items():
+            hidden = function(first[0])
+            hidden = hidden * first[1] if len(first) == 2 else hidden
+            expected = _linear(getattr(small, names.second), hidden)
+            if not isinstance(actual, Tensor) or actual.shape != expected.shape:
+                break
+            if (actual - expected).norm() <= _TOLERANCE * expected.norm():
+                return Match(names, activation)
+    return None
+
+
+def _small(module: nn.Module, names: Names, generator: torch.Generator) -> Any:
+    """Return a copy with smaller layers: the formula does not depend on the sizes."""
+    small: Any = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    rows, columns = _shape(getattr(module, names.second))
+    out = "width" if rows == _shape(getattr(module, names.first[0]))[1] else "out"
+    for name in (*names.first, names.second):
+        child = getattr(small, name)
+        sizes = ("hidden", "width") if name in names.first else (out, "hidden")
+        rows, columns = (_SMALL[size] for size in sizes)
+        weight = 0.5 * torch.randn(rows, columns, generator=generator)
+        if is_transposed(child):
+            weight, child.nf = weight.T.contiguous(), rows
+        child.weight = nn.Parameter(weight)
+        if child.bias is not None:
+            child.bias = nn.Parameter(torch.randn(rows, generator=generator))
+    return small.cpu().eval()
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    weight = layer.weight.T if is_transposed(layer) else layer.weight
+    return functional.linear(x, weight, layer.bias)
+
+
+def _forward(match: Match, module: nn.Module, copies: WeightCopies) -> Any:
+    original = module.forward
+    names = (*match.names.first, match.names.second)
+    weights = [getattr(module, name).weight for name in names]
+    kinds = [type(getattr(module, name)) for name in names]
+    transposed = is_transposed(getattr(module, match.names.second))
+
+    def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layers = [getattr(module, name) for name in names]
+        # Other layers (an adapter), other parameters (sharded), later hooks or dropout.
+        same = all(
+            type(layer) is kind and layer.weight is weight and not has_hooks(layer)
+            for layer, kind, weight in zip(layers, kinds, weights, strict=True)
+        )
+        alike = len({weight.dtype for weight in weights}) == 1
+        dropped = module.training and any(map(drops, module.children()))
+        if args or kwargs or not same or not alike or dropped:
+            return original(x, *args, **kwargs)
+        *first, last = layers
+        return mlp(
+            x,
+            tuple(layer.weight for layer in first),
+            last.weight,
+            copies,
+            activation=match.activation,
+            biases=[layer.bias for layer in first if layer.bias is not None],
+            out_bias=last.bias,
+            transposed=transposed,
+            policy=NORMS,
+        )
+
+    return forward
