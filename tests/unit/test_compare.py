@@ -337,7 +337,7 @@ def test_steps_of_few_runs_do_not_hide_how_runs_differ() -> None:
 
 
 def test_repeated_runs_on_a_busy_machine_are_left_out() -> None:
-    busy = {"lints": (Lint(code="busy-machine", message="busy"),)}
+    busy = {"failed_checks": (FailedCheck(code="busy-machine", message="busy"),)}
     noisy = [step(300.0, run=f"3{index}", **busy) for index in range(2)]
     (comparison,) = compare_runs([*repeated(100.0), *noisy], repeated(100.0, first="2"))
     assert comparison.verdict == "no difference shown"

@@ -242,7 +242,7 @@ def _as_one(runs: Sequence[Record]) -> Record:
         series=series,
         notes=last.notes | {_REPEATED: note},
         # Those of a good run belong to its samples, which are not in this record.
-        lints=() if good else last.lints,
+        failed_checks=() if good else last.failed_checks,
         readings=() if good else last.readings,
     )
 

@@ -50,12 +50,11 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
             if decoder not in masks:
                 of_decoder = masks[decoder] = CausalMasks(decoder)
                 if decoder is not None:
-                    forward = of_decoder.forward
                     replacements.append(
-                        Replacement(causal_masks.PIECE, decoder_name, decoder, forward)
+                        Replacement(causal_masks.PIECE, decoder_name, decoder, of_decoder.forward)
                     )
-            forward = _Attention(module, copies, tables, masks[decoder]).forward
-            replacements.append(Replacement(PIECE, name, module, forward))
+            fused = _Attention(module, copies, tables, masks[decoder])
+            replacements.append(Replacement(PIECE, name, module, fused.forward))
     return replacements, left
 
 
