@@ -78,6 +78,7 @@ def accelerate(
     _invalidate_after_backward(inner, copies, report)
     _use_sdpa(inner, report)
     patterns = tuple(exclude)
+    experts = _mixtures_of_experts(inner)
     if switch is not None:
         # A model of `stepscope.model` has its own fused layers.
         switch(True)
@@ -86,6 +87,8 @@ def accelerate(
     for replacement in _find(inner, copies, report) if switch is None else ():
         if excluded(replacement.name, type(replacement.module), patterns):
             report.left.append(Left(replacement.piece, replacement.name, "excluded"))
+        elif replacement.name.startswith(experts):
+            report.left.append(Left(replacement.piece, replacement.name, "mixture of experts"))
         else:
             checked = replacement.piece == head_loss.PIECE
             report.add(Patch(replacement, checked, report.reject))
@@ -145,6 +148,16 @@ def _find(model: nn.Module, copies: WeightCopies, report: Report) -> Iterator[Re
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
     yield from take(linear.find(model, copies, claimed))
+
+
+def _mixtures_of_experts(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the names of their parts, which get other numbers of tokens in every
+    step."""
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if "moe" in type(module).__name__.lower() or hasattr(module, "experts")
+    )
 
 
 def _use_sdpa(model: Any, report: Report) -> None:
