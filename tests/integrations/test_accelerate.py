@@ -44,7 +44,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         SIZES | GROUPED | {"head_dim": 16},
         DECODER | {"RMSNorm": 9, "gated MLP": 2, "embedding": 1},
     ),
-    "Gemma": ("ForCausalLM", SIZES | GROUPED | {"head_dim": 16}, DECODER | {"gated MLP": 2}),
+    "Gemma": (
+        "ForCausalLM",
+        SIZES | GROUPED | {"head_dim": 16},
+        DECODER | {"gated MLP": 2, "embedding": 1},
+    ),
     "Phi": (
         "ForCausalLM",
         SIZES,
@@ -63,7 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Bert": (
         "ForMaskedLM",
         SIZES | NO_DROPOUT,
-        {"head and loss": 4, "residual block": 4, "LayerNorm": 6, "embedding": 2, "linear": 13},
+        {"head and loss": 4, "residual block": 4, "LayerNorm": 6, "embedding": 3, "linear": 13},
     ),
 }
 

@@ -43,6 +43,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def test_the_padding_row_gets_no_gradient(launched: list[int]) -> None:
+    tokens = torch.tensor([[0, 2, 1], [2, 2, 3]], device=DEVICE)
+    weight = torch.randn(5, 8, device=DEVICE, requires_grad=True)
+    grad = torch.randn(2, 3, 8, device=DEVICE)
+    results = [
+        torch.autograd.grad(lookup(tokens, weight, 2), weight, grad)
+        for lookup in (embedded, functional.embedding)
+    ]
+    torch.testing.assert_close(*results)
+    assert launched == [1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "rows", "d"), [((1,), 1, 1), ((2, 3), 7, 16), ((3, 5), 4, 100), ((2, 37), 11, 24)]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from accuracy import hold_to_policy
 from stepscope.acceleration.pieces import deferred_logits
 from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
-from stepscope.acceleration.pieces.head_loss import find
+from stepscope.acceleration.pieces.head_loss import find, with_deferred_logits
 from stepscope.kernels.weight_copies import WeightCopies
 
 VOCAB, D, BATCH, TIME = 131, 24, 3, 10
@@ -302,6 +302,48 @@ def test_under_autocast_the_loss_is_float32(checkpointed: bool) -> None:
         assert loss.dtype == torch.float32
         losses.append([loss.detach(), *[one.grad for one in model.parameters()]])
     torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-3)
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        value = x * 1
+        ctx.save_for_backward(value)
+        return value.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (value,) = ctx.saved_tensors
+        return grad * 2 * value / value.numel()
+
+
+def test_a_custom_autograd_function_gets_tensors(fused_losses: list[Tensor]) -> None:
+    def loss(logits: Tensor, _: Tensor) -> Tensor:
+        return _Squares.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
+
+    plain, fused = results(decoder(loss)), results(replaced(decoder(loss)))
+    torch.testing.assert_close(fused, plain)
+    assert not fused_losses
+
+
+def test_a_loss_outside_of_the_model(fused_losses: list[Tensor]) -> None:
+    def train(model: Any, deferred: bool) -> list[Tensor]:
+        def function() -> Tensor:
+            logits = model(batch()[0])
+            return functional.cross_entropy(
+                logits.view(-1, VOCAB), batch()[1].view(-1), ignore_index=-1
+            )
+
+        loss = with_deferred_logits(model, function) if deferred else function()
+        loss.backward()
+        return [loss.detach(), *[one.grad for one in model.parameters()]]
+
+    plain = train(decoder(LOSSES["nanoGPT"]), False)
+    fused = train(replaced(decoder(LOSSES["nanoGPT"])), True)
+    torch.testing.assert_close(fused, plain)
+    assert len(fused_losses) == 1
+    train(replaced(decoder(LOSSES["nanoGPT"])), False)
+    assert len(fused_losses) == 1, "outside of the context logits are tensors"
 
 
 def test_what_is_left_alone() -> None:

@@ -312,6 +312,83 @@ def test_a_block_that_scales_its_branch_is_taken_back() -> None:
     assert sum("differ" in left.reason for left in report.left) == 2
 
 
+def test_experts_and_quantized_layers_are_left() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([Gated(), Gated()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.router(x).softmax(-1).unbind(-1)
+            parts = zip(shares, self.experts, strict=True)
+            return sum(share[..., None] * expert(x) for share, expert in parts)  # type: ignore[return-value]
+
+    class Int8Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.weight.to(x.dtype) / 40)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture, self.quantized = Experts(), Int8Linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.quantized(self.mixture(x))
+            return out
+
+    report = assert_same_training(Mixed)
+    assert report.replaced.keys() == {"head and loss", "embedding"}
+    reasons = {(left.piece, left.reason) for left in report.left}
+    assert reasons == {
+        ("gated MLP", "mixture of experts"),
+        ("linear", "mixture of experts"),
+        ("linear", "it is a Int8Linear, not an nn.Linear"),
+    }
+
+
+def test_linear_attention_is_left() -> None:
+    class LinearAttention(nn.Module):
+        head_dim = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+                nn.Linear(WIDTH, WIDTH) for _ in range(4)
+            )
+            self.feature_map = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (self.feature_map(layer(x)) for layer in (self.q_proj, self.k_proj))
+            return x + 0.02 * self.o_proj(q @ (k.transpose(1, 2) @ self.v_proj(x)))  # type: ignore[no-any-return]
+
+    report = assert_same_training(LinearAttention)
+    assert [left.reason for left in report.left] == ["it has other parts: feature_map"] * 2
+    assert len(report.replaced["linear"]) == 8
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_scaled_embedding_with_a_padding_row(scale: float) -> None:
+    class Scaled(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(VOCAB, WIDTH, padding_idx=3)
+            self.register_buffer("embed_scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * self.embed_scale * scale
+
+    plain, fused = created(), created()
+    for model in (plain, fused):
+        torch.manual_seed(0)
+        model.embed = Scaled()
+    report = stepscope.accelerate(fused)
+    assert losses(fused, sgd(fused)) == pytest.approx(losses(plain, sgd(plain)), rel=5e-3)
+    assert ("embedding" in report.replaced) == (scale == 1.0)
+
+
 def test_a_replacement_that_raises_is_taken_back() -> None:
     class Renamed(PreNormBlock):
         def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:

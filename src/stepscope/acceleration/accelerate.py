@@ -158,6 +158,7 @@ def _find(
 ) -> Iterator[Replacement]:
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
+    experts = _mixtures_of_experts(model)
 
     if any(isinstance(module, _sharded_classes()) for module in model.modules()):
         reason = "its parameters are sharded: accelerate the model before it is sharded"
@@ -170,6 +171,8 @@ def _find(
         for one in replacements:
             if excluded(one.piece, one.name, type(one.module), patterns):
                 report.left.append(Left(one.piece, one.name, "excluded"))
+            elif one.name.startswith(experts):
+                report.left.append(Left(one.piece, one.name, "mixture of experts"))
             else:
                 yield one
 
@@ -192,6 +195,16 @@ def _sharded_classes() -> tuple[type, ...]:
     """Return the classes of sharded modules whose libraries are imported."""
     modules = ((sys.modules.get(module), name) for module, name in _SHARDED)
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+
+
+def _mixtures_of_experts(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the names of their parts, which get other numbers of tokens in every
+    step."""
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if "moe" in type(module).__name__.lower() or hasattr(module, "experts")
+    )
 
 
 def _use_sdpa(model: Any, report: Report) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from stepscope.acceleration.capture import Captured
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.optimizers import control_of
+from stepscope.acceleration.pieces.head_loss import with_deferred_logits
 from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
@@ -183,7 +185,8 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> Tensor:
         if self._loss_fn is not None:
-            return _scalar(self._loss_fn(self.model, batch), "loss_fn")
+            function = partial(self._loss_fn, self.model, batch)
+            return _scalar(with_deferred_logits(self.model, function), "loss_fn")
         if isinstance(batch, Mapping):
             output = self.model(**batch)
         elif isinstance(batch, (list, tuple)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from stepscope.acceleration.attention.context import AutogradState
+from stepscope.acceleration.attention.context import AutogradState, within_an_autograd_function
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.cross_entropy import linear_cross_entropy
 from stepscope.kernels.weight_copies import WeightCopies
@@ -30,6 +30,11 @@ _TRANSPOSE = {Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes
 _PERMUTE = {Tensor.permute, torch.permute}
 _UNCHANGED = {Tensor.contiguous}
 _LOSS_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+class ReadInAutogradFunctionError(RuntimeError):
+    """Deferred logits were passed to a custom autograd Function, which cannot propagate gradients
+    to them because they are no tensor."""
 
 
 class Head:
@@ -54,6 +59,8 @@ class Head:
         self._versions = [(one, one._version) for one in (x, weight, bias) if one is not None]
 
     def materialize(self) -> Tensor:
+        if self.state.gradients and not torch.is_grad_enabled() and within_an_autograd_function():
+            raise ReadInAutogradFunctionError("deferred logits in a custom autograd Function")
         if self.value is None:
             self.check_versions()
             with torch._C.DisableTorchFunction(), self.state.restored(self.x):

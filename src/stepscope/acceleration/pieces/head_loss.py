@@ -7,6 +7,10 @@ assumed: a soft-capped or scaled logit, a metric, or a loss with other options m
 and the results are those of the original. If a program reads them in several steps in a row, they
 are no longer deferred. Where no forward computes a loss from them, they are tensors.
 
+A custom autograd Function would lose the gradients of deferred logits: if one reads them, the
+forward runs once more without deferring them, and so do all later ones. `with_deferred_logits`
+extends the deferral to a loss that is computed outside of the model.
+
 Under torch.compile, in evaluation mode, without gradients, with hooks on the head or with a sharded
 weight the original forward runs.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -23,7 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
+from stepscope.acceleration.pieces.deferred_logits import (
+    DeferredLogits,
+    ReadInAutogradFunctionError,
+)
 from stepscope.acceleration.replacement import Left, Replacement, has_hooks
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -46,7 +54,8 @@ def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacemen
         module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
     }
     modules = dict(model.named_modules())
-    head_forward, owner_forward = _forwards(_Deferral(copies))
+    _DEFERRALS[model] = deferral = _Deferral(copies)
+    head_forward, owner_forward = _forwards(deferral)
     heads: list[Replacement] = []
     owners: dict[str, Replacement] = {}
     left: list[Left] = []
@@ -71,6 +80,15 @@ def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacemen
                 if not isinstance(modules[one], _CONTAINERS):
                     owners[one] = Replacement(PIECE, one, modules[one], owner_forward)
     return [*heads, *owners.values()], left
+
+
+def with_deferred_logits(model: nn.Module, function: Callable[[], Any]) -> Any:
+    """Call a function that computes a loss from what the model returns. Within it the logits of an
+    accelerated model stay deferred, so that a cross-entropy of them is the fused one."""
+    deferral = _DEFERRALS.get(model)
+    if deferral is None or not deferral.applies(model) or torch.compiler.is_compiling():
+        return function()
+    return deferral.run(function)
 
 
 def _within(name: str) -> list[str]:
@@ -104,16 +122,31 @@ class _Deferral:
         """True if the program has read the last deferred logits."""
         self._reads = 0
         """Consecutive calls whose logits the program has read."""
+        self._is_first = True
 
     def owner_forward(self, owner: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        if not self._applies(owner):
-            return _original(owner)(*arguments, **keywords)
+        original = functools.partial(_original(owner), *arguments, **keywords)
+        if not self.applies(owner):
+            return original()
+        outputs = self.run(original)
+        return _with_logits(outputs) if self._depth == 0 or has_hooks(owner) else outputs
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function within which logits are deferred."""
+        restore = _random_state() if self._depth == 0 and self._is_first else None
         self._depth += 1
         try:
-            outputs = _original(owner)(*arguments, **keywords)
+            return function()
+        except ReadInAutogradFunctionError:
+            if self._depth > 1:
+                raise
+            self._reads = _MAX_READS
         finally:
             self._depth -= 1
-        return _with_logits(outputs) if self._depth == 0 or has_hooks(owner) else outputs
+            self._is_first = False
+        if restore is not None:
+            restore()
+        return function()
 
     def head_forward(self, head: nn.Linear, x: Tensor) -> Any:
         linear = _original(head)
@@ -137,7 +170,7 @@ class _Deferral:
     def _depth(self, depth: int) -> None:
         self._running.depth = depth
 
-    def _applies(self, owner: nn.Module) -> bool:
+    def applies(self, owner: nn.Module) -> bool:
         return (
             owner.training
             # Deferring logits that the program reads only costs time.
@@ -145,6 +178,23 @@ class _Deferral:
             and torch.is_grad_enabled()
             and not torch._C._are_functorch_transforms_active()
         )
+
+
+def _random_state() -> Callable[[], None]:
+    """Return a function that restores the present state of all generators."""
+    state = torch.get_rng_state()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        if of_devices:
+            torch.cuda.set_rng_state_all(of_devices)
+
+    return restore
+
+
+_DEFERRALS: weakref.WeakKeyDictionary[nn.Module, _Deferral] = weakref.WeakKeyDictionary()
+"""By the model in which heads were found."""
 
 
 def _forwards(deferral: _Deferral) -> tuple[Callable[..., Any], Callable[..., Any]]:

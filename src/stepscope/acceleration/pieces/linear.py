@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stepscope.acceleration.replacement import (
     Found,
+    Left,
     Replacement,
     is_linear,
     is_transposed,
@@ -25,12 +26,29 @@ PIECE = "linear"
 
 def find(model: nn.Module, copies: WeightCopies, claimed: set[nn.Module]) -> Found:
     """Find the linear layers that no other piece has claimed."""
-    replacements = [
-        Replacement(PIECE, name, module, _forward(module, copies))
-        for name, module in model.named_modules()
-        if module not in claimed and (is_linear(module) or is_transposed(module))
-    ]
-    return replacements, []
+    replacements, left = [], []
+    for name, module in model.named_modules():
+        if module in claimed:
+            continue
+        if reason := _refused(module):
+            left.append(Left(PIECE, name, reason))
+        elif is_linear(module) or is_transposed(module):
+            replacements.append(Replacement(PIECE, name, module, _forward(module, copies)))
+    return replacements, left
+
+
+def _refused(module: Any) -> str:
+    """Return why a linear layer stays: its weight is quantized or sharded, or it is of another
+    class."""
+    kind = type(module)
+    weight = getattr(module, "weight", None)
+    if is_linear(module) or is_transposed(module):
+        plain = type(weight) is nn.Parameter and weight.is_floating_point()
+        return "" if plain else f"its weight is a {type(weight).__name__}"
+    is_leaf = not any(True for _ in module.children())
+    if "Linear" in kind.__name__ and is_leaf and kind is not nn.Identity:
+        return f"it is a {kind.__name__}, not an nn.Linear"
+    return ""
 
 
 def _forward(module: Any, copies: WeightCopies) -> Any:
