@@ -101,7 +101,7 @@ class Client:
 
     def __init__(self, line: socket.socket, start_environment: dict[bytes, bytes]) -> None:
         self._line = line
-        self._owner = os.getpid()
+        self._owner = os.getpid(), os.geteuid()
         self._lock = threading.Lock()
         self._start_environment = start_environment
 
@@ -146,7 +146,7 @@ class Client:
         blocked: Sequence[int] | None = None,
     ) -> int | None:
         """Return the id of the new process, or None if a fork would not be the same."""
-        if os.getpid() != self._owner:
+        if (os.getpid(), os.geteuid()) != self._owner:
             return None
         if [os.fsencode(one) for one in executables] != [os.fsencode(sys.executable)]:
             return None
@@ -154,6 +154,8 @@ class Client:
         if environment.get(os.fsencode(COLD)) or not self._same_start(environment):
             return None
         folder = os.getcwd() if folder is None else os.fsdecode(folder)
+        if not os.access(folder, os.X_OK) or max(files, default=0) >= _FIRST_OWN_FILE:
+            return None
         words = [os.fsdecode(word) for word in words]
         if not _is_program(words[1:], folder):
             return None
@@ -170,6 +172,9 @@ class Client:
                 message = marshal.dumps(tuple(request))
                 socket.send_fds(self._line, [message], list(files.values()))
                 return int(marshal.loads(self._line.recv(_MAX_MESSAGE)))
+            except (OSError, EOFError):
+                # A closed descriptor, or a server that has ended.
+                return None
             finally:
                 _prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 

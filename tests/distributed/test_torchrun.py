@@ -97,7 +97,7 @@ def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
         assert text == f"{rank} of 2, local 0: [[0.5, 0.5]]"
 
 
-QUICK = ("--size", "tiny", "--context", "16", "--rounds", "2")
+QUICK = ("--model", "own_models:causal_lm", "--rounds", "2")
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_a_failure_is_stored_before_its_worker_is_replaced(
         assert [r.case for r in store.records(planted_run.id)] == ["raise-0"]
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_a_study_may_require_a_fresh_process_for_every_case(command: CommandLine) -> None:
     cases = planted("ok", study="planted-fresh", times=3)
     with Store(command.out / "records.db") as store, Runner("cpu", 60.0) as runner:
