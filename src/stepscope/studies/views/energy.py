@@ -74,7 +74,7 @@ def capped_finding(
         values={name: cap.clock_mhz for name, cap in capped.items()},
         records=records,
         text=f"At the power cap: {listed}.",
-        conclusion="At the cap the duration of a step is its energy divided by the power limit: matmuls"
-        " are below peak in part because the clock is lower, and recovering a part shortens the"
-        " step by its energy, not by its time.",
+        conclusion="At the cap the duration of a step is its energy divided by the power limit:"
+        " matmuls are below peak in part because the clock is lower, and recovering a part shortens"
+        " the step by its energy, not by its time.",
     )
