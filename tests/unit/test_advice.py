@@ -327,7 +327,7 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     assert tried_once["predicted_ms"] > 0
     assert not tried_once["verdict"].startswith("not tried")
     assert (
-        "Predicted and realised gain"
+        "Predicted and measured gain"
         in (command.out / "own_models-conv_net-advice.html").read_text()
     )
 

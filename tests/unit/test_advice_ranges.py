@@ -181,7 +181,7 @@ def test_the_page_counts_the_gains_that_lie_in_their_ranges() -> None:
     finding = coded(blocks, "advise.in-range")
     assert finding.values == {"gains": 2, "in_range": 1}
     assert finding.records == tuple(one.id for one in records)
-    assert finding.text == "1 of 2 realised gains are in the predicted range."
+    assert finding.text == "1 of 2 measured gains are in the predicted range."
     (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "advise-trials")
     assert isinstance(table.rows[0][2], Interval)
 

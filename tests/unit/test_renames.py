@@ -124,6 +124,22 @@ def test_settings_have_new_names() -> None:
     )
 
 
+def test_stored_advice_uses_todays_words() -> None:
+    former = {
+        "code": "tf32",
+        "title": "float32 products on tensor cores (TF32)",
+        "why": "products take 204 ms in float32; TF32 is 8.54× as fast here",
+        "setting": {"dtype": "tf32"},
+    }
+    upgrade = upgraded(attachments={"advice": [former, 7]}, config={"advice": [former]})
+    (first, other), (again,) = upgrade.attachments["advice"], upgrade.config["advice"]
+    assert (other, again) == (7, first)
+    assert first == former | {
+        "title": "TF32 matmuls (tensor cores for float32)",
+        "why": "matmuls take 204 ms in float32; TF32 is 8.54× as fast here",
+    }
+
+
 def test_a_study_has_a_new_name(tmp_path: Path) -> None:
     upgrade = upgraded(study="levers", config={"lever": "tiling"})
     assert (upgrade.study, upgrade.config) == ("techniques", {"technique": "tiling"})

@@ -133,8 +133,8 @@ class TestPage:
             " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
             " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
-            " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit,"
-            " 59.3 ms (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
+            " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit, 59.3"
+            " ms (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
         assert findings["step.power-capped"].values == {
@@ -212,7 +212,7 @@ class TestWithTheWaterfall:
         (finding,) = self.capped(None, 1700.0, 1650.0, 1800.0)
         assert list(finding.values.values()) == [1700.0]
         assert finding.records == (waterfall_record().id,)
-        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in finding.sentence
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. At the cap" in finding.sentence
         assert finding.conclusion.endswith("shortens the step by its energy, not by its time.")
 
     @pytest.mark.parametrize(

@@ -512,7 +512,7 @@ def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) 
     assert not trial["verdict"].startswith("not tried")
     page = (command.out / "train-advice.html").read_text()
     assert "Advice for train.py" in page
-    assert "Predicted and realised gain" in page
+    assert "Predicted and measured gain" in page
     assert command.left_behind() == []
     refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
     assert refused.returncode == 2

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import msgspec
 import tyro
@@ -46,7 +46,7 @@ def option_registry() -> ConstructorRegistry:
 @contextmanager
 def wrapped_usage() -> Iterator[None]:
     """Wrap the usage line of the help that is printed inside, which tyro does not."""
-    output, sys.stdout = sys.stdout, _CapturedOutput(sys.stdout.isatty())
+    output, sys.stdout = sys.stdout, _CapturedOutput(sys.stdout)
     try:
         yield
     finally:
@@ -56,14 +56,18 @@ def wrapped_usage() -> Iterator[None]:
 
 
 class _CapturedOutput(io.StringIO):
-    """Captured output; it has the colors of a terminal if the actual output is one."""
+    """Captured output, with the colors and characters that the actual output supports."""
 
-    def __init__(self, terminal: bool) -> None:
+    def __init__(self, output: TextIO) -> None:
         super().__init__()
-        self._terminal = terminal
+        self._output = output
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._output.encoding
 
     def isatty(self) -> bool:
-        return self._terminal
+        return self._output.isatty()
 
 
 def _wrapped(usage: str, width: int) -> str:

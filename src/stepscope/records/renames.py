@@ -64,6 +64,33 @@ _RACE_KEYS: Rules = (
     *((old.replace(" ", "-"), new.replace(" ", "-")) for old, new in _VARIANTS),
 )
 """Parts of such names in the keys of cases."""
+_ADVICE: Rules = (
+    (r"^float32 products on tensor cores \(TF32\)$", "TF32 matmuls (tensor cores for float32)"),
+    (r"^the optimizer in one kernel$", "fused optimizer"),
+    (r"^attention as one kernel$", "fused attention"),
+    (r"^batches loaded ahead by workers$", "DataLoader workers that load batches ahead"),
+    (r"^twice the batch$", "twice the batch size"),
+    (
+        r"^head and loss by chunks, without all logits$",
+        "fused linear cross-entropy (chunked, without full logits)",
+    ),
+    (r"\bproducts take\b", "matmuls take"),
+    (r"\bits products are\b", "its matmuls are"),
+    (r"\bwritten out\b", "naive"),
+    (r"\bkernels that only move memory\b", "memory-bound kernels"),
+    (r"\bthe whole model\b", "the full model"),
+    (r"8 bits of mantissa in products and activations", "matmuls and activations have 8 bits"),
+    (r"products keep 10 bits of the mantissa", "matmul inputs are rounded to 10 mantissa bits"),
+    (r"sums in another order", "another summation order"),
+    (r"your own update rule is taken for", "your update rule is assumed to be"),
+    (r"\bmemory of the host\b", "host memory"),
+    (
+        r"the loss has to be given what the head is given, and not its logits",
+        "the loss must receive the input of the head, not its logits",
+    ),
+    (r"\bstepscope\.model\.kernels\.linear_cross_entropy\b", "stepscope.kernels"),
+)
+"""Words in the advice on a step."""
 _BY_VARIANT = ("best", "heats", "excluded", "no_run_off")
 """Attachments whose keys, and in part values, are names of sides or variants."""
 _CAUSES = {
@@ -90,6 +117,9 @@ def upgrade_from_3(raw: Json) -> Json:
     upgrade = _UPGRADES.get(str(raw.get("study")))
     if upgrade is not None:
         upgraded |= upgrade(upgraded)
+    for part in ("config", "attachments"):
+        if isinstance(upgraded.get(part), dict) and "advice" in upgraded[part]:
+            upgraded[part] = upgraded[part] | {"advice": _advice(upgraded[part]["advice"])}
     attachments = upgraded.get("attachments")
     if isinstance(attachments, dict) and isinstance(attachments.get("profile"), dict):
         upgraded["attachments"] = attachments | {"profile": _profile(attachments["profile"])}
@@ -116,6 +146,17 @@ def _settings(config: Any) -> Any:
         new = _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
         upgraded[_SETTINGS.get(key, key)] = _settings(new) if key == "racers" else new
     return upgraded
+
+
+def _advice(value: Any) -> Any:
+    """Upgrade all texts of the advice; codes and settings do not match the rules."""
+    if isinstance(value, str):
+        return _replaced(value, _ADVICE)
+    if isinstance(value, list):
+        return [_advice(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _advice(entry) for key, entry in value.items()}
+    return value
 
 
 def _compared_steps(raw: Json) -> Json:

@@ -1,4 +1,4 @@
-"""Trials of advised changes: predicted and realised gain of each change to a training step.
+"""Trials of advised changes: predicted and measured gain of each change to a training step.
 
     stepscope advise --model lab.net:build --verify
     stepscope advise --verify train.py --batch-size 8
@@ -21,7 +21,7 @@ from stepscope.studies.base import Bench, Measurable, Measurement
 class Advise(Measurable[Trial]):
     name = STUDY_NAME
     title = "Verified changes"
-    question = "Which of the advised changes are worth making: predicted and realised gains?"
+    question = "Which of the advised changes are worth making: predicted and measured gains?"
     case = Trial
     fresh_process = True
     recorded_by = "stepscope advise --verify"

@@ -28,7 +28,7 @@ def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
     yield Finding(
         code="advice.predictions-so-far",
         values={"verified": len(own), "right": right, "off": error},
-        text=f"Verified predictions on this device: {len(own)}. For {right} of them the realised"
+        text=f"Verified predictions on this device: {len(own)}. For {right} of them the measured"
         f" gain was within a third of the predicted gain; the median error is {percent(error)} of"
         " the step.",
     )
@@ -54,7 +54,7 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
         title="Error of every prediction so far",
         kind="lines",
         x_label="verification",
-        y_label="|realised - predicted| of the step (%)",
+        y_label="|measured - predicted| of the step (%)",
         curves=(Curve(label="error", x=indices, y=tuple(100 * abs(one.error) for one in shown)),),
     )
 
@@ -78,10 +78,10 @@ def _corrections(own: Sequence[Verified], device: str) -> Table:
                 hint="median predicted gain, share of the step",
             ),
             col(
-                "realised",
+                "measured",
                 lambda r: median(v.realised_ms / v.step_ms for v in r[1]),
                 "percent",
-                hint="median realised gain, share of the step",
+                hint="median measured gain, share of the step",
             ),
             col(
                 "next time",

@@ -191,7 +191,7 @@ def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:
             records=_ids(list(verified_trials)),
             text="The median error of the predictions for"
             f" {counted(len(verified_trials), 'change')} is {percent(error)} of the step; the"
-            f" realised gain of {right} of them was within a third of the predicted gain.",
+            f" measured gain of {right} of them was within a third of the predicted gain.",
         )
 
 
@@ -210,7 +210,7 @@ def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
             code="advise.in-range",
             values={"gains": len(inside), "in_range": right},
             records=_ids(list(inside)),
-            text=f"{right} of {len(inside)} realised gains are in the predicted range.",
+            text=f"{right} of {len(inside)} measured gains are in the predicted range.",
         )
 
 
@@ -236,7 +236,7 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
 
     return table(
         "advise-trials",
-        "Predicted and realised gain",
+        "Predicted and measured gain",
         tried,
         [
             col("change", lambda r: " + ".join(a.title for a in r.trial.advice), key=True),
@@ -248,7 +248,7 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
                 hint="gain per step",
             ),
             col(
-                "realised",
+                "measured",
                 lambda r: r.realised,
                 unit="ms",
                 hint="median over the rounds, with its 99 % interval",

@@ -31,9 +31,10 @@ class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE")]
     """The baseline: a run, a .jsonl file, or the id of one record."""
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-    """The other side of the comparison: a run, a .jsonl file, or the id of one record."""
+    """The run to compare with BASE: a run, a .jsonl file, or the id of one record."""
     across: bool = False
-    """Compare two machines: each time is divided by the time at its machine's measured ceilings."""
+    """Compare runs of two machines: each time is relative to the time that the measured ceilings
+    of its machine allow."""
     fail_above: str | None = None
     """A limit for CI, such as 3%. Exit code 3: a case is significantly slower and its median is
     above the limit, or a case of BASE was not measured in NEW. Exit code 4: no such case, but one

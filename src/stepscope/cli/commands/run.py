@@ -59,8 +59,8 @@ class RunOptions(StoreOptions, frozen=True, kw_only=True):
     retry: bool = False
     """With --resume: measure again the cases that ended in an error or a timeout."""
     wait: float = seconds_to_wait()
-    """Seconds to wait, in total, for other processes to leave the processor; a case whose times are
-    noisy is then measured once more. 0: neither (environment variable: STEPSCOPE_WAIT)."""
+    """Longest time to wait for idle CPU cores, in seconds, over the full run; a noisy case is
+    measured once more. 0 disables both (environment variable: STEPSCOPE_WAIT)."""
     new_ceilings: bool = False
     """Measure this machine's ceilings (matmul rate, bandwidth, launch rate) again, which takes up
     to a minute; otherwise those of an earlier run are used."""
@@ -81,8 +81,8 @@ class StudyOptions(RunOptions, frozen=True, kw_only=True):
     """Options of the run."""
 
     preset: str | None = None
-    """Measure the cases that a preset has of this study: quick, seeds, cs336-2026, h200, full
-    (`stepscope list presets`), instead of choosing cases by flags."""
+    """Measure the cases of this study in a preset (quick, seeds, cs336-2026, h200, full; see
+    `stepscope list presets`) instead of those chosen by flags."""
 
 
 class PresetCases(NamedTuple):
@@ -140,9 +140,8 @@ def main(words: list[str]) -> int:
         PresetOptions,
         words,
         "run",
-        "Measure a preset, which is a choice of studies and cases, and write the page. For one"
-        " study with cases of your own see `stepscope run STUDY --help`; `stepscope list` has all"
-        " names.",
+        "Measure the studies of a preset and write the report. `stepscope run STUDY --help` shows"
+        " the options of one study, and `stepscope list` the names of studies and presets.",
         (
             "stepscope run",
             "stepscope run --preset seeds --resume",

@@ -99,7 +99,7 @@ def _casts_share(record: Record) -> float | None:
 
 
 def _norm_finding(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Reason why a norm reduces in float32, for the activations with the largest error."""
+    """Reason why reductions of a norm stay in float32, for the worst activations."""
     known = [
         (row, errors)
         for row in rows

@@ -14,7 +14,7 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Sweep of the benchmark: every combination of the values is a case."""
 
     mode: tuple[Mode, ...] = MODES
-    """Modes: forward, forward-backward, train-step; each is timed as one and by its phases."""
+    """Modes: forward, forward-backward, train-step; each is timed in full and by phase."""
     warmup: int = 5
     """Warm-up steps before the first sample."""
     steps: int = 10

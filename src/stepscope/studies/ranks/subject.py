@@ -66,7 +66,7 @@ class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
     """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
     table: str = "2025"
-    """Year of the size table; xl differs between them."""
+    """Year of the CS336 assignment that defines the sizes; xl differs between the years."""
     batch: int = 4
     """Sequences per step (batch size), divided among the ranks."""
     ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)

@@ -38,7 +38,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
     """Model sizes of the ladder and the waterfall."""
     table: Literal["2025", "2026"] = "2025"
-    """Year of the size table."""
+    """Year of the CS336 assignment that defines the sizes."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)

@@ -28,17 +28,18 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """A sweep over training steps: every combination of the values is a case."""
 
     size: tuple[str, ...] = ("small",)
-    """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi for a CPU."""
+    """Sizes of the model (`stepscope list sizes`): small, medium, large, xl, 2.7b (2025); 8b, 10b
+    (2026); tiny, mini, midi for a CPU."""
     table: Literal["2025", "2026"] = "2025"
-    """Year of the size table; xl differs between them."""
+    """Year of the CS336 assignment that defines the sizes; xl differs between the years."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
     """Sequences per step (batch size)."""
     dtype: tuple[str, ...] = ("float32",)
-    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, with the
-    residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32 master
-    weights)."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
+    residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
+    weights with float32 master weights)."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's), … (see `list attentions`)."""
     compile: tuple[str, ...] = ("no",)
@@ -52,7 +53,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Mode of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune (CUDA graphs and
     autotuned GEMMs), max-autotune-no-cudagraphs."""
     loss: tuple[str, ...] = ("plain",)
-    """Loss: plain (from all logits), fused (LM head and cross-entropy in chunks of rows)."""
+    """Loss: plain (all logits in memory), fused (LM head and cross-entropy in chunks of rows)."""
     fused: bool = False
     """Fused kernels for norms, SwiGLU and rotary embeddings; a compiled model fuses them itself."""
     fused_projections: bool = False
@@ -67,17 +68,18 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     graph: bool = False
     """Replay the step as a CUDA graph (GPU only)."""
     checkpoint: tuple[str, ...] = (NONE,)
-    """Activation checkpointing: no, segments of 1, 2, 4, … blocks, levels (8-1), nested."""
+    """Activation checkpointing: no; segments of 1, 2, 4, … blocks; nested segments such as 8-1 (8
+    blocks, recomputed one by one); nested (halved recursively)."""
     d_model: int | None = None
-    """Width of the model, instead of that of the size."""
+    """Override the width of the model."""
     d_ff: int | None = None
-    """Width of the feed-forward layers, instead of that of the size."""
+    """Override the width of the feed-forward layers."""
     layers: int | None = None
-    """Number of blocks, instead of that of the size."""
+    """Override the number of blocks."""
     heads: int | None = None
-    """Number of attention heads, instead of that of the size."""
+    """Override the number of attention heads."""
     vocab: int | None = None
-    """Vocabulary size in tokens, instead of that of the size."""
+    """Override the vocabulary size."""
     model: str = ""
     """Your own model instead of a size: package.module:function (see `run own --help`)."""
 

@@ -75,6 +75,6 @@ def capped_finding(
         records=records,
         text=f"At the power cap: {listed}.",
         conclusion="At the cap the duration of a step is its energy divided by the power limit:"
-        " matmuls are below peak in part because the clock is lower, and recovering a part"
-        " shortens the step by its energy, not by its time.",
+        " matmuls are below peak in part because the clock is lower, and recovering a part shortens"
+        " the step by its energy, not by its time.",
     )
