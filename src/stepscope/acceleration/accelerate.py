@@ -172,7 +172,7 @@ def _find(
             if excluded(one.piece, one.name, type(one.module), patterns):
                 report.left.append(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
-                report.left.append(Left(one.piece, one.name, "mixture of experts"))
+                report.left.append(Left(one.piece, one.name, "part of a mixture of experts"))
             else:
                 yield one
 
