@@ -13,12 +13,13 @@ from stepscope.acceleration.report import Report
 from stepscope.advisor.scope.library import Scope
 from stepscope.advisor.scope.stages import Effort
 from stepscope.analysis.limits import mfu, step_ms, tokens_per_second
-from stepscope.analysis.verdict import COMMUNICATION, Verdict
+from stepscope.analysis.verdict import Verdict
 from stepscope.cli.messages import log, write_line
 from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.report.verdict import verdict_lines
+from stepscope.studies.program.rows import Watched
 
 Metrics = dict[str, float]
 PREFIX = "stepscope/"
@@ -126,7 +127,7 @@ class TrainerRecording:
         for line in verdict_lines(self.verdict) if self.verdict is not None else ():
             write_line(line)
         log(f"page: {page.resolve()}")
-        self.metrics = metrics_of(self.record, self.verdict)
+        self.metrics = metrics_of(self.record)
         log_metrics(self.metrics)
 
     def _guarded(self, action: Callable[[], object]) -> None:
@@ -138,25 +139,19 @@ class TrainerRecording:
             self._abandon()
 
 
-def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
+def metrics_of(record: Record) -> Metrics:
     """Numbers for the loggers of a trainer; what is not known is left out. MFU is relative to the
     measured matmul rate of this machine, and to the rate in the device's data sheet."""
-    step = step_ms(record)
+    step, trace = step_ms(record), Watched(record).summary
     values = {
         "step_ms": None if step is None else step.median,
         "tokens_per_second": tokens_per_second(record),
         "mfu": mfu(record),
         "mfu_of_data_sheet": mfu(record, measured=False),
-        "exposed_communication_ms": _communication_ms(verdict),
+        "exposed_communication_ms": None if trace is None else trace.class_ms("communication"),
         "peak_memory_bytes": record.quantity("peak_bytes"),
     }
-    return {f"{PREFIX}{name}": value for name, value in values.items() if value is not None}
-
-
-def _communication_ms(verdict: Verdict | None) -> float | None:
-    if verdict is None or not verdict.parts:
-        return None
-    return sum((part.ms for part in verdict.parts if part.label == COMMUNICATION), 0.0)
+    return {f"{PREFIX}{name}": float(value) for name, value in values.items() if value is not None}
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
