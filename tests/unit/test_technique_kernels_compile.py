@@ -76,7 +76,7 @@ def test_every_kernel_compiles_to_the_instructions_of_its_technique(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert len(counts) == 11
-    # Neighbouring lanes use 16-byte loads; lanes that are 32 bytes apart cannot.
+    # Neighboring lanes use 16-byte loads; lanes that are 32 bytes apart cannot.
     for name in ("link", "chain True", "chain False", "backward True", "backward False"):
         assert counts[name]["wide"] > 0, name
     assert counts["together"]["wide"] > 0

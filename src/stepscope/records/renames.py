@@ -84,6 +84,7 @@ _ADVICE: Rules = (
     (r"sums in another order", "another summation order"),
     (r"your own update rule is taken for", "your update rule is assumed to be"),
     (r"\bmemory of the host\b", "host memory"),
+    (r"\boptimisation\b", "optimization"),
     (
         r"the loss has to be given what the head is given, and not its logits",
         "the loss must receive the input of the head, not its logits",

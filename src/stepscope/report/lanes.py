@@ -32,7 +32,7 @@ WIDTH = 600.0
 _LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
 _RIGHT = 8.0
 _LONGEST_LANE_NAME = 40
-_GAP_COLOURS = (CURVES[IDLE], SOFT, GRID)
+_GAP_COLORS = (CURVES[IDLE], SOFT, GRID)
 
 
 def only_meanings(timeline: Timeline) -> bool:
@@ -94,7 +94,7 @@ def _drawable(lane: Lane) -> Lane:
 def _colors(lanes: list[Lane]) -> dict[tuple[str, str], str]:
     """Color of every group: by its style, its meaning, or its index among the groups."""
     colors: dict[tuple[str, str], str] = {}
-    for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
+    for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLORS)):
         groups = {
             span.group: span.style for lane in lanes if lane.look == look for span in lane.spans
         }

@@ -292,7 +292,7 @@ def _marks(axes: Axes, figure: Figure) -> None:
         if _log_y(figure) and mark.value <= 0:
             continue
         axes.axhline(mark.value, color=MARK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-        # Neighbouring limits have their names at opposite ends, so that the names do not overlap.
+        # Neighboring limits have their names at opposite ends, so that the names do not overlap.
         right = index % 2 == 0
         axes.annotate(
             f"{clean(mark.label, 60)}, {number(float(mark.value), 3)}",

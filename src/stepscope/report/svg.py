@@ -53,7 +53,7 @@ VARIABLES = {color: f"--curve-{number}" for number, color in enumerate(CURVES, s
 }
 _HREF = "{http://www.w3.org/1999/xlink}href"
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
-_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_COLOR = re.compile(r"#[0-9a-f]{6}\b")
 _WITH_FALLBACK = re.compile(r"var\(--[a-z0-9-]+, (#[0-9a-f]{6})\)")
 _VIEW_BOX = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
 _FILE_WIDTH, _FILE_MARGIN = 720, 8
@@ -88,7 +88,7 @@ def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> st
     for element in root.iter():
         _unfold_style(element)
         for name, value in element.attrib.items():
-            element.set(name, _COLOUR.sub(_variable, value))
+            element.set(name, _COLOR.sub(_variable, value))
     _rename_ids(root, prefix)
     _describe(root, prefix, title, description)
     return ElementTree.tostring(root, encoding="unicode")

@@ -188,7 +188,7 @@ def _larger_batch(facts: Facts) -> Prediction | str:
         gain_bytes=-facts.saved_bytes,
         why="launches and the update cost half as much per sample; the gain is stated for the"
         f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free",
-        risk="optimisation: another batch size needs another learning rate; memory",
+        risk="optimization: another batch size needs another learning rate; memory",
         lines=(f"batch_size = {larger}" if larger else "batch_size = …  # twice the current one",),
         setting={"batch": str(larger)} if larger else {},
         by_author="" if larger else "no DataLoader was found that sets the batch size",

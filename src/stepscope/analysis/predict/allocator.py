@@ -87,10 +87,10 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.free:
-                self._take(neighbour)
-                block = _merge(block, neighbour)
+        for neighbor in (block.previous, block.next):
+            if neighbor is not None and neighbor.free:
+                self._take(neighbor)
+                block = _merge(block, neighbor)
         self._put(block)
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
@@ -143,8 +143,8 @@ class CachingAllocator:
         del pool[bisect_left(pool, (block.size, block.number), key=lambda entry: entry[:2])]
 
 
-def _merge(block: Block, neighbour: Block) -> Block:
-    first, second = (block, neighbour) if block.next is neighbour else (neighbour, block)
+def _merge(block: Block, neighbor: Block) -> Block:
+    first, second = (block, neighbor) if block.next is neighbor else (neighbor, block)
     first.size += second.size
     first.next = second.next
     if second.next is not None:

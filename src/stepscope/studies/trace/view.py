@@ -150,7 +150,7 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
         title="The full trace" if summary.cut == "nothing" else "One step of median length",
         lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
-        caption=f"What the CPU did, what {what} ran, and where it was idle. Neighbours of one"
+        caption=f"What the CPU did, what {what} ran, and where it was idle. Neighbors of one"
         " class that are too short to be visible are drawn as one if they fill half of that time,"
         " and left out if they do not.",
     )
