@@ -33,7 +33,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grads = (torch.empty_like(gate), torch.empty_like(up))
-        write_gradients(*map(_as_row, (grad.contiguous(), gate, up, *grads)), SILU)
+        rows = [_as_row(x) for x in (grad.contiguous(), gate, up, *grads)]
+        write_gradients(rows[0], rows[1], rows[2], rows[3], rows[4], SILU)
         return grads
 
 

@@ -183,7 +183,8 @@ class _Deferral:
 def _random_state() -> Callable[[], None]:
     """Return a function that restores the present state of all generators."""
     state = torch.get_rng_state()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    of_devices = torch.cuda.get_rng_state_all() if initialized else []
 
     def restore() -> None:
         torch.set_rng_state(state)

@@ -118,15 +118,13 @@ def _epsilons_of(module: nn.Module) -> list[float]:
 
 @torch.no_grad()
 def _computes(module: nn.Module, formula: Callable[[Tensor, Any], Tensor]) -> bool:
-    probe = copy.deepcopy(module).float().cpu()
+    probe: Any = copy.deepcopy(module).float().cpu()
     generator = torch.Generator().manual_seed(0)
     for parameter in probe.parameters():
         # Distinct values: a fresh norm has ones, which would hide an offset or a missing weight.
         parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    weight = probe.weight
-    assert isinstance(weight, Tensor)
     for scale in _SCALES:
-        x = torch.randn(2, 3, weight.shape[0], generator=generator) * scale + 0.1 * scale
+        x = torch.randn(2, 3, probe.weight.shape[0], generator=generator) * scale + 0.1 * scale
         try:
             actual, expected = probe(x), formula(x, probe)
         except Exception:
