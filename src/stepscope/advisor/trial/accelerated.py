@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from stepscope.analysis.advice.pieces import (
 )
 
 
-def accelerated_groups(settings: dict[str, str]) -> list[str]:
+def accelerated_groups(settings: Mapping[str, str]) -> list[str]:
     """Return the pieces that the settings ask of `accelerate`."""
     return [group for group in GROUPS if settings.get(group) == ACCELERATE]
 
