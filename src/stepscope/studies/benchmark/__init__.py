@@ -85,7 +85,10 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
             tiny = BenchmarkFlags(
                 size=("tiny",), context=(32, 128), batch=(2,), steps=5, min_seconds=0.2, warmup=1
             )
-            quick = (tiny, msgspec.structs.replace(tiny, size=("mini",), context=(128,)))
+            quick: tuple[BenchmarkFlags, ...] = (
+                tiny,
+                msgspec.structs.replace(tiny, size=("mini",), context=(128,)),
+            )
         else:
             quick = (BenchmarkFlags(size=course, context=(128, 512), dtype=both),)
         seeds = BenchmarkFlags(size=sizes_2025, context=contexts, dtype=both)
