@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = {1280: 800, 1600: 1000, 390: 844}
 COMMITTED = {("advise", 1280, "dark"), ("advise", 390, "light")}
 """Screenshots of the documentation besides those of every page at 1280, light."""
-COLOURS = 128
+COLORS = 256
 
 
 def pages(quick: Path | None) -> Iterator[tuple[str, str]]:
@@ -82,7 +82,9 @@ def take(browser: Browser, address: str, width: int, scheme: str, path: Path) ->
     page.goto(address)
     drawn = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     page.close()
-    drawn.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    # This method keeps the colors of small areas, such as a legend.
+    method = Image.Quantize.MAXCOVERAGE
+    drawn.quantize(COLORS, method, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
 
 

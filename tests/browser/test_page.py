@@ -280,7 +280,7 @@ def test_tables_fit_and_colors_have_one_legend_at_1280(page: Page) -> None:
     assert tables.evaluate_all(wide) == []
     legend = page.locator(".key span").all_inner_texts()
     assert legend == ["measured", "ideal", "lost", "communication", "idle"]
-    drawn = page.locator("figure svg text").evaluate_all("all => all.map(e => e.textContent)")
+    drawn = page.locator("figure.wide svg text").evaluate_all("all => all.map(e => e.textContent)")
     assert "measured" in drawn, "the lane of the waterfall"
     assert not {"ideal", "lost", "idle"} & set(drawn)
     # The label of a part stays inside of it.

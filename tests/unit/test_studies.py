@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -15,7 +18,9 @@ from step_records import (
     compile_record,
     rung_record,
 )
+from stepscope.cli.commands import show
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.html import html_page
@@ -148,6 +153,18 @@ class TestViews:
 def test_a_page_without_records_is_refused() -> None:
     with pytest.raises(StepscopeError, match="no records to show"):
         make_page([])
+
+
+def test_the_summary_of_every_study_fits_25_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [record for of_study in mixed_records().values() for record in of_study]
+    write_records(records, tmp_path / "all.jsonl")
+    assert show.main([str(tmp_path / "all.jsonl")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= show.MAX_LINES
+    assert sum("Benchmark: " in line for line in lines) == 1
+    assert any(re.match(r"\d+ more: ", line) for line in lines)
 
 
 def test_what_the_machine_lacks_is_one_finding() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -19,6 +20,9 @@ from stepscope.studies.registry import viewables
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MAX_LINES = 25
+"""Lines of the summary of a run."""
 
 
 class ShowOptions(StoreOptions, frozen=True, kw_only=True):
@@ -94,7 +98,7 @@ def _print(records: Sequence[Record], *, full: bool) -> None:
 
     from stepscope.report.blocks import Finding
     from stepscope.report.terminal import print_findings, print_sections
-    from stepscope.report.verdict import print_verdict
+    from stepscope.report.verdict import WIDTH, print_verdict, verdict_lines
     from stepscope.studies.page import study_sections, verdict_of
     from stepscope.studies.trusted import banner
 
@@ -102,6 +106,9 @@ def _print(records: Sequence[Record], *, full: bool) -> None:
     warning = banner(records)
     verdict = verdict_of(records)
     sections = list(study_sections(records)) if full else []
+    # A verdict that is not good states the reason itself.
+    if not full and verdict is not None and verdict.trust != "good":
+        warning = ""
     with _paged(console, full):
         if warning:
             print_findings([Finding(text=warning, tone="warn")], console)
@@ -109,7 +116,9 @@ def _print(records: Sequence[Record], *, full: bool) -> None:
         if verdict is not None:
             print_verdict(verdict, console)
         if not full:
-            _print_answers(records, console, gap=verdict is not None)
+            used = len(verdict_lines(verdict, min(console.width, WIDTH))) if verdict else 0
+            used += len(wrap(warning, console.width - 2)) if warning else 0
+            _print_answers(records, console, MAX_LINES - used)
 
 
 @contextmanager
@@ -124,16 +133,20 @@ def _paged(console: Console, full: bool) -> Iterator[None]:
         yield
 
 
-def _print_answers(records: Sequence[Record], console: Console, *, gap: bool) -> None:
-    """One line per study."""
+def _print_answers(records: Sequence[Record], console: Console, lines: int) -> None:
+    """One line per study; those that do not fit into so many lines are named on the last one."""
     from rich.text import Text
 
     from stepscope.studies.page import study_answers
 
-    if gap:
-        console.print()
-    for title, answer in study_answers(records):
+    answers = list(study_answers(records))
+    room = max(lines - 1, 2)
+    if len(answers) > room:
+        rest = answers[room - 1 :]
+        names = ", ".join(title for title, _ in rest)
+        answers = [*answers[: room - 1], (f"{len(rest)} more", names)]
+    for title, answer in answers:
         line = Text(f"{title}: ", style="bold").append(printable(answer), style="not bold")
         line.truncate(console.width, overflow="ellipsis")
         console.print(line, soft_wrap=True)
-    console.print("All findings and tables: stepscope show --full")
+    console.print("All findings and tables: stepscope show --full; of one study: show STUDY")

@@ -80,6 +80,21 @@ def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     if far.row is not row:
         doubt = "" if is_steady(far.record) else " (not steady)"
         farthest = f"; the farthest is {far.row.name} with {percent(far.share)}{doubt}"
+    values: dict[str, str | float | bool] = {
+        "nearest": row.name,
+        "step_ms": step.median,
+        "flops_per_s": flops,
+        "share": best.share,
+        "steady": steady,
+        "farthest": far.row.name,
+        "farthest_share": far.share,
+    }
+    if ceiling is not None:
+        values["ceiling"] = ceiling.value
+    if utilization is not None:
+        values["mfu"] = utilization
+    if limit is not None:
+        values |= {"limit_ms": limit.ms, "limit_dtype": limit.dtype}
     yield finding(
         "benchmark.distance-from-limit",
         f"The training step closest to the {'hardware limit' if limited else 'ceiling'} is"
@@ -87,18 +102,7 @@ def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
         f" {duration(step.high)}, {'steady' if steady else 'not steady'}),"
         f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
         [one.record for one in known],
-        {
-            "nearest": row.name,
-            "step_ms": step.median,
-            "flops_per_s": flops,
-            "share": best.share,
-            "steady": steady,
-            "farthest": far.row.name,
-            "farthest_share": far.share,
-        }
-        | ({"ceiling": ceiling.value} if ceiling else {})
-        | ({"mfu": utilization} if utilization else {})
-        | ({"limit_ms": limit.ms, "limit_dtype": limit.dtype} if limit else {}),
+        values,
         conclusion=f"That is {percent(best.share)} of the {basis}{farthest}.",
         tone="good" if best.share >= 0.4 and steady else "info",
     )

@@ -12,6 +12,7 @@ _WORDS = {
     "rung": "{}",
     "collective": "{}",
     "lever": "{}",
+    "subject": "{}",
     "model": "{}",
     "size": "{}",
     "attention": "{}",
@@ -28,7 +29,7 @@ _WORDS = {
 }
 """Fields that identify a case, in the order of the words."""
 _OF_WARMUP = "warmup"
-_NAMES = ("model", "size", "attention", "collective", "lever")
+_NAMES = ("model", "size", "attention", "collective", "lever", "subject")
 """Fields one of which names what is measured; a case without them is shown by its key."""
 
 
