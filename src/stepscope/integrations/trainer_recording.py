@@ -19,7 +19,7 @@ from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.report.verdict import verdict_lines
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 
 Metrics = dict[str, float]
 PREFIX = "stepscope/"
@@ -142,7 +142,7 @@ class TrainerRecording:
 def metrics_of(record: Record) -> Metrics:
     """Numbers for the loggers of a trainer; what is not known is left out. MFU is relative to the
     measured matmul rate of this machine, and to the rate in the device's data sheet."""
-    step, trace = step_ms(record), Watched(record).summary
+    step, trace = step_ms(record), ProgramRecord(record).summary
     values = {
         "step_ms": None if step is None else step.median,
         "tokens_per_second": tokens_per_second(record),
