@@ -239,7 +239,7 @@ def install() -> None:
 def _use(client: Client) -> None:
     _posixsubprocess.fork_exec = client.fork_exec
     subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
-    os.posix_spawn = client.posix_spawn  # type: ignore[assignment]
+    os.posix_spawn = client.posix_spawn
 
 
 # The server.
@@ -327,10 +327,10 @@ def _is_grandchild(line: socket.socket) -> bool:
         os.close(waits)
         return True
     os.close(answer)
-    child = os.read(answers, _MAX_MESSAGE)
+    process_id = os.read(answers, _MAX_MESSAGE)
     os.waitpid(between, 0)
     _close((waits, go, answers))
-    line.send(child)
+    line.send(process_id)
     return False
 
 
@@ -402,7 +402,7 @@ def _open_standard_stream(number: int, name: str, *, buffered: bool) -> None:
         line_buffering=buffered and (number == 2 or file.isatty()),
         write_through=not buffered,
     )
-    stream.mode = "w" if number else "r"
+    stream.mode = "w" if number else "r"  # type: ignore[misc]
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
