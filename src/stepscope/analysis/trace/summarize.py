@@ -12,10 +12,16 @@ from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls, step_boundaries
+from stepscope.analysis.trace.steps import (
+    Step,
+    data_ms,
+    find_steps,
+    phase_walls,
+    step_boundaries,
+)
 from stepscope.analysis.trace.summary import LedgerLine, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
-from stepscope.analysis.trace.work import device_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 from stepscope.errors import StepscopeError
 
 
@@ -30,6 +36,12 @@ def summarize(
     """Summarize a trace, without the steps at the indices in `leave_out`."""
     work = device_work(trace)
     steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
+    return summarize_work(work, steps, where)
+
+
+def summarize_work(work: DeviceWork, steps: tuple[Step, ...], where: str) -> Summary:
+    """Summarize the work of these steps."""
+    trace = work.trace
     if not steps:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
     ledger = total(ledgers(work, steps))
