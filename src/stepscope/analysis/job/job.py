@@ -103,6 +103,11 @@ class Job(Piece, frozen=True):
         return fmean(getattr(row, field) for row in self.ranks)
 
     @property
+    def reduced_bytes(self) -> int:
+        """Bytes that a rank all-reduces in a step, as far as they are known."""
+        return sum(row.bytes for row in self.collectives if row.collective == "all_reduce")
+
+    @property
     def imbalance(self) -> float:
         """Longest computation of a rank over the mean, minus one."""
         mean = self.mean("compute_ms")

@@ -4,12 +4,14 @@ of all ranks of a job."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from msgspec.structs import replace
 
+from stepscope.advisor.advise.from_trace import TraceAdvice, advise_from_trace
 from stepscope.advisor.verdict import breakdown
 from stepscope.analysis.job.job import Job, summarize_job
 from stepscope.analysis.job.reading import read_ranks, trace_files
@@ -19,7 +21,7 @@ from stepscope.analysis.verdict import Estimate, Verdict
 from stepscope.cli.common import StoreOptions, json_line, parse, write_text
 from stepscope.errors import UsageError
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Page, Section
+from stepscope.report.blocks import Block, Finding, Page, Section
 from stepscope.report.verdict import print_verdict, verdict_facts
 
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
@@ -72,15 +74,22 @@ def main(words: list[str]) -> int:
 def _of_file(options: TraceOptions) -> int:
     summary = summarize_file(options.file)
     other = None if options.against is None else summarize_file(options.against)
-    page = _page(options, summary, other)
-    return _finish(options, page, {"summary": summary, "against": other})
+    advice = advise_from_trace(summary)
+    page = _page(options, summary, other, advice)
+    facts = {"summary": summary, "against": other}
+    return _finish(options, page, facts | _advice_facts(advice))
 
 
 def _of_job(options: TraceOptions) -> int:
     job, summary = _read_job(options, options.file)
     other = None if options.against is None else _read_job(options, options.against)[0]
-    page = _job_page(options, job, summary, other)
-    return _finish(options, page, {"job": job, "against": other})
+    advice = advise_from_trace(summary, len(job.ranks), job.reduced_bytes)
+    page = _job_page(options, job, summary, other, advice)
+    return _finish(options, page, {"job": job, "against": other} | _advice_facts(advice))
+
+
+def _advice_facts(advice: TraceAdvice) -> dict[str, object]:
+    return {"advice": advice.advice, "unknown": advice.unknown}
 
 
 def _finish(options: TraceOptions, page: Page, facts: dict[str, object]) -> int:
@@ -114,7 +123,9 @@ def _read_job(options: TraceOptions, folder: Path) -> tuple[Job, Summary]:
     return job, ranks[job.typical].summary
 
 
-def _job_page(options: TraceOptions, job: Job, summary: Summary, other: Job | None) -> Page:
+def _job_page(
+    options: TraceOptions, job: Job, summary: Summary, other: Job | None, advice: TraceAdvice
+) -> Page:
     from stepscope.studies.trace.job import compared_jobs, job_blocks
     from stepscope.studies.trace.view import glance_table, trace_blocks
 
@@ -123,7 +134,7 @@ def _job_page(options: TraceOptions, job: Job, summary: Summary, other: Job | No
         names = _names(options.against, options.file)
         blocks = (compared_jobs(other, job, names), *blocks)
     row = job.ranks[job.typical]
-    verdict = _verdict(f"{_folder_name(options.file)}, rank {row.rank}", summary)
+    verdict = _verdict(f"{_folder_name(options.file)}, rank {row.rank}", summary, advice)
     device = f" on {summary.device}" if summary.device else ""
     return Page(
         title=f"Traces of {_folder_name(options.file)}",
@@ -136,7 +147,7 @@ def _job_page(options: TraceOptions, job: Job, summary: Summary, other: Job | No
                 name="trace",
                 title=f"Rank {row.rank}, with the median exposed communication",
                 question=_QUESTION,
-                blocks=trace_blocks(summary),
+                blocks=(*_advice_blocks(advice, summary), *trace_blocks(summary)),
             ),
         ),
     )
@@ -146,7 +157,7 @@ def _folder_name(folder: Path) -> str:
     return folder.resolve().name or str(folder)
 
 
-def _verdict(name: str, summary: Summary) -> Verdict:
+def _verdict(name: str, summary: Summary, advice: TraceAdvice) -> Verdict:
     """The verdict on a trace: its parts, without a limit, which a trace does not contain."""
     times = summarize(summary.steps)
     mean = summary.wall_ms
@@ -157,17 +168,34 @@ def _verdict(name: str, summary: Summary) -> Verdict:
         step=Estimate(value=mean, low=min(times.low, mean), high=max(times.high, mean)),
         timed="full trace" if summary.cut == "nothing" else "step",
         parts=breakdown(summary, mean, None),
-        judged=False,
+        changes=advice.changes(),
+        judged=not summary.doubt,
         trust="noisy" if summary.doubt else "good",
         trust_reason=summary.doubt or "times include the profiler",
         next_command="stepscope advise SCRIPT",
     )
 
 
-def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Page:
+def _advice_blocks(advice: TraceAdvice, summary: Summary) -> Iterator[Block]:
+    from stepscope.advisor.advise.view import advice_table, lines_table
+
+    if advice.advice:
+        yield advice_table(advice.advice, summary.wall_ms)
+        yield lines_table(advice.advice, "trace-code", "Code of each change")
+    yield Finding(
+        code="trace.unknown",
+        values={"unknown": len(advice.unknown)},
+        text=f"A trace does not show {'; '.join(advice.unknown)}.",
+        timed=False,
+    )
+
+
+def _page(
+    options: TraceOptions, summary: Summary, other: Summary | None, advice: TraceAdvice
+) -> Page:
     from stepscope.studies.trace.view import comparison_table, glance_table, trace_blocks
 
-    blocks: tuple[Block, ...] = trace_blocks(summary)
+    blocks: tuple[Block, ...] = (*_advice_blocks(advice, summary), *trace_blocks(summary))
     if other is not None and options.against is not None:
         names = _names(options.against, options.file)
         blocks = (comparison_table(other, summary, names), *blocks)
@@ -179,7 +207,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
         title=f"Trace of {options.file.name}",
         subtitle=f"{steps}{device}, written by {summary.source}",
         headline=glance_table(summary),
-        verdict=_verdict(options.file.name, summary),
+        verdict=_verdict(options.file.name, summary, advice),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),
         ),
