@@ -57,7 +57,7 @@ _COMPILED = "triton_"
 _CAPTURED = 0.5
 """Share of the kernels launched by CUDA graphs from which a step counts as captured."""
 _LAUNCH_RATE = 1.5e5
-"""Bare launches per second, as measured on an H200: for a trace whose step does not show its own."""
+"""Bare launches per second on an H200, for a trace whose step does not show its own rate."""
 _DEPTHWISE = ("grouped_direct", "c1_k1", "depthwise")
 """Substrings of the names of depthwise convolutions. No dtype makes these faster: they do not run
 on tensor cores and are memory-bound."""

@@ -164,7 +164,8 @@ class _Arrivals:
 
     @property
     def latest(self) -> Ints:
-        return self.start.max(axis=0)
+        latest: Ints = self.start.max(axis=0)
+        return latest
 
 
 def _arrivals(ranks: Sequence[RankTrace], clocks: Clocks, one: Matched) -> _Arrivals:
