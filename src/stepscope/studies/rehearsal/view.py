@@ -255,17 +255,21 @@ def prediction_table(predicted: Sequence[tuple[Subject, Sequence[Prediction]]]) 
             ),
             col("share of step", lambda r: r[3].exposed_share, "percent"),
             col("messages", lambda r: len(r[3].messages), "count"),
-            col(
-                "memory per rank",
-                lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].buckets.best),
-                "bytes",
-                hint="peak of one rank, from the peak of the recorded step",
-            ),
+            *([_memory_column()] if any(subject.memory for subject, _ in predicted) else []),
         ],
         caption="Simulated from the recorded backward; every rank has the recorded batch. Links"
         " have the bandwidth of data sheets. Beyond compute: waiting for the links, packing"
         " gradients into buckets, sending, and the synchronization at the end; for fsdp waiting"
         " only, because its packing was not measured.",
+    )
+
+
+def _memory_column() -> Declared:
+    return col(
+        "memory per rank",
+        lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].buckets.best),
+        "bytes",
+        hint="peak of one rank, from the peak of the recorded step",
     )
 
 
