@@ -123,7 +123,8 @@ def test_without_a_recording_prints_how_to_make_one(
     write_records([record(), recorded_record(status="oom", reason="OutOfMemoryError")], other)
     assert rehearse(tmp_path, str(other)) == 2
     output = capsys.readouterr().err
-    assert "has no recorded step (record one with `stepscope run rehearsal" in output
+    assert "has no recorded step (record your own with `stepscope inspect train.py`" in output
+    assert "`stepscope run rehearsal --size small --context 512`" in output
 
 
 @pytest.mark.parametrize(

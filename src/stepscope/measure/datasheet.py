@@ -25,6 +25,9 @@ _PEAKS: dict[str, tuple[str, float, float | None, float, float | None, float]] =
     "NVIDIA GeForce RTX 3090": (
         "NVIDIA Ampere GA102 whitepaper", 35.6, 35.6, 71.0, 71.0, 0.936,
     ),
+    "AMD Instinct MI300X": (
+        "AMD Instinct MI300X data sheet", 163.4, None, 1307.4, 1307.4, 5.3,
+    ),
     "Tesla T4": ("NVIDIA T4 datasheet", 8.1, None, 65.0, None, 0.32),
     "Tesla V100-SXM2-16GB": ("NVIDIA V100 datasheet", 15.7, None, 125.0, None, 0.9),
     "Tesla V100-SXM2-32GB": ("NVIDIA V100 datasheet", 15.7, None, 125.0, None, 0.9),

@@ -1,4 +1,4 @@
-"""Inputs of the advice rules, from a record of `inspect` or of a user's model."""
+"""Inputs of the advice rules: from a record of `inspect` or of a user's model, or from a trace."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
+from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
@@ -43,7 +44,7 @@ _UNITS = {
     "FP16 tensor cores": "float16",
     "FP16/BF16 tensor cores": "bfloat16",
 }
-_OUTSIDE, _DATA = "outside", "data"
+_OUTSIDE, _DATA, _GRAPH = "outside", "data", "graph"
 _ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
 _PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
 """Substrings of the names of copies in a trace."""
@@ -52,6 +53,12 @@ _EVERY_STEP = 0.9
 _LOSS_OPERATORS = ("logsoftmax", "nllloss", "crossentropy")
 _ENTRY = ".*"
 """Suffix in a trace that stands for the index of a ModuleList entry."""
+_COMPILED = "triton_"
+"""Prefix of the kernels that torch.compile generates."""
+_CAPTURED = 0.5
+"""Share of the kernels launched by CUDA graphs from which a step counts as captured."""
+_LAUNCH_RATE = 1.5e5
+"""Bare launches per second on an H200, for a trace whose step does not show its own rate."""
 _DEPTHWISE = ("grouped_direct", "c1_k1", "depthwise")
 """Substrings of the names of depthwise convolutions. No dtype makes these faster: they do not run
 on tensor cores and are memory-bound."""
@@ -125,6 +132,60 @@ def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[s
         facts,
         ceiling_values.get("launch.rate"),
         summarize(issued.values).median if issued else None,
+    )
+
+
+def facts_of_trace(summary: Summary, host: float = 1.0, ranks: int = 1, sent: int = 0) -> Facts:
+    """Collect what a trace alone shows of a step. Rates are those of the data sheet.
+
+    `host` is the share of the traced idle time caused by the CPU that remains without the profiler.
+    `sent` are the bytes that a rank all-reduces in a step.
+    """
+    rates = {one.name: one.value for one in datasheet_ceilings(summary.device)}
+    copied, phases = _pageable(summary), _without_graphs(_phases(summary, ranks))
+    compiled = any(row.kernel.startswith(_COMPILED) for row in summary.kernels)
+    reads_back = summary.on_device and _reads_back(summary)
+    step_ms = summary.wall_ms - (1 - host) * summary.idle_of("host")
+    names = {name.lower() for name in summary.optimizers}
+    spread = summarize(summary.steps)
+    facts = Facts(
+        on_gpu=summary.on_device,
+        step_ms=step_ms,
+        noise_ms=(spread.high - spread.low) / 2,
+        dtype=_matmul_dtype("", summary, None),
+        phases=phases,
+        attention=() if compiled else attention_work(summary, phases),
+        attention_called=is_called(summary, None),
+        waits=AT_END if reads_back else AT_COPIES if copied and summary.waited_ms > 0 else "",
+        reads_back=reads_back,
+        data_ms=summary.data_ms,
+        pageable_ms=copied,
+        cleared_ms=_cleared(summary),
+        parameters=sent // 4,
+        compiled=compiled,
+        captured=summary.replayed > _CAPTURED,
+        optimizer="adam" if names and names <= {"adam", "adamw"} else "",
+        optimizer_name=summary.optimizers[0] if len(summary.optimizers) == 1 else "",
+        fused_optimizer=summary.fused_update,
+        block_list=block_list(summary),
+        loss_ms=_loss_ms(summary),
+        ranks=ranks,
+        exposed_ms=summary.class_ms("communication"),
+        messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
+        rates={name: rates[f"matmul.{name}"] for name in _DTYPES if f"matmul.{name}" in rates},
+        rates_basis="by the data sheet",
+        bandwidth=rates.get("memory.copy"),
+        doubt=summary.doubt,
+    )
+    return with_launch_time(_as_timed(facts, summary, ranks), _LAUNCH_RATE)
+
+
+def _without_graphs(phases: Sequence[PhaseWork]) -> tuple[PhaseWork, ...]:
+    """Count the kernels of a CUDA graph, which have no phase, as forward; the host launches none of
+    them."""
+    return tuple(
+        replace(work, name="forward", launches=0.0) if work.name == _GRAPH else work
+        for work in phases
     )
 
 

@@ -55,7 +55,7 @@ def _tf32(facts: Facts) -> Prediction | str:
         title="TF32 matmuls (tensor cores for float32)",
         gain_ms=gain_ms(facts, after),
         why=f"float32 matmuls take {facts.class_ms('matmul'):.3g} ms; TF32 is"
-        f" {facts.rates['tf32'] / facts.rates['float32']:.3g}× as fast here",
+        f" {facts.rates['tf32'] / facts.rates['float32']:.3g}× as fast {facts.rates_basis}",
         risk="numerics: matmul inputs are rounded to 10 mantissa bits",
         lines=('torch.set_float32_matmul_precision("high")',),
         setting={"dtype": "tf32"},
@@ -87,7 +87,7 @@ def _bfloat16(facts: Facts) -> Prediction | str:
         gain_ms=gain_ms(facts, after),
         gain_bytes=_saved_bytes_freed(facts),
         why=f"{facts.dtype} matmuls take {facts.class_ms('matmul'):.3g} ms; bfloat16 is"
-        f" {facts.rates['bfloat16'] / facts.rates[facts.dtype]:.3g}× as fast here",
+        f" {facts.rates['bfloat16'] / facts.rates[facts.dtype]:.3g}× as fast {facts.rates_basis}",
         risk="numerics: matmuls and activations have 8 bits of precision; weights stay in float32",
         lines=(f'with torch.autocast("{kind}", torch.bfloat16):', "    loss = model(…)"),
         setting={"dtype": "bfloat16"},

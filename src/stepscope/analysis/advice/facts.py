@@ -188,6 +188,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s by dtype, measured on this machine."""
     bandwidth: float | None = None
     """B/s, measured on this machine."""
+    rates_basis: str = "here"
+    """Source of the rates: measured here, or a data sheet."""
     cores: int = 0
     """CPU cores of the host; 0 if unknown."""
     threads: int = 0

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,7 +24,10 @@ from stepscope.analysis.trace.model import (
     Flows,
     Frames,
     Ints,
+    Message,
+    Messages,
     Names,
+    Process,
     Trace,
     ints,
     ordered_kernels,
@@ -47,6 +50,18 @@ class _Arguments(msgspec.Struct, gc=False):
     stream: Identity = 0
     sequence: int = msgspec.field(default=NO_NUMBER, name="Sequence number")
     forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    group: Any = msgspec.field(default="", name="Process Group Name")
+    ranks: Any = msgspec.field(default="", name="Process Group Ranks")
+    dtype: Any = None
+    elements_in: Any = msgspec.field(default=0, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=0, name="Out msg nelems")
+
+    def message(self) -> Message:
+        elements = [n for n in (self.elements_in, self.elements_out) if isinstance(n, int)]
+        size = _DTYPE_BYTES.get(str(self.dtype), 0)
+        group = f"{self.group} {self.ranks}".strip()
+        return Message(str(self.collective), group, max([0, *elements]) * size)
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -74,6 +89,24 @@ class _Device(msgspec.Struct):
 class _File(msgspec.Struct):
     traceEvents: list[_Event]  # noqa: N815
     deviceProperties: list[_Device] = []  # noqa: N815
+    distributedInfo: Any = None  # noqa: N815
+    baseTimeNanoseconds: Any = None  # noqa: N815
+
+    def header(self) -> _Header:
+        job = self.distributedInfo if isinstance(self.distributedInfo, dict) else {}
+        numbers = (job.get("rank"), job.get("world_size"), self.baseTimeNanoseconds)
+        rank, world_size, origin = (_count(number) for number in numbers)
+        device = next(iter(self.deviceProperties), _Device())
+        return _Header(device, Process(rank, world_size, origin or 0))
+
+
+class _Header(NamedTuple):
+    device: _Device = _Device()
+    process: Process = Process()
+
+
+def _count(number: Any) -> int | None:
+    return number if isinstance(number, int) and 0 <= number < 1 << 62 else None
 
 
 _Fields = tuple[tuple[str, ...], tuple[str, ...]]
@@ -96,11 +129,36 @@ _KINDS = {
     "Memset": "kernel",
     "cuda_runtime": "call",
     "cuda_driver": "call",
+    "xpu_runtime": "call",
+    "xpu_driver": "call",
+    "privateuse1_runtime": "call",
+    "privateuse1_driver": "call",
     "Runtime": "call",
     "cpu_op": "operator",
     "Operator": "operator",
     "user_annotation": "range",
 }
+_OTHER_DEVICES = {
+    "mtia_ccp_events": "an MTIA accelerator",
+    "hpu_op": "a Gaudi accelerator",
+    "glow_runtime": "a Glow device",
+}
+"""Devices whose events have no launches, so that their time cannot be attributed."""
+_DTYPE_BYTES = {
+    "Float": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Double": 8,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+    "Char": 1,
+    "Byte": 1,
+    "Bool": 1,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+}
+_DESCRIBED = b'"Collective name"'
 _FLOW = "fwdbwd"
 _PYTHON = "python_function"
 _MODULE = "nn.Module: "
@@ -121,13 +179,18 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
         )
     with _no_collection():
         try:
-            events, device = _in_pieces(data) or _at_once(data, where)
+            events, header = _in_pieces(data) or _at_once(data, where)
+            if events.other_device and not events.count("kernel"):
+                raise StepscopeError(
+                    f"{where} is a trace of {events.other_device}, whose events name no launch:"
+                    " no time can be attributed to operators"
+                )
             if not events.count("kernel") and not events.count("operator"):
                 raise StepscopeError(
                     f"{where} has no kernels and no operators",
                     "was the profiler set up to record CPU or CUDA activities?",
                 )
-            return events.trace(device)
+            return events.trace(header)
         except (ValueError, OverflowError, TypeError) as error:
             raise StepscopeError(f"{where} has an invalid time or number: {error}") from error
 
@@ -143,11 +206,11 @@ def _objects(data: bytes | bytearray) -> int:
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
+def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
     """Decode piece by piece; None if the layout does not allow it, or a piece is invalid."""
     for cut in possible_cuts(data):
         try:
-            inside, device = _decoded(cut.around())
+            inside, header = _decoded(cut.around())
         except _FAULTS:
             continue
         if inside:
@@ -155,21 +218,21 @@ def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
         events = _Events()
         try:
             for piece in cut.pieces():
-                events.add(_LIST.decode(piece))
+                events.add(_LIST.decode(piece), described=_DESCRIBED in piece)
         except _FAULTS:
             return None
-        return events, device
+        return events, header
     return None
 
 
-def _up_to_break(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
+def _up_to_break(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
     """Decode the events of a truncated file; None if it is damaged before its end."""
     cut = open_end(data)
     if cut is None:
         return None
     events = _Events(truncated=True)
     try:
-        _, device = _decoded(cut.around() + (b"]" if cut.bare else b"]}"))
+        _, header = _decoded(cut.around() + (b"]" if cut.bare else b"]}"))
         for piece, is_last in cut.pieces_and_last():
             if not is_last:
                 events.add(_LIST.decode(piece))
@@ -182,12 +245,12 @@ def _up_to_break(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
                 break
     except _FAULTS:
         return None
-    return (events, device) if events.count("kernel") + events.count("operator") else None
+    return (events, header) if events.count("kernel") + events.count("operator") else None
 
 
-def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, _Device]:
+def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, _Header]:
     try:
-        decoded, device = _decoded(data)
+        decoded, header = _decoded(data)
     except RecursionError:
         raise StepscopeError(f"{where} is nested too deeply to be a trace") from None
     except msgspec.ValidationError as error:
@@ -201,14 +264,14 @@ def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, _Device]:
         ) from error
     events = _Events()
     events.add(decoded)
-    return events, device
+    return events, header
 
 
-def _decoded(data: bytes | bytearray) -> tuple[list[_Event], _Device]:
+def _decoded(data: bytes | bytearray) -> tuple[list[_Event], _Header]:
     if bytes(data[:256]).lstrip()[:1] == b"[":
-        return _LIST.decode(data), _Device()
+        return _LIST.decode(data), _Header()
     file = _FILE.decode(data)
-    return file.traceEvents, next(iter(file.deviceProperties), _Device())
+    return file.traceEvents, file.header()
 
 
 class _Events:
@@ -220,11 +283,14 @@ class _Events:
         self._identity = _Identities()
         self._parts: dict[str, list[list[Ints]]] = {kind: [] for kind in _FIELDS}
         self._ends: list[_End] = []
+        self._messages = Messages({}, {})
+        self.other_device = ""
 
     def count(self, kind: str) -> int:
         return sum(len(part[0]) for part in self._parts[kind])
 
-    def add(self, events: list[_Event]) -> None:
+    def add(self, events: list[_Event], *, described: bool = True) -> None:
+        """Add events; `described` is False if none of them describes a collective."""
         by_kind: dict[str, list[_Event]] = {kind: [] for kind in self._parts}
         appender = {category: by_kind[kind].append for category, kind in _KINDS.items()}.get
         for event in events:
@@ -241,9 +307,14 @@ class _Events:
                     by_kind["range"].append(event)
                 elif event.dur >= _LONG_FRAME_US:
                     by_kind["frame"].append(event)
+            elif event.cat in _OTHER_DEVICES:
+                self.other_device = _OTHER_DEVICES[event.cat]
         for kind, members in by_kind.items():
             if members:
-                self._parts[kind].append(self._columns(members, *_FIELDS[kind]))
+                columns = self._columns(members, *_FIELDS[kind])
+                self._parts[kind].append(columns)
+                if described and kind in ("kernel", "operator"):
+                    self._describe(kind, members, columns)
 
     def _columns(
         self, events: list[_Event], fields: Sequence[str], arguments: Sequence[str]
@@ -262,13 +333,21 @@ class _Events:
             ),
         ]
 
+    def _describe(self, kind: str, events: list[_Event], columns: list[Ints]) -> None:
+        """Keep the descriptions of collectives."""
+        start, key = columns[0], columns[3]
+        of = self._messages.of_kernel if kind == "kernel" else self._messages.of_span
+        for index, event in enumerate(events):
+            if event.args is not None and event.args.collective:
+                of[int(key[index]), int(start[index])] = event.args.message()
+
     def _concatenated(self, *kinds: str) -> tuple[Ints, ...]:
         parts = [part for kind in kinds for part in self._parts[kind]]
         if not parts:
             return (ints(),) * (3 + sum(map(len, _FIELDS[kinds[0]])))
         return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
-    def trace(self, gpu: _Device) -> Trace:
+    def trace(self, header: _Header) -> Trace:
         start, end, name, correlation, device, stream = self._concatenated("kernel")
         kernels = ordered_kernels(
             name=name, start=start, end=end, device=device, stream=stream, correlation=correlation
@@ -295,11 +374,13 @@ class _Events:
             kernels,
             calls,
             spans,
-            gpu.name,
+            header.device.name,
             self._flows(),
-            capability=gpu.capability(),
+            capability=header.device.capability(),
             truncated=self._truncated,
             frames=frames,
+            messages=self._messages,
+            process=header.process,
         )
 
     def _flows(self) -> Flows:

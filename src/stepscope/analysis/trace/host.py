@@ -84,7 +84,7 @@ def read_host(trace: Trace) -> Host:
     named = np.unique(spans.name[ranges]).tolist()
     steps = [name_id for name_id in named if STEP_MARK.match(names[name_id])]
     edges = [name_id for name_id in named if STEP_EDGE.match(names[name_id])]
-    phase, phase_known = _phases(trace, parent, by_name, watched=bool(edges))
+    phase, phase_known = _phases(trace, parent, by_name, steps + edges, watched=bool(edges))
     modules = [
         name_id
         for name_id in named
@@ -114,7 +114,7 @@ def _phase_by_name(trace: Trace) -> Ints:
 
 
 def _phases(
-    trace: Trace, parent: Ints, by_name: Ints, *, watched: bool
+    trace: Trace, parent: Ints, by_name: Ints, steps: list[int], *, watched: bool
 ) -> tuple[Ints, NDArray[np.bool_]]:
     """Return the phase of every span, inherited from its ancestors, and if it is known."""
     spans = trace.spans
@@ -128,7 +128,12 @@ def _phases(
         above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
         if above != NO_SPAN and own_phase[above] == BACKWARD:
             own_phase[index] = BACKWARD
-    return np.where(holder == NO_SPAN, default, own_phase[holder]), holder != NO_SPAN
+    inherited = np.where(holder == NO_SPAN, default, own_phase[holder])
+    if marked:
+        # What the author named otherwise, such as `load_batch`, belongs to the training loop.
+        named = nearest(parent, spans.is_range & ~np.isin(spans.name, steps)) != NO_SPAN
+        inherited[(inherited == UNKNOWN) & named] = OUTSIDE
+    return inherited, holder != NO_SPAN
 
 
 def _paths(trace: Trace, parent: Ints, modules: Ints) -> tuple[Ints, tuple[tuple[str, ...], ...]]:

@@ -97,6 +97,36 @@ class Frames(NamedTuple):
     thread: Ints
 
 
+class Message(NamedTuple):
+    """Description of a collective by torch.distributed."""
+
+    collective: str
+    group: str
+    """Name and ranks of the process group."""
+    bytes: int
+    """Bytes of one rank: of its input or its output, whichever is larger; 0 if unknown."""
+
+
+class Messages(NamedTuple):
+    """Descriptions of the collectives that a trace contains."""
+
+    of_kernel: dict[tuple[int, int], Message]
+    """By correlation and start."""
+    of_span: dict[tuple[int, int], Message]
+    """By thread and start."""
+
+
+class Process(NamedTuple):
+    """Process that wrote the trace, as far as the file says."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    clock_origin: int = 0
+    """Nanoseconds to add to all times."""
+
+
+NO_MESSAGES = Messages({}, {})
+NO_PROCESS = Process()
 NO_FRAMES = Frames(ints(), ints(), ints(), ints())
 NO_FLOWS = Flows(ints(), ints(), ints(), ints())
 
@@ -118,6 +148,8 @@ class Trace:
     truncated: bool = False
     """The file is truncated: its last events are missing."""
     frames: Frames = NO_FRAMES
+    messages: Messages = NO_MESSAGES
+    process: Process = NO_PROCESS
 
     @property
     def on_device(self) -> bool:

@@ -7,16 +7,25 @@ from pathlib import Path
 
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.gaps import long_gaps
+from stepscope.analysis.trace.host import OPTIMIZER_STEP
 from stepscope.analysis.trace.ledger import ledgers, total
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls, step_boundaries
+from stepscope.analysis.trace.steps import (
+    Step,
+    data_ms,
+    find_steps,
+    phase_walls,
+    step_boundaries,
+)
 from stepscope.analysis.trace.summary import LedgerLine, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
-from stepscope.analysis.trace.work import device_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 from stepscope.errors import StepscopeError
+
+_FUSED_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 
 
 def summarize_file(path: Path) -> Summary:
@@ -30,6 +39,12 @@ def summarize(
     """Summarize a trace, without the steps at the indices in `leave_out`."""
     work = device_work(trace)
     steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
+    return summarize_work(work, steps, where)
+
+
+def summarize_work(work: DeviceWork, steps: tuple[Step, ...], where: str) -> Summary:
+    """Summarize the work of these steps."""
+    trace = work.trace
     if not steps:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
     ledger = total(ledgers(work, steps))
@@ -63,4 +78,12 @@ def summarize(
         replayed=float(work.replayed[entries.index].mean()) if len(entries.index) else 0.0,
         capability=trace.capability,
         truncated=trace.truncated,
+        optimizers=_optimizers(trace),
+        fused_update=any(name.startswith(_FUSED_UPDATES) for name in trace.names),
     )
+
+
+def _optimizers(trace: Trace) -> tuple[str, ...]:
+    """Return the classes in ranges such as `Optimizer.step#AdamW.step`."""
+    stepping = (name for name in trace.names if OPTIMIZER_STEP.match(name))
+    return tuple(sorted({name.partition("#")[2].partition(".")[0] for name in stepping}))

@@ -165,6 +165,10 @@ class Summary(Piece, frozen=True):
     """Compute capability of the device, such as `9.0`; empty if the trace does not contain it."""
     truncated: bool = False
     """The file is truncated, so events are missing."""
+    optimizers: tuple[str, ...] = ()
+    """Classes of the optimizers that step."""
+    fused_update: bool = False
+    """A fused implementation of an optimizer runs."""
 
     @property
     def wall_ms(self) -> float:

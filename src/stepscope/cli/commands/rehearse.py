@@ -27,6 +27,7 @@ from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
 from stepscope.studies.rehearsal import STUDY
 from stepscope.studies.rehearsal.cases import RecordingCase
+from stepscope.studies.rehearsal.inspected import STUDIES, inspected_subject
 from stepscope.studies.rehearsal.subject import (
     Network,
     Prediction,
@@ -35,19 +36,23 @@ from stepscope.studies.rehearsal.subject import (
     closed_forms,
     predict,
     preset_network,
+    rank_memory,
     scaling,
     subject_of,
 )
 from stepscope.studies.rehearsal.view import subject_blocks
 
-_FIX = "record one with `stepscope run rehearsal --size small --context 512`"
+_FIX = (
+    "record your own with `stepscope inspect train.py`, or one of this library's model with"
+    " `stepscope run rehearsal --size small --context 512`"
+)
 _QUESTION = "How long would this step take on a cluster?"
 
 
 class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A run, a record or a .jsonl file that `stepscope run rehearsal` recorded; default: the newest
-    one."""
+    """A run, a record or a .jsonl file with a step that `run rehearsal` or `inspect` recorded;
+    default: the newest in the store."""
     ranks: tuple[int, ...] = (8, 64, 1024)
     """Numbers of ranks (devices) to predict for."""
     link: tuple[str, ...] = ()
@@ -135,6 +140,7 @@ def main(words: list[str]) -> int:
         "the number of ranks up to which scaling pays, and the batch size below which data,\n"
         "tensor, FSDP and 2-D parallelism are communication-bound. Writes rehearsal.html.",
         (
+            "stepscope inspect train.py; stepscope rehearse",
             "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
             "stepscope rehearse",
             "stepscope rehearse --ranks 64 --link infiniband --strategy bucketed fsdp",
@@ -163,7 +169,7 @@ def main(words: list[str]) -> int:
 def _subjects(options: RehearseOptions) -> list[Subject]:
     if options.source is None:
         with existing_store(options) as store:
-            records = store.records(study="rehearsal")
+            records = store.records()
         where = str(options.store)
     else:
         loaded = load_run_or_record(options.source, options)
@@ -175,6 +181,9 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
         for result in results_of(ours, RecordingCase) or ours
         if (subject := subject_of(*result))
     ]
+    if not subjects:
+        inspected = [plausible(record) for record in records if record.study in STUDIES]
+        subjects = [one for record in inspected if (one := inspected_subject(record))]
     if not subjects:
         raise UsageError(f"{where} has no recorded step", _FIX)
     return subjects[-1:] if options.source is None else subjects
@@ -226,7 +235,7 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
         "flops_per_s": subject.flops_per_s,
         "compute_ms": subject.recording.compute_ms,
         "gradient_bytes": subject.recording.gradient_bytes,
-        "predictions": [_prediction_facts(prediction) for prediction in predict(subject, question)],
+        "predictions": [_prediction_facts(subject, one) for one in predict(subject, question)],
         "scaling": {
             name: {
                 "step_ms": {n: step.step_ms for n, step in curve.kept.items()},
@@ -246,9 +255,11 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
     }
 
 
-def _prediction_facts(prediction: Prediction) -> dict[str, object]:
-    def facts(step: Replay) -> dict[str, object]:
+def _prediction_facts(subject: Subject, prediction: Prediction) -> dict[str, object]:
+    def facts(strategy: str, step: Replay) -> dict[str, object]:
+        best = prediction.buckets.best
         return {
+            "memory_bytes": rank_memory(subject, strategy, prediction.ranks, best),
             "step_ms": step.step_ms,
             "exposed_ms": step.exposed_ms,
             "communication_ms": step.communication_ms,
@@ -260,7 +271,7 @@ def _prediction_facts(prediction: Prediction) -> dict[str, object]:
         "ranks": prediction.ranks,
         "best_bucket_mb": prediction.buckets.best,
         "bucket_step_ms": {f"{size:g}": s.step_ms for size, s in prediction.buckets.steps.items()},
-        "strategies": {name: facts(step) for name, step in prediction.steps.items()},
+        "strategies": {name: facts(name, step) for name, step in prediction.steps.items()},
     }
 
 

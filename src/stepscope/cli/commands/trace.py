@@ -1,31 +1,54 @@
-"""`stepscope trace`: where the time of a training step goes, from a profiler trace."""
+"""`stepscope trace`: where the time of a training step goes, from profiler traces of one process or
+of all ranks of a job."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from msgspec.structs import replace
 
+from stepscope.advisor.advise.from_trace import TraceAdvice, advise_from_trace
 from stepscope.advisor.verdict import breakdown
+from stepscope.analysis.job.job import Job, summarize_job
+from stepscope.analysis.job.reading import read_ranks, trace_files
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Estimate, Verdict
 from stepscope.cli.common import StoreOptions, json_line, parse, write_text
+from stepscope.errors import UsageError
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Page, Section
+from stepscope.report.blocks import Block, Finding, Page, Section
 from stepscope.report.verdict import print_verdict, verdict_facts
 
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
+_JOB_QUESTION = (
+    "Where does the time of a step go on each rank, and which rank do the others wait for?"
+)
 
 
 class TraceOptions(StoreOptions, frozen=True, kw_only=True):
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """A torch.profiler Chrome trace (.json, .json.gz), or an Nsight Systems export (.sqlite)."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER")]
+    """A torch.profiler Chrome trace (.json, .json.gz), an Nsight Systems export (.sqlite), or a
+    folder with one such file per rank."""
     against: Path | None = None
-    """An earlier trace to compare with: which classes of kernels take less or more time."""
+    """An earlier trace, or an earlier job, to compare with: which classes of kernels take less or
+    more time."""
+    workers: int | None = None
+    """Files of a folder that are read at once; default: as many as cores and free memory allow."""
     json: bool = False
     """Print one line of JSON: the verdict and the full summary, times in ms."""
+
+    def __post_init__(self) -> None:
+        if self.against is not None and self.against.is_dir() != self.file.is_dir():
+            raise UsageError(
+                "a trace cannot be compared with a folder", "give two files or two folders"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"workers is {self.workers}", "it must be above 0")
 
 
 def main(words: list[str]) -> int:
@@ -35,23 +58,48 @@ def main(words: list[str]) -> int:
         "trace",
         "Show where the time of a traced step goes: by phase, kernel and part of the model. The"
         " times add up to the step. Steps are those that the profiler marks; without marks, a step"
-        " ends with the optimizer. Writes trace.html.",
+        " ends with the optimizer. Of a folder with the traces of all ranks, it shows the"
+        " breakdown of each rank, exposed communication, and the ranks that the others wait for,"
+        " with clocks aligned by collectives. Writes trace.html.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
+            "stepscope trace traces/",
             "nsys export --type sqlite report.nsys-rep; stepscope trace report.sqlite",
         ),
     )
+    return _of_job(options) if options.file.is_dir() else _of_file(options)
+
+
+def _of_file(options: TraceOptions) -> int:
     summary = summarize_file(options.file)
     other = None if options.against is None else summarize_file(options.against)
-    page = _page(options, summary, other)
+    advice = advise_from_trace(summary)
+    page = _page(options, summary, other, advice)
+    facts = {"summary": summary, "against": other}
+    return _finish(options, page, facts | _advice_facts(advice))
+
+
+def _of_job(options: TraceOptions) -> int:
+    job, summary = _read_job(options, options.file)
+    other = None if options.against is None else _read_job(options, options.against)[0]
+    advice = advise_from_trace(summary, len(job.ranks), job.reduced_bytes)
+    page = _job_page(options, job, summary, other, advice)
+    return _finish(options, page, {"job": job, "against": other} | _advice_facts(advice))
+
+
+def _advice_facts(advice: TraceAdvice) -> dict[str, object]:
+    return {"advice": advice.advice, "unknown": advice.unknown}
+
+
+def _finish(options: TraceOptions, page: Page, facts: dict[str, object]) -> int:
+    """Write the page, and print it or the facts."""
     html = options.out / "trace.html"
     from stepscope.report.html import html_page
 
     write_text(html, html_page(page))
     if options.json:
-        facts = {"summary": summary, "against": other, "report": html}
-        print(json_line(facts | {"verdict": verdict_facts(page.verdict)}))
+        print(json_line(facts | {"report": html, "verdict": verdict_facts(page.verdict)}))
         return 0
     from stepscope.report.terminal import print_sections
 
@@ -62,7 +110,54 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _verdict(name: str, summary: Summary) -> Verdict:
+def _read_job(options: TraceOptions, folder: Path) -> tuple[Job, Summary]:
+    """Return the job and the summary of its rank with the median exposed communication."""
+
+    def progress(done: int, total: int) -> None:
+        if not options.json and sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\rread {done} of {total} traces", end=end, file=sys.stderr, flush=True)
+
+    ranks, unread = read_ranks(trace_files(folder), options.workers, progress)
+    job = summarize_job(ranks, unread)
+    return job, ranks[job.typical].summary
+
+
+def _job_page(
+    options: TraceOptions, job: Job, summary: Summary, other: Job | None, advice: TraceAdvice
+) -> Page:
+    from stepscope.studies.trace.job import compared_jobs, job_blocks
+    from stepscope.studies.trace.view import glance_table, trace_blocks
+
+    blocks: tuple[Block, ...] = job_blocks(job)
+    if other is not None and options.against is not None:
+        names = _names(options.against, options.file)
+        blocks = (compared_jobs(other, job, names), *blocks)
+    row = job.ranks[job.typical]
+    verdict = _verdict(f"{_folder_name(options.file)}, rank {row.rank}", summary, advice)
+    device = f" on {summary.device}" if summary.device else ""
+    return Page(
+        title=f"Traces of {_folder_name(options.file)}",
+        subtitle=f"{len(job.ranks)} ranks{device}, written by {summary.source}",
+        headline=glance_table(summary),
+        verdict=replace(verdict, next_command=f"stepscope trace {options.file / row.file}"),
+        sections=(
+            Section(name="job", title="All ranks", question=_JOB_QUESTION, blocks=blocks),
+            Section(
+                name="trace",
+                title=f"Rank {row.rank}, with the median exposed communication",
+                question=_QUESTION,
+                blocks=(*_advice_blocks(advice, summary), *trace_blocks(summary)),
+            ),
+        ),
+    )
+
+
+def _folder_name(folder: Path) -> str:
+    return folder.resolve().name or str(folder)
+
+
+def _verdict(name: str, summary: Summary, advice: TraceAdvice) -> Verdict:
     """The verdict on a trace: its parts, without a limit, which a trace does not contain."""
     times = summarize(summary.steps)
     mean = summary.wall_ms
@@ -73,17 +168,34 @@ def _verdict(name: str, summary: Summary) -> Verdict:
         step=Estimate(value=mean, low=min(times.low, mean), high=max(times.high, mean)),
         timed="full trace" if summary.cut == "nothing" else "step",
         parts=breakdown(summary, mean, None),
-        judged=False,
+        changes=advice.changes(),
+        judged=not summary.doubt,
         trust="noisy" if summary.doubt else "good",
         trust_reason=summary.doubt or "times include the profiler",
         next_command="stepscope advise SCRIPT",
     )
 
 
-def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Page:
+def _advice_blocks(advice: TraceAdvice, summary: Summary) -> Iterator[Block]:
+    from stepscope.advisor.advise.view import advice_table, lines_table
+
+    if advice.advice:
+        yield advice_table(advice.advice, summary.wall_ms)
+        yield lines_table(advice.advice, "trace-code", "Code of each change")
+    yield Finding(
+        code="trace.unknown",
+        values={"unknown": len(advice.unknown)},
+        text=f"A trace does not show {'; '.join(advice.unknown)}.",
+        timed=False,
+    )
+
+
+def _page(
+    options: TraceOptions, summary: Summary, other: Summary | None, advice: TraceAdvice
+) -> Page:
     from stepscope.studies.trace.view import comparison_table, glance_table, trace_blocks
 
-    blocks: tuple[Block, ...] = trace_blocks(summary)
+    blocks: tuple[Block, ...] = (*_advice_blocks(advice, summary), *trace_blocks(summary))
     if other is not None and options.against is not None:
         names = _names(options.against, options.file)
         blocks = (comparison_table(other, summary, names), *blocks)
@@ -95,7 +207,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
         title=f"Trace of {options.file.name}",
         subtitle=f"{steps}{device}, written by {summary.source}",
         headline=glance_table(summary),
-        verdict=_verdict(options.file.name, summary),
+        verdict=_verdict(options.file.name, summary, advice),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),
         ),

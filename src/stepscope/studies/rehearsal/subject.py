@@ -14,6 +14,7 @@ from stepscope.analysis.rehearsal.closed_forms import (
     parallel_strategies,
 )
 from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
+from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Replay, Upkeep
 from stepscope.analysis.rehearsal.sweep import (
@@ -27,6 +28,7 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_ranks,
 )
 from stepscope.model.config import ModelConfig, precision
+from stepscope.parallel.buckets import MEGABYTE
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.studies.training.workload import Workload
@@ -46,7 +48,8 @@ class Subject(NamedTuple):
     case: str
     device: str
     recording: Recording
-    model: ModelConfig
+    model: ModelConfig | None
+    """None for a program of the user: its closed forms are not known."""
     batch: float
     """Sequences per rank."""
     upkeep: Upkeep
@@ -54,6 +57,8 @@ class Subject(NamedTuple):
     """Rate of the recorded forward and backward."""
     activation_bytes: int
     """Bytes per element of an activation."""
+    memory: StepMemory | None = None
+    """None if its peak is not known."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -123,6 +128,14 @@ class Question(NamedTuple):
     """Degree of tensor parallelism within 2-D parallelism; 0 for the size of a node."""
 
 
+def rank_memory(subject: Subject, strategy: str, ranks: int, bucket_mb: float) -> float | None:
+    """Return the peak memory of a rank in bytes; None if it is not known."""
+    if subject.memory is None:
+        return None
+    largest = max(gradient.bytes for gradient in subject.recording.gradients)
+    return memory_per_rank(subject.memory, strategy, ranks, max(largest, bucket_mb * MEGABYTE))
+
+
 class Prediction(NamedTuple):
     """Predictions for one cluster: all strategies, bucketed ones at the best bucket size."""
 
@@ -165,6 +178,8 @@ def scaling(subject: Subject, question: Question, network: Network) -> Scaling:
 def closed_forms(
     subject: Subject, question: Question, network: Network, ranks: int
 ) -> tuple[ParallelStrategy, ...]:
+    if subject.model is None:
+        return ()
     cluster = network.cluster_of(ranks)
     # A tensor-parallel group stays within a node if there are nodes.
     has_nodes = 1 < cluster.per_node < ranks

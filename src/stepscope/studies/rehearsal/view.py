@@ -28,6 +28,7 @@ from stepscope.studies.rehearsal.subject import (
     closed_forms,
     predict,
     preset_network,
+    rank_memory,
     scaling,
     subject_of,
 )
@@ -63,7 +64,9 @@ def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Bloc
             *rank_figures(subject, question),
             bucket_figure(subject, predictions),
         ]
-    return [*blocks, prediction_table(predicted), closed_form_table(subjects, question)]
+    known = [subject for subject in subjects if subject.model is not None]
+    forms = [closed_form_table(known, question)] if known else []
+    return [*blocks, prediction_table(predicted), *forms]
 
 
 def _question(cases: Sequence[RecordingCase]) -> Question:
@@ -78,10 +81,10 @@ def recorded_finding(subject: Subject) -> Finding:
     return subject.finding(
         "recorded",
         f"{subject.name}: recorded on {subject.device}, a step computes for"
-        f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
-        f" {rate(subject.flops_per_s, 'FLOP/s')}) and has {bytes_(recording.gradient_bytes)} of"
-        f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
-        " backward pass.",
+        f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it"
+        f" backward{_at_rate(subject)}) and has {bytes_(recording.gradient_bytes)} of gradients,"
+        f" half of which are ready after {percent(recording.half_ready())} of the backward"
+        f" pass{'' if subject.model else ', assumed to become ready evenly'}.",
         {
             "compute_ms": recording.compute_ms,
             "backward_ms": recording.backward_ms,
@@ -90,6 +93,11 @@ def recorded_finding(subject: Subject) -> Finding:
             "half_ready": recording.half_ready(),
         },
     )
+
+
+def _at_rate(subject: Subject) -> str:
+    known = subject.flops_per_s > 0
+    return f", at {rate(subject.flops_per_s, 'FLOP/s')}" if known else ""
 
 
 def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iterator[Finding]:
@@ -170,8 +178,11 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
 def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
     ranks = max(question.ranks)
     for network in question.networks if ranks > 1 else ():
+        if subject.model is None:
+            continue
+        context = subject.model.context
         forms = closed_forms(subject, question, network, ranks)
-        bounds = "; ".join(f"{form.name} {_bound(form, subject.model.context)}" for form in forms)
+        bounds = "; ".join(f"{form.name} {_bound(form, context)}" for form in forms)
         yield subject.finding(
             "communication-bound",
             f"{subject.name} on {ranks:,} ranks over {network.name} at"
@@ -244,11 +255,21 @@ def prediction_table(predicted: Sequence[tuple[Subject, Sequence[Prediction]]]) 
             ),
             col("share of step", lambda r: r[3].exposed_share, "percent"),
             col("messages", lambda r: len(r[3].messages), "count"),
+            *([_memory_column()] if any(subject.memory for subject, _ in predicted) else []),
         ],
         caption="Simulated from the recorded backward; every rank has the recorded batch. Links"
         " have the bandwidth of data sheets. Beyond compute: waiting for the links, packing"
         " gradients into buckets, sending, and the synchronization at the end; for fsdp waiting"
         " only, because its packing was not measured.",
+    )
+
+
+def _memory_column() -> Declared:
+    return col(
+        "memory per rank",
+        lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].buckets.best),
+        "bytes",
+        hint="peak of one rank, from the peak of the recorded step",
     )
 
 
@@ -264,7 +285,8 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
 
     def tokens(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
         below = row[3].bound_below
-        return None if below is None else round(below * row[0].model.context)
+        model = row[0].model
+        return None if below is None or model is None else round(below * model.context)
 
     return table(
         "rehearsal-closed-forms",

@@ -353,6 +353,11 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
     unmarked = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
     note = f" No step is marked in {' and in '.join(unmarked)}: the full trace is shown."
     rows.append(Change("total" if unmarked else "step", first.wall_ms, second.wall_ms))
+    caption = f"Time per step, the largest change first.{note if unmarked else ''}"
+    return change_table(rows, names, caption)
+
+
+def change_table(rows: Sequence[Change], names: tuple[str, str], caption: str) -> Table:
     return table(
         "comparison",
         f"{names[0]} against {names[1]}",
@@ -364,7 +369,7 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
             col("change", lambda row: row.after - row.before, unit="ms"),
             col("ratio", lambda row: row.after / row.before if row.before else None, "number"),
         ],
-        caption=f"Time per step, the largest change first.{note if unmarked else ''}",
+        caption=caption,
     )
 
 

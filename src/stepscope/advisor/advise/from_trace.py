@@ -1,0 +1,101 @@
+"""Advice from a trace alone: the rules that need no rerun, and what the trace does not show.
+
+The profiler slows the CPU down, by an unknown factor: on an H200 it more than doubles the time to
+launch. Every gain is therefore predicted twice, with the traced idle time and with half of it, and
+its range covers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from stepscope.advisor.advise.facts import facts_of_trace
+from stepscope.analysis.advice.changes import Advice, advise, without_ranks
+from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.missing_inputs import RATES, not_evaluated
+from stepscope.analysis.advice.ranges import gain_range
+from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import Estimate, RankedChange, ranked
+
+_WITHOUT_PROFILER = 0.5
+"""Share of the traced idle time caused by the CPU that may remain without the profiler."""
+_NEEDS_MEMORY = ("larger-batch", "checkpoint", "no-checkpoint")
+"""Changes that a trace cannot judge, because it does not contain the memory of the step."""
+
+
+class TraceAdvice(NamedTuple):
+    """Changes, best first, and what could not be known."""
+
+    advice: tuple[Advice, ...]
+    unknown: tuple[str, ...]
+
+    def changes(self) -> tuple[RankedChange, ...]:
+        """Return the ranked changes of a verdict."""
+        return ranked(
+            [
+                RankedChange(
+                    code=one.code,
+                    title=one.title,
+                    gain=Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms),
+                    verified=False,
+                    risk=one.risk,
+                    lines=one.lines,
+                    setting=next(iter(one.setting), ""),
+                )
+                for one in self.advice
+                if one.ranked and one.low_ms is not None and one.high_ms is not None
+            ]
+        )
+
+
+def advise_from_trace(summary: Summary, ranks: int = 1, sent: int = 0) -> TraceAdvice:
+    """Apply the rules to a trace. `sent` are the bytes that a rank all-reduces in a step."""
+    traced = facts_of_trace(summary, ranks=ranks, sent=sent)
+    lean = facts_of_trace(summary, _WITHOUT_PROFILER, ranks, sent)
+    without = {one.code: one for one in advise(lean)}
+    merged = [
+        _covering(one, without.get(one.code), lean)
+        for one in advise(traced)
+        if one.gain_ms > 0 and one.code not in _NEEDS_MEMORY
+    ]
+    order = sorted(merged, key=lambda one: (not one.ranked, -(one.low_ms or 0.0), one.code))
+    return TraceAdvice(
+        without_ranks(order) if traced.doubt else tuple(order), tuple(_unknown(summary, traced))
+    )
+
+
+def _covering(traced: Advice, lean: Advice | None, facts: Facts) -> Advice:
+    """Return the advice with a range that covers both predictions; a change that is not worth
+    making without the profiler may gain nothing."""
+    low, high = traced.low_ms or 0.0, traced.high_ms or traced.gain_ms
+    if lean is None:
+        return replace(traced, gain_ms=traced.gain_ms / 2, low_ms=min(0.0, low), ranked=False)
+    other = gain_range(lean.code, lean.gain_ms, facts)
+    low, high = min(low, other[0]), max(high, other[1])
+    gain = (traced.gain_ms + lean.gain_ms) / 2
+    return replace(traced, gain_ms=gain, low_ms=low, high_ms=high, ranked=low > 0)
+
+
+def _unknown(summary: Summary, facts: Facts) -> Iterator[str]:
+    if summary.on_device and summary.idle_of("host"):
+        yield "how much of the idle time the profiler causes: gains cover none to half of it"
+    if not facts.dtype:
+        yield "the dtype of the matmuls: no kernel names its unit"
+    missing: dict[str, list[str]] = {}
+    for one in not_evaluated(facts):
+        if one.code not in _NEEDS_MEMORY:
+            missing.setdefault(one.missing, []).append(one.title)
+    for name, titles in missing.items():
+        why = f": the data sheet of {summary.device or 'this device'} is not known"
+        yield f"{name}{why if name == RATES or facts.bandwidth is None else ''} ({_listed(titles)})"
+    if facts.bandwidth and not facts.parameters and not facts.fused_optimizer:
+        yield "the number of parameters (fused optimizer)"
+    yield "memory: peak, batch size and activation checkpointing"
+    yield "the loss: whether a change alters it"
+
+
+def _listed(titles: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(titles))

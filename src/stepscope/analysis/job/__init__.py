@@ -1,0 +1,1 @@
+"""Traces of all ranks of a job: breakdown per rank, clocks aligned by collectives, stragglers."""
