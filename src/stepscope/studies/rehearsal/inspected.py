@@ -14,7 +14,7 @@ from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
 from stepscope.studies.own.cases import STUDY_NAME as OWN
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.rehearsal.subject import Subject
 
 STUDIES = (INSPECTED, OWN)
@@ -25,7 +25,7 @@ _ELEMENT_BYTES = 4
 
 def inspected_subject(record: Record) -> Subject | None:
     """Return the subject of a recorded step; None if it lacks a trace or its parameters."""
-    watched = Watched(record)
+    watched = ProgramRecord(record)
     summary, step_ms = watched.summary, watched.step_ms
     parameters = int(record.quantity("parameters") or 0)
     if summary is None or step_ms is None or not parameters or record.status != "ok":
@@ -86,7 +86,7 @@ def even_recording(
     )
 
 
-def _memory(watched: Watched, parameters: int) -> StepMemory | None:
+def _memory(watched: ProgramRecord, parameters: int) -> StepMemory | None:
     peak = watched.record.quantity("peak_bytes")
     if not peak:
         return None
