@@ -35,6 +35,7 @@ def trained(
     accelerate: bool,
     steps: int = STEPS,
     change: Callable[[Any], nn.Module | None] = lambda _: None,
+    unchecked: int = 0,
 ) -> list[float]:
     one = matrix.FAMILIES[family]
     model = one.create()
@@ -51,7 +52,7 @@ def trained(
         losses.append(float(loss.detach()))
     if report is not None:
         assert report.replaced
-        assert report.unchecked == 0
+        assert report.unchecked == unchecked
     return losses
 
 
@@ -136,7 +137,9 @@ def test_compiled_with_inductor(how: str) -> None:
             loss = matrix.loss_of(compiled, one.batch_of(0))
         assert float(loss.detach()) == pytest.approx(expected[0], rel=5e-3)
     else:
-        assert trained("Llama", True, 3, change) == pytest.approx(expected, rel=5e-3)
+        # The block, its attention, MLP and norms are never called, and so not compared.
+        actual = trained("Llama", True, 3, change, unchecked=5)
+        assert actual == pytest.approx(expected, rel=5e-3)
 
 
 def test_a_model_that_is_saved_and_loaded_by_transformers(tmp_path: Path) -> None:
