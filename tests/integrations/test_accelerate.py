@@ -128,27 +128,32 @@ def test_gradient_checkpointing_recomputes_the_same(reentrant: bool) -> None:
     assert "residual block" in report.replaced
 
 
-def test_a_mask_that_only_a_capture_builds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "GPTNeoX"])
+def test_a_mask_that_only_a_capture_builds_is_not_used(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.utils import import_utils
 
-    from stepscope.acceleration.pieces import attention, causal_masks
-    from stepscope.attention import attention as attention_function
+    from stepscope.acceleration.pieces import causal_masks
 
-    model = created("Llama")
+    model = created(family)
+    namespace = vars(sys.modules[type(model).__module__])
+    create_mask = namespace["create_causal_mask"]
     stepscope.accelerate(model)
     loss, expected = gradients(model, autocast=False)
-    calls: list[bool] = []
+    masks: list[Any] = []
+    attend = nn.functional.scaled_dot_product_attention
 
-    def attend(*args: Any, is_causal: bool, **options: Any) -> Tensor:
-        calls.append(is_causal)
-        return attention_function(*args, is_causal=is_causal, **options)
+    def recorded(*args: Any, attn_mask: Any = None, **options: Any) -> Tensor:
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(attention, "attention", attend)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
     # As during a capture on a GPU.
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
-    monkeypatch.setattr(causal_masks, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(causal_masks, "_is_capturing", lambda: True)
     captured_loss, actual = gradients(model, autocast=False)
-    assert calls == [True, True]
+    assert masks == [None, None]
     torch.testing.assert_close(captured_loss, loss)
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient)
@@ -157,5 +162,7 @@ def test_a_mask_that_only_a_capture_builds_is_not_used(monkeypatch: pytest.Monke
     mask = torch.ones_like(tokens)
     mask[:, :5] = 0
     output = model(input_ids=tokens, labels=tokens, attention_mask=mask)
-    assert len(calls) == 2
+    assert all(mask is not None for mask in masks[2:])
+    assert len(masks) == 4
     assert output.loss.isfinite()
+    assert namespace["create_causal_mask"] is create_mask

@@ -39,7 +39,8 @@ SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_COMPARED = (head_loss.PIECE, causal_masks.PIECE)
-"""Pieces that change nothing alone: the logits are compared with the loss, masks with attention."""
+"""Pieces that are not compared in their first call: logits are deferred in the next one only, and
+masks change only in a capture."""
 _SHARDED = (
     ("stepscope.parallel.fsdp", "FSDP"),
     ("torch.distributed.fsdp", "FSDPModule"),
@@ -179,6 +180,7 @@ def _find(
     for replacement in take(head_loss.find(model, copies)):
         claimed.add(replacement.module)
         yield replacement
+    yield from take(causal_masks.find(model))
     yield from take(residual_block.find(model))
     yield from take(layer_norm_block.find(model))
     for fused in (attention.find(model, copies), mlp.find(model, copies)):

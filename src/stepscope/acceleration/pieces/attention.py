@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.pieces import causal_masks
-from stepscope.acceleration.pieces.causal_masks import CausalMasks, decoder_around
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -39,21 +37,13 @@ _NORMS = ("q_norm", "k_norm")
 def find(model: nn.Module, copies: WeightCopies) -> Found:
     replacements, left = [], []
     tables = RotaryTables()
-    masks: dict[nn.Module | None, CausalMasks] = {}
     for name, module in model.named_modules():
         if not all(hasattr(module, layer) for layer in (*_LAYERS, "head_dim")):
             continue
         if reason := _refused(module):
             left.append(Left(PIECE, name, reason))
         else:
-            decoder_name, decoder = decoder_around(model, name)
-            if decoder not in masks:
-                of_decoder = masks[decoder] = CausalMasks(decoder)
-                if decoder is not None:
-                    replacements.append(
-                        Replacement(causal_masks.PIECE, decoder_name, decoder, of_decoder.forward)
-                    )
-            fused = _Attention(module, copies, tables, masks[decoder])
+            fused = _Attention(module, copies, tables)
             replacements.append(Replacement(PIECE, name, module, fused.forward))
     return replacements, left
 
@@ -101,11 +91,9 @@ class RotaryTables:
 class _Attention:
     """The fused forward of one attention module."""
 
-    def __init__(
-        self, module: Any, copies: WeightCopies, tables: RotaryTables, masks: CausalMasks
-    ) -> None:
+    def __init__(self, module: Any, copies: WeightCopies, tables: RotaryTables) -> None:
         self._original = module.forward
-        self._copies, self._tables, self._masks = copies, tables, masks
+        self._copies, self._tables = copies, tables
         self._weights = [getattr(module, layer).weight for layer in _LAYERS]
 
     def forward(
@@ -177,8 +165,7 @@ class _Attention:
         own function returns them."""
         name = module.config._attn_implementation
         dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-        covered = name == "sdpa" and not dropout and q.shape[2] == k.shape[2] > 1
-        if covered and self._masks.is_causal(module, q, mask):
+        if name == "sdpa" and mask is None and not dropout and q.shape[2] == k.shape[2] > 1:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             out = attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=causal, scale=module.scaling)

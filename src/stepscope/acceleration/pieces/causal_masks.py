@@ -1,4 +1,4 @@
-"""Which attention masks of a Hugging Face decoder say no more than "causal".
+"""Attention masks of Hugging Face models in a CUDA graph: none, where eager calls have none.
 
 These models pass no mask where the causal flag of the kernel is enough. To decide that they read
 tensors, so while a CUDA graph is captured they build a mask in memory instead, with which attention
@@ -8,60 +8,125 @@ same mask for every batch of a shape: the decision of its eager calls holds for 
 
 from __future__ import annotations
 
+import functools
 import inspect
-import weakref
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.replacement import Found, Replacement
+
 PIECE = "causal mask"
 _GIVEN = ("attention_mask", "position_ids")
+_CREATES_MASK = re.compile(r"create_\w*mask\w*")
+"""Functions that modules of `transformers.models` import and call."""
 
 
-class CausalMasks:
-    """The decisions of one decoder, whose forward is replaced to see how it is called."""
+def find(model: nn.Module) -> Found:
+    """Return the innermost modules that take token ids, a mask and positions, and whose file has
+    functions that create masks."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if {"input_ids", *_GIVEN} <= inspect.signature(module.forward).parameters.keys()
+        and _mask_functions(module)
+    ]
+    innermost = (
+        name
+        for name in names
+        if not any(other != name and other.startswith(f"{name}.".lstrip(".")) for other in names)
+    )
+    replacements = []
+    for name in innermost:
+        decoder = model.get_submodule(name)
+        replacements.append(Replacement(PIECE, name, decoder, _Masks(decoder).forward))
+    return replacements, []
 
-    def __init__(self, decoder: nn.Module | None) -> None:
-        self._original = None if decoder is None else decoder.forward
-        self._called_without_mask = False
-        self._unmasked: set[tuple[int, torch.Size]] = set()
-        self._causal: weakref.ref[Tensor] | None = None
+
+def _mask_functions(module: nn.Module) -> list[str]:
+    return [name for name in _namespace(module) if _CREATES_MASK.fullmatch(name)]
+
+
+def _namespace(module: nn.Module) -> dict[str, Any]:
+    """Return the global names of the file that defines the class."""
+    return vars(sys.modules[type(module).__module__])
+
+
+class _Masks:
+    """The decisions of one decoder."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._original = decoder.forward
+        self._namespace, self._names = _namespace(decoder), _mask_functions(decoder)
+        self._unmasked: set[tuple[torch.Size, str]] = set()
+        self._shape = torch.Size()
 
     def forward(self, decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del decoder
-        assert self._original is not None
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         given = any(kwargs.get(name) is not None for name in _GIVEN)
-        self._called_without_mask = len(args) <= 1 and not given
-        try:
+        if len(args) > 1 or given or not tensors:
             return self._original(*args, **kwargs)
-        finally:
-            self._called_without_mask = False
+        self._shape = tensors[0].shape
+        with _deciding(self, self._namespace, self._names):
+            return self._original(*args, **kwargs)
 
-    def is_causal(self, module: nn.Module, q: Tensor, mask: Tensor | None) -> bool:
-        """Return whether a causal flag without this mask gives the same attention."""
-        key = (id(module), q.shape)
+    def create(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that creates a mask, unless eager calls have none."""
+        key = (self._shape, name)
+        if _is_capturing():
+            return None if key in self._unmasked else function(*args, **kwargs)
+        mask = function(*args, **kwargs)
         if mask is None:
-            if self._called_without_mask:
-                self._unmasked.add(key)
-            return True
-        if self._called_without_mask and _is_capturing(q) and key in self._unmasked:
-            # Gradient checkpointing calls with the same mask again, after the forward pass.
-            self._causal = weakref.ref(mask)
-        return self._causal is not None and self._causal() is mask
+            self._unmasked.add(key)
+        else:
+            self._unmasked.discard(key)
+        return mask
 
 
-def decoder_around(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
-    """Return the innermost module around the named one that takes token ids, a mask and positions;
-    None if there is none."""
-    while True:
-        module = model.get_submodule(name)
-        if {"input_ids", *_GIVEN} <= inspect.signature(module.forward).parameters.keys():
-            return name, module
-        if not name:
-            return name, None
-        name = name.rpartition(".")[0]
+_lock = threading.Lock()
+_users: Counter[int] = Counter()
+"""Decoders that run now, by the namespace in which functions are replaced for them."""
+_running = threading.local()
 
 
-def _is_capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+@contextmanager
+def _deciding(masks: _Masks, namespace: dict[str, Any], names: list[str]) -> Iterator[None]:
+    """Pass the calls of these functions in this thread to `masks`."""
+    outer = getattr(_running, "masks", None)
+    _running.masks = masks
+    with _lock:
+        _users[id(namespace)] += 1
+        if _users[id(namespace)] == 1:
+            namespace.update({name: _passed_on(name, namespace[name]) for name in names})
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[id(namespace)] -= 1
+            if not _users[id(namespace)]:
+                namespace.update({name: namespace[name].__wrapped__ for name in names})
+        _running.masks = outer
+
+
+def _passed_on(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        masks = getattr(_running, "masks", None)
+        if masks is None:
+            return function(*args, **kwargs)
+        return masks.create(name, function, *args, **kwargs)
+
+    return create
+
+
+def _is_capturing() -> bool:
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
