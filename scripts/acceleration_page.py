@@ -1,12 +1,13 @@
-"""The table of families and pieces in docs/accelerate.md, generated from its record: the lines
-between two comments."""
+"""The generated parts of docs/accelerate.md, each the lines between two comments: the table of
+families and pieces, and the step times on an H200."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepscope.report.tables import col, table
 from stepscope.report.text import markdown
@@ -14,16 +15,104 @@ from stepscope.report.text import markdown
 RECORD = "acceleration-matrix.jsonl"
 PAGE = "docs/accelerate.md"
 BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
+SPEEDS = "acceleration_h200.jsonl"
+BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
 END = "<!-- until here -->"
+_MODELS = {
+    "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",
+    "hf_llama_1b_short": "Hugging Face Llama 1B, 1 × 512",
+    "hf_llama_d1024": "Hugging Face Llama, width 1024, 8 × 512",
+    "qwen2_0.5b": "Hugging Face Qwen2 0.5B, 4 × 2048",
+    "gpt2": "Hugging Face GPT-2, 8 × 1024",
+    "timm_vit_b16": "timm ViT-B/16, 128 images",
+    "own_small": "TransformerLM small, 4 × 512",
+    "own_xl": "TransformerLM xl, 4 × 512",
+}
+_FORMS = {
+    "compile": "torch.compile",
+    "compile-blocks": "torch.compile of blocks",
+    "compile-reduce-overhead": "torch.compile, reduce-overhead",
+    "liger": "Liger",
+}
+_PLAIN, _STEPSCOPE = "plain", "stepscope"
 
 Line = dict[str, Any]
 
 
-def with_matrix(page: str, results: Path) -> str:
+def with_tables(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    before, _, rest = page.partition(BEGIN)
+    lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
+    return _replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(lines))
+
+
+def with_matrix(page: str, results: Path) -> str:
+    return _replaced(page, BEGIN, _matrix(read(results)))
+
+
+def _replaced(page: str, begin: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_matrix(read(results))}\n{END}{after}"
+    return f"{before}{begin}\n{text}\n{END}{after}"
+
+
+class _Speed(NamedTuple):
+    """Step times of one model, in milliseconds, and peak memory in GiB."""
+
+    model: str
+    plain: float | None
+    baseline: str
+    baseline_ms: float
+    baseline_gib: float
+    ms: float
+    gib: float
+    loss: float | None
+
+
+def _speeds(lines: list[Line]) -> str:
+    rows = [_speed(name, [one for one in lines if one["row"] == name]) for name in _MODELS]
+    columns = [
+        col("model, batch", lambda row: row.model),
+        col("as it is", lambda row: row.plain, unit="ms"),
+        col("fastest baseline", lambda row: row.baseline),
+        col("baseline", lambda row: row.baseline_ms, unit="ms"),
+        col("Stepscope", lambda row: row.ms, unit="ms"),
+        col("ratio", lambda row: f"{row.baseline_ms / row.ms:.2f}"),
+        col("peak of baseline", lambda row: round(row.baseline_gib, 1), unit="GiB"),
+        col("peak of Stepscope", lambda row: round(row.gib, 1), unit="GiB"),
+        col("loss after 300 steps", lambda row: row.loss and f"{row.loss:+.2%}"),
+    ]
+    measured = [row for row in rows if row is not None]
+    commits = ", ".join(dict.fromkeys(f"`{one['commit']}`" for one in lines))
+    text = [
+        markdown(table("speeds", "", measured, columns)).strip(),
+        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}, commits"
+        f" {commits}). The loss is the mean of the last 50 steps, relative to the model as it is.",
+    ]
+    return "\n\n".join(text)
+
+
+def _speed(name: str, lines: list[Line]) -> _Speed | None:
+    """Return the medians of all blocks; None without a time of Stepscope."""
+    forms = dict.fromkeys(one["form"] for one in lines if "median_ms" in one)
+    times = {f: statistics.median(_values(lines, f, "median_ms")) for f in forms}
+    if _STEPSCOPE not in times:
+        return None
+    baseline = min((form for form in times if form in _FORMS), key=times.__getitem__)
+    losses = [one["relative_difference"] for one in lines if "relative_difference" in one]
+    return _Speed(
+        _MODELS[name],
+        times.get(_PLAIN),
+        _FORMS[baseline],
+        times[baseline],
+        max(_values(lines, baseline, "peak_gib")),
+        times[_STEPSCOPE],
+        max(_values(lines, _STEPSCOPE, "peak_gib")),
+        losses[-1] if losses else None,
+    )
+
+
+def _values(lines: list[Line], form: str, name: str) -> list[float]:
+    return [one[name] for one in lines if one.get("form") == form and name in one]
 
 
 def read(results: Path) -> list[Line]:

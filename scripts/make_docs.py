@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from acceleration_page import PAGE as ACCELERATE
-from acceleration_page import with_matrix
+from acceleration_page import with_tables
 from course_page import course_page
 from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
@@ -212,7 +212,7 @@ def main() -> int:
     pages = {
         README: with_figures((ROOT / README).read_text(), ROOT / "results"),
         LIMITS: with_goals((ROOT / LIMITS).read_text(), ROOT / "results"),
-        ACCELERATE: with_matrix((ROOT / ACCELERATE).read_text(), ROOT / "results"),
+        ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/cs336.md": course_page(ROOT / "results"),
         "docs/h200.md": steps_page(),
