@@ -53,8 +53,11 @@ def real_records() -> dict[str, list[Json]]:
             if len(line) > _LONGEST_LINE:
                 continue
             record = json.loads(line)
-            if "run" in record and len(by_study[record["study"]]) < _MAX_OF_A_STUDY:
-                by_study[record["study"]].append(record)
+            if "run" not in record:
+                continue
+            study = STUDIES.get(record["study"], record["study"])
+            if len(by_study[study]) < _MAX_OF_A_STUDY:
+                by_study[study].append(record)
     by_study["own"] = [json.loads(encode(own_record()))]
     return {study: records for study, records in by_study.items() if records}
 

@@ -32,9 +32,9 @@ GPT2 = {
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 DECODER = {
-    "residual block": 2, "attention": 2, "causal mask": 1, "RMSNorm": 5, "head and loss": 2,
+    "residual block": 2, "attention": 2, "attention mask": 1, "RMSNorm": 5, "head and loss": 2,
 }  # fmt: skip
-BLOCKS = {"residual block": 2, "MLP": 2}
+BLOCKS = {"residual block": 2, "MLP": 2, "attention mask": 1}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Llama": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
     "Mistral": ("ForCausalLM", SIZES | GROUPED, DECODER | {"gated MLP": 2, "embedding": 1}),
@@ -67,7 +67,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Bert": (
         "ForMaskedLM",
         SIZES | NO_DROPOUT,
-        {"head and loss": 4, "residual block": 4, "LayerNorm": 6, "embedding": 3, "linear": 13},
+        {
+            "head and loss": 4,
+            "attention mask": 1,
+            "residual block": 4,
+            "LayerNorm": 6,
+            "embedding": 3,
+            "linear": 13,
+        },
     ),
 }
 
@@ -134,7 +141,7 @@ def test_a_mask_that_only_a_capture_builds_is_not_used(
 ) -> None:
     from transformers.utils import import_utils
 
-    from stepscope.acceleration.pieces import causal_masks
+    from stepscope.acceleration.pieces import attention_masks
 
     model = created(family)
     namespace = vars(sys.modules[type(model).__module__])
@@ -151,7 +158,7 @@ def test_a_mask_that_only_a_capture_builds_is_not_used(
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
     # As during a capture on a GPU.
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
-    monkeypatch.setattr(causal_masks, "_is_capturing", lambda: True)
+    monkeypatch.setattr(attention_masks, "_is_capturing", lambda: True)
     captured_loss, actual = gradients(model, autocast=False)
     assert masks == [None, None]
     torch.testing.assert_close(captured_loss, loss)

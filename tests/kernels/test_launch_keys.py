@@ -228,7 +228,7 @@ class TestDevice:
 
     @pytest.mark.parametrize(
         "module",
-        ["norm", "swiglu", "rope", "embedding", "cross_entropy", "scale"],
+        ["norm", "activation", "rope", "embedding", "cross_entropy", "scale"],
     )
     def test_every_launcher_of_a_fused_kernel_sets_the_device(self, module: str) -> None:
         imported = importlib.import_module(f"stepscope.kernels.triton.{module}")

@@ -396,7 +396,8 @@ def test_a_replacement_that_raises_is_taken_back() -> None:
             return super().forward(hidden_states, mask)
 
     report = assert_same_training(Renamed)
-    assert {left.reason.partition(":")[0] for left in report.left} == {"it raises TypeError"}
+    reasons = {left.reason.partition(":")[0] for left in report.left if left.piece != "attention"}
+    assert reasons == {"it raises TypeError"}
 
 
 def test_a_post_norm_layer() -> None:

@@ -404,11 +404,13 @@ def test_parts_that_no_piece_knows_are_listed() -> None:
     parts = [nn.Sequential(OtherAttention()), nn.MultiheadAttention(8, 2), SparseMoe()]
     model = nn.ModuleList([*parts, Linear8bit()])
     report = stepscope.accelerate(model)
+    class_of_torch = "it is a NonDynamicallyQuantizableLinear, not an nn.Linear"
     assert [tuple(left) for left in report.left] == [
+        ("linear", "1.out_proj", class_of_torch),
+        ("linear", "3", "its weight is quantized"),
         ("attention", "0.0", "this form of attention is not known"),
         ("attention", "1", "this form of attention is not known"),
         ("MLP", "2", "a mixture of experts"),
-        ("linear", "3", "its weight is quantized"),
     ]
     known = decoder()
     assert stepscope.accelerate(known).left == []

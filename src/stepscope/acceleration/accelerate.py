@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
-    causal_masks,
+    attention_masks,
     embedding,
     head_loss,
     layer_norm_block,
@@ -38,7 +38,7 @@ from stepscope.kernels.weight_copies import WeightCopies
 SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_NOT_COMPARED = (head_loss.PIECE, causal_masks.PIECE)
+_NOT_COMPARED = (head_loss.PIECE, attention_masks.PIECE)
 """Pieces that are not compared in their first call: logits are deferred in the next one only, and
 masks change only in a capture."""
 _SHARDED = (
@@ -147,6 +147,9 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
         return {}
     names: dict[str, list[str]] = {SDPA: [""]} if attention.uses_eager_attention(inner) else {}
     for replacement in _find(inner, WeightCopies(), Report(""), ()):
+        if replacement.piece == attention_masks.PIECE:
+            # It replaces no work of an eager step.
+            continue
         names.setdefault(replacement.piece, []).append(replacement.name)
     return names
 
@@ -180,7 +183,7 @@ def _find(
     for replacement in take(head_loss.find(model, copies)):
         claimed.add(replacement.module)
         yield replacement
-    yield from take(causal_masks.find(model))
+    yield from take(attention_masks.find(model))
     yield from take(residual_block.find(model))
     yield from take(layer_norm_block.find(model))
     for fused in (attention.find(model, copies), mlp.find(model, copies)):

@@ -23,11 +23,6 @@ def unrecognized(model: nn.Module, known_attention: Iterable[str]) -> list[Left]
         if not any(_is_within(name, one) or _is_within(one, name) for one in known_attention)
     ]
     left += [Left("MLP", name, "a mixture of experts") for name in _innermost(model, _EXPERTS)]
-    left += [
-        Left("linear", name, "its weight is quantized")
-        for name, module in model.named_modules()
-        if _is_quantized(module)
-    ]
     return left
 
 
@@ -46,11 +41,3 @@ def _innermost(model: nn.Module, pattern: re.Pattern[str]) -> Iterator[str]:
 
 def _is_within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    """Return whether this is a linear layer whose weight is stored in a byte or less per entry."""
-    if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
-        return False
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.dim() > 1 and tensor.element_size() == 1 for tensor in tensors)

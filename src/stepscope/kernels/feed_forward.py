@@ -151,7 +151,7 @@ class _FeedForward(torch.autograd.Function):
             bias_grads = bias_gradients(grad_gates, ctx.biases, of_biases)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = linear_grad_input(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
+            grad_x = linear_grad_input(grad_gates, tuple(first)).view(*grad.shape[:-1], x.shape[-1])
         outer_grads = bias_gradients(flat, ctx.outer, of_outer)
         second_grads = ctx.second.gradients(flat, hidden, needed[end - 1 : end])
         first_grads = ctx.first.gradients(grad_gates, x, needed[: end - 1])

@@ -45,10 +45,20 @@ def _refused(module: Any) -> str:
     if is_linear(module) or is_transposed(module):
         plain = type(weight) is nn.Parameter and weight.is_floating_point()
         return "" if plain else f"its weight is a {type(weight).__name__}"
+    if _is_quantized(module):
+        return "its weight is quantized"
     is_leaf = not any(True for _ in module.children())
     if "Linear" in kind.__name__ and is_leaf and kind is not nn.Identity:
         return f"it is a {kind.__name__}, not an nn.Linear"
     return ""
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Return whether this is a linear layer whose weight is stored in a byte or less per entry."""
+    if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
+        return False
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.dim() > 1 and tensor.element_size() == 1 for tensor in tensors)
 
 
 def _forward(module: Any, copies: WeightCopies) -> Any:

@@ -145,7 +145,7 @@ def facts_of_trace(summary: Summary, host: float = 1.0, ranks: int = 1, sent: in
     copied, phases = _pageable(summary), _without_graphs(_phases(summary, ranks))
     compiled = any(row.kernel.startswith(_COMPILED) for row in summary.kernels)
     reads_back = summary.on_device and _reads_back(summary)
-    step_ms = summary.wall_ms - (1 - host) * summary.idle_of("host")
+    step_ms = summary.wall_ms - (1 - host) * summary.idle_of("CPU")
     names = {name.lower() for name in summary.optimizers}
     spread = summarize(summary.steps)
     facts = Facts(

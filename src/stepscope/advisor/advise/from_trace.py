@@ -80,7 +80,7 @@ def _covering(traced: Advice, lean: Advice | None, facts: Facts) -> Advice:
 
 
 def _unknown(summary: Summary, facts: Facts) -> Iterator[str]:
-    if summary.on_device and summary.idle_of("host"):
+    if summary.on_device and summary.idle_of("CPU"):
         yield "how much of the idle time the profiler causes: gains cover none to half of it"
     if not facts.dtype:
         yield "the dtype of the matmuls: no kernel names its unit"

@@ -11,7 +11,7 @@ _WORDS = {
     "how": "{}",
     "rung": "{}",
     "collective": "{}",
-    "lever": "{}",
+    "technique": "{}",
     "subject": "{}",
     "model": "{}",
     "size": "{}",
@@ -29,7 +29,7 @@ _WORDS = {
 }
 """Fields that identify a case, in the order of the words."""
 _OF_WARMUP = "warmup"
-_NAMES = ("model", "size", "attention", "collective", "lever", "subject")
+_NAMES = ("model", "size", "attention", "collective", "technique", "subject")
 """Fields one of which names what is measured; a case without them is shown by its key."""
 
 

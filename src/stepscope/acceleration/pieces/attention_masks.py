@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stepscope.acceleration.replacement import Found, Replacement
 
-PIECE = "causal mask"
+PIECE = "attention mask"
 _GIVEN = ("attention_mask", "position_ids")
 _CREATES_MASK = re.compile(r"create_\w*mask\w*")
 """Functions that modules of `transformers.models` import and call."""
