@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from own_records import own_record
+from stepscope.records.renames import STUDIES
 from stepscope.records.schema import decode, encode
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -61,7 +61,7 @@ def test_the_range_covers_a_step_without_the_profiler() -> None:
     summary = recorded("bfloat16")
     graph = next(one for one in advise_from_trace(summary).advice if one.code == "cuda-graph")
     lean = facts_of_trace(summary, 0.5)
-    assert lean.step_ms == pytest.approx(summary.wall_ms - summary.idle_of("host") / 2)
+    assert lean.step_ms == pytest.approx(summary.wall_ms - summary.idle_of("CPU") / 2)
     assert graph.low_ms is not None
     assert graph.low_ms < lean.step_ms - lean.device_ms
     assert graph.high_ms == pytest.approx(summary.wall_ms, rel=0.05)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from stepscope.advisor.advise.facts import facts_of_trace
-from stepscope.analysis.advice.changes import Advice, advise, without_ranks
+from stepscope.analysis.advice.changes import Advice, advise, compatible, without_ranks
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.missing_inputs import RATES, not_evaluated
 from stepscope.analysis.advice.ranges import gain_range
@@ -33,7 +33,8 @@ class TraceAdvice(NamedTuple):
     unknown: tuple[str, ...]
 
     def changes(self) -> tuple[RankedChange, ...]:
-        """Return the ranked changes of a verdict."""
+        """Return the ranked changes of a verdict, without alternatives to a larger one."""
+        shown = [one for one in self.advice if one.ranked and None not in (one.low_ms, one.high_ms)]
         return ranked(
             [
                 RankedChange(
@@ -45,8 +46,7 @@ class TraceAdvice(NamedTuple):
                     lines=one.lines,
                     setting=next(iter(one.setting), ""),
                 )
-                for one in self.advice
-                if one.ranked and one.low_ms is not None and one.high_ms is not None
+                for one in compatible(shown)
             ]
         )
 
