@@ -34,7 +34,7 @@ class TraceAdvice(NamedTuple):
 
     def changes(self) -> tuple[RankedChange, ...]:
         """Return the ranked changes of a verdict, without alternatives to a larger one."""
-        shown = [one for one in self.advice if one.ranked and None not in (one.low_ms, one.high_ms)]
+        shown = compatible([one for one in self.advice if one.ranked])
         return ranked(
             [
                 RankedChange(
@@ -46,7 +46,8 @@ class TraceAdvice(NamedTuple):
                     lines=one.lines,
                     setting=next(iter(one.setting), ""),
                 )
-                for one in compatible(shown)
+                for one in shown
+                if one.low_ms is not None and one.high_ms is not None
             ]
         )
 
