@@ -1,4 +1,4 @@
-"""Pages of the fast step, docs/step.md, compile.md and techniques-h200.md, with figures.
+"""Pages of the fastest training step: docs/step.md, compile.md, techniques-h200.md, with figures.
 
 `python scripts/make_docs.py` generates each once there are records for it.
 """
@@ -36,7 +36,7 @@ PAGES = {
     "step.md": Page(
         "step",
         "step_h200.jsonl",
-        "The fast step on one H200",
+        "The fastest training step on one H200",
         {
             "Against torch.compile": ("step-speed", "step-power"),
             "Gain of each change": ("step-climb", "step-ladder"),

@@ -1,4 +1,4 @@
-"""The fast step on a GPU: CUDA graphs with our kernels, autotuned GEMMs, shared weights."""
+"""The fastest training step on a GPU: CUDA graphs with our kernels, autotuned GEMMs."""
 
 from __future__ import annotations
 

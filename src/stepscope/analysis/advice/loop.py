@@ -44,7 +44,7 @@ def _no_wait(facts: Facts) -> Prediction | str:
         code="no-read-back",
         title="no device value read within the step",
         gain_ms=gain_ms(facts, after),
-        why="in every step the host waits for the device (.item(), .cpu(), print of a tensor, a"
+        why="in every step the CPU waits for the device (.item(), .cpu(), print of a tensor, a"
         f" GradScaler's check) and then has to refill an empty launch queue.{also}",
         risk="none; values are printed some steps later",
         lines=lines,
@@ -85,7 +85,7 @@ def _workers_on_cpu(facts: Facts) -> Prediction | str:
         gain_ms=gain_ms(facts, after),
         why=f"the loop spends {facts.data_ms:.3g} ms of a step in its DataLoader; {shared}",
         risk="time: workers compete with the step for cores and each batch is copied between"
-        " processes, so the step may get slower; host memory",
+        " processes, so the step may get slower; CPU memory",
         lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
         setting={"data": "workers"},
     )
@@ -100,10 +100,10 @@ def _workers_on_gpu(facts: Facts) -> Prediction:
         code="data-ahead",
         title="DataLoader workers that prepare batches ahead",
         gain_ms=gain_ms(facts, after),
-        why=f"the host spends {facts.data_ms:.3g} ms of a step in its DataLoader, and the device"
+        why=f"the CPU spends {facts.data_ms:.3g} ms of a step in its DataLoader, and the device"
         f" waits {host_limits_ms(facts):.3g} ms for the host",
         risk="time: workers need idle cores, other than the one that launches the step's kernels;"
-        " host memory",
+        " CPU memory",
         lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
         setting={"data": "workers"},
     )
@@ -124,9 +124,9 @@ def _pinned(facts: Facts) -> Prediction | str:
         code="pinned-data",
         title="batches in pinned memory, copied asynchronously",
         gain_ms=gain_ms(facts, after),
-        why=f"copies from pageable memory take {facts.pageable_ms:.3g} ms and block the host until"
+        why=f"copies from pageable memory take {facts.pageable_ms:.3g} ms and block the CPU until"
         " the device has finished all earlier work",
-        risk="host memory",
+        risk="CPU memory",
         lines=_PINNED,
         setting={"copies": "pinned"},
     )

@@ -278,7 +278,7 @@ def _graph(facts: Facts) -> Prediction | str:
     compiled = facts if facts.compiled else _as_compiled(facts)
     after = compiled.with_work(lambda work: replace(work, launches=0.0))
     if wall_ms(after) > _GRAPH_OF_COMPILED * wall_ms(compiled):
-        return "a compiled step does not wait for the host"
+        return "a compiled step does not wait for the CPU"
     advice = Advice(
         code="cuda-graph",
         title="torch.compile with CUDA graphs",

@@ -42,7 +42,7 @@ from stepscope.studies.step.ladder import RUNGS, START, applies
 
 class Step(Study[StepFlags, StepCase]):
     name = "step"
-    title = "The fast step"
+    title = "The fastest training step"
     question = (
         "How much does each change gain between the baseline step and the fastest step,"
         " does the model still train to the same loss, and what keeps the step from its ideal time?"
