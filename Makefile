@@ -22,7 +22,7 @@ report: .venv/.use
 	$(BIN)/stepscope run $(ARGS)
 
 test: .venv/.dev browser
-	$(BIN)/pytest -n 6 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 # In one process: the tests of a program share its runs.
 test-integrations: .venv/.integrations
