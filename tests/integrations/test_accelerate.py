@@ -109,8 +109,11 @@ def test_loss_and_gradients_are_those_of_the_original(family: str, autocast: boo
         fused_loss, actual = gradients(model, autocast)
         assert actual.keys() == expected.keys()
         torch.testing.assert_close(fused_loss, loss, rtol=1e-3 if autocast else 1e-5, atol=0)
+        largest = max(gradient.norm() for gradient in expected.values())
         for name, gradient in expected.items():
-            error = (actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+            # The gradient of a key's bias is zero but for rounding: softmax ignores a constant.
+            size = gradient.norm().clamp_min(1e-3 * float(largest))
+            error = (actual[name] - gradient).norm() / size
             assert error < (3e-2 if autocast else 1e-5), name
     assert {piece: len(names) for piece, names in report.replaced.items()} == CASES[family][2]
     assert report.unchecked == 0

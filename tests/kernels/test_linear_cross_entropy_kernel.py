@@ -171,6 +171,34 @@ def test_scale_unless_one(dtype: torch.dtype) -> None:
     assert few.isnan().all()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_every_tensor_is_scaled_once(count: int) -> None:
+    tensors = [draw(5 + number, seed=number) for number in range(count)]
+    expected = [tensor * 3.0 for tensor in tensors]
+    scale_unless_one(tensors, torch.tensor(3.0, device=DEVICE))
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+def test_gradients_of_a_head_with_a_bias(upstream: float) -> None:
+    def results(dtype: torch.dtype, fused: bool) -> dict[str, Tensor]:
+        x, weight, bias = (
+            draw(*shape, seed=seed).to(dtype).requires_grad_()
+            for seed, shape in enumerate([(9, 16), (37, 16), (37,)])
+        )
+        targets = torch.arange(9, device=DEVICE) * 4
+        if fused:
+            loss = linear_cross_entropy(x, weight, targets, bias=bias, chunk_rows=4)
+        else:
+            loss = functional.cross_entropy(functional.linear(x, weight, bias), targets)
+        grads = torch.autograd.grad(loss * upstream, (x, weight, bias))
+        return dict(zip(("dx", "dw", "db"), grads, strict=True)) | {"loss": loss.detach()}
+
+    exact, plain = results(torch.float64, False), results(torch.float32, False)
+    hold_to_policy(exact, plain, results(torch.float32, True))
+
+
 def test_scale_unless_one_advances_the_version() -> None:
     x = draw(5)
     before = x._version

@@ -1,4 +1,4 @@
-"""Multiplication of two tensors by a scalar on the device that is nearly always 1."""
+"""Multiplication of tensors by a scalar on the device that is nearly always 1."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ def scale_unless_one_kernel(
 
 @on_its_device
 def scale_unless_one(tensors: list[Tensor], factor: Tensor) -> None:
-    """Scale one or two contiguous tensors in place. Their version counters advance, whatever the
-    factor is."""
-    first, second = tensors[0], tensors[-1]
-    sizes = first.numel(), second.numel() if len(tensors) == 2 else 0
-    programs = min(_MAX_PROGRAMS, triton.cdiv(max(sizes), _BLOCK))
-    scale_unless_one_kernel[(programs,)](first, second, factor, *sizes, BLOCK=_BLOCK, num_warps=8)
+    """Scale contiguous tensors in place, two per launch. Their version counters advance, whatever
+    the factor is."""
+    for start in range(0, len(tensors), 2):
+        first, *others = tensors[start : start + 2]
+        second = others[0] if others else first
+        sizes = first.numel(), second.numel() if others else 0
+        programs = min(_MAX_PROGRAMS, triton.cdiv(max(sizes), _BLOCK))
+        scale_unless_one_kernel[(programs,)](
+            first, second, factor, *sizes, BLOCK=_BLOCK, num_warps=8
+        )
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
