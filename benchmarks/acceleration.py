@@ -309,12 +309,9 @@ class Bench:
             model = self.model(native=True)
             copies = model.copies
             return model, InBackwardAdamW(model.parameters(), lr=LR, copies=copies), None  # type: ignore[arg-type]
-        accelerate = getattr(stepscope, "accelerate", None)
-        if accelerate is None:
-            raise SkippedError("stepscope.accelerate does not exist")
         model = self.model()
         optimizer = self._adamw(model)
-        accelerate(model, optimizer)
+        stepscope.accelerate(model, optimizer)
         return model, optimizer, loss_function(self.row)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:

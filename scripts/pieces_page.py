@@ -46,10 +46,11 @@ def pieces_section(results: Path) -> Iterator[str]:
 
 
 def _with_variant(line: Line) -> Line:
-    """Files of older versions have `way`, with `ours` for Stepscope."""
+    """Files of older versions have `way`, with `ours` for Stepscope and `written out` for naive."""
     if "way" not in line:
         return line
-    return line | {"variant": line["way"].replace("ours", _STEPSCOPE)}
+    variant = line["way"].replace("ours", _STEPSCOPE).replace("written out", "naive")
+    return line | {"variant": variant}
 
 
 def _over_stepscope(race: Sequence[Line], variant: str) -> Ratio | None:

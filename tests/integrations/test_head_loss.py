@@ -62,11 +62,11 @@ def model(family: str, config: dict[str, Any], dtype: torch.dtype = torch.float3
     return made.to(dtype).train()
 
 
-def replaced(one: Any, copies: WeightCopies | None = None) -> Any:
+def replaced(one: Any, copies: WeightCopies | None = None, owners: int = 1) -> Any:
+    """Replace the head and the modules around it, each of which may compute the loss."""
     replacements, left = find(one, copies)
     assert not left
-    # The head, and every module around it.
-    assert len(replacements) >= 2
+    assert len(replacements) == 1 + owners
     for replacement in replacements:
         module = replacement.module
         module.forward = types.MethodType(replacement.forward, module)
@@ -252,7 +252,7 @@ def test_adapters(fused_losses: list[Tensor]) -> None:
         return get_peft_model(model("Llama", GROUPED), config)
 
     ours, theirs = adapted("q_proj"), adapted("q_proj")
-    ours = replaced(ours)
+    ours = replaced(ours, owners=3)
     for one in (ours, theirs):
         one(**batch()).loss.backward()
     assert len(fused_losses) == 1

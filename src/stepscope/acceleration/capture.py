@@ -45,6 +45,7 @@ from stepscope.acceleration.graphs.state import (
     increment_versions,
 )
 from stepscope.errors import StepscopeError, first_cause
+from stepscope.torch_tools.capturing import is_capturing
 
 _IDLE_CALLS = 100
 """Calls without use after which a graph makes room for another."""
@@ -530,10 +531,7 @@ def _listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer
 
 
 def _is_recorded_by_another() -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or is_capturing()
 
 
 def _addresses(gradients: list[Tensor | None]) -> list[int | None]:

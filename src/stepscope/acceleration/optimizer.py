@@ -26,6 +26,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim.launches import FusedLaunches, TensorUpdate, kernel_takes
+from stepscope.torch_tools.capturing import is_capturing
 
 _HEALTH_CHECKS = (
     "_accelerator_graph_capture_health_check",
@@ -190,12 +191,12 @@ class FusedUpdate:
             return result
         if group is self._groups[0]:
             self._begin()
-        if _is_capturing() and not self._prepared:
+        if is_capturing() and not self._prepared:
             # torch's update can be captured with any gradients.
             self._captured_by_torch = True
             return result
         self._pending += self._taken(group, lists)
-        if _is_capturing() and not group["capturable"]:
+        if is_capturing() and not group["capturable"]:
             _refuse_rest(group, lists[0], self.optimizer)
         if not group["fused"]:
             self._scale_rest(lists)
@@ -366,11 +367,6 @@ def _refuse_rest(group: dict[str, Any], rest: list[Tensor], optimizer: Adam) -> 
             f"{rest[0].dtype} on {rest[0].device} or its gradient is not supported"
         )
         raise RuntimeError(f"this update cannot be captured: {reason}")
-
-
-def _is_capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _is_traced() -> bool:

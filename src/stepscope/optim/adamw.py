@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from stepscope.torch_tools.capturing import is_capturing
+
 
 class Rule(NamedTuple):
     """Hyperparameters of a group as floats: a learning rate may be a tensor that a scheduler
@@ -85,8 +87,7 @@ class AdamW(Optimizer):
     def _refuse_capture(self) -> None:
         """Raise in a CUDA graph capture: replays would repeat the step count of the capture, and
         with it the bias correction."""
-        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if not started or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing():
             return
         if any(p.is_cuda for group in self.param_groups for p in group["params"]):
             raise RuntimeError(

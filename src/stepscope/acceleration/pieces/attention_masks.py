@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.replacement import Found, Replacement
+from stepscope.torch_tools.capturing import is_capturing
 
 PIECE = "attention mask"
 _GIVEN = ("attention_mask", "position_ids")
@@ -81,7 +82,7 @@ class _Masks:
     def create(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that creates a mask, unless eager calls have none."""
         key = (self._shape, name)
-        if _is_capturing():
+        if is_capturing():
             return None if key in self._unmasked else function(*args, **kwargs)
         mask = function(*args, **kwargs)
         if mask is None:
@@ -125,8 +126,3 @@ def _passed_on(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return masks.create(name, function, *args, **kwargs)
 
     return create
-
-
-def _is_capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,146 @@
+"""Small models for tests of `stepscope.accelerate`, and a comparison of their training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stepscope
+from stepscope.acceleration.report import Report
+
+WIDTH, HIDDEN, VOCAB = 16, 40, 50
+
+
+class Norm(nn.Module):
+    """RMSNorm as Hugging Face writes it."""
+
+    def __init__(self, width: int = WIDTH, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x.float() * inverse).to(x.dtype)
+
+
+class OffsetNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (x.float() * inverse * (1 + self.weight)).to(x.dtype)
+
+
+class OtherEpsilonNorm(Norm):
+    """Its attribute is not the epsilon it uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-4)
+        return self.weight * (x.float() * inverse).to(x.dtype)
+
+
+class CenteredNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Plain(nn.Module):
+    def __init__(
+        self, activation: Callable[[Tensor], Tensor] = functional.gelu, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.second(self.activation(self.first(x))))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module] = Norm, mlp: type[nn.Module] = Gated) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def batch(seed: int = 0, length: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (2, 2, length), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def created(block: Callable[[], nn.Module] = Block) -> Model:
+    torch.manual_seed(0)
+    return Model(block)
+
+
+def losses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 5,
+    between: Callable[[int], None] = lambda _: None,
+) -> list[float]:
+    values = []
+    for step in range(steps):
+        between(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*batch(step, length=4 + step % 2))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(float(loss.detach()))
+    return values
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def accelerated(model: nn.Module, **how: Any) -> Report:
+    report = stepscope.accelerate(model, **how)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*batch())
+    return report
+
+
+def assert_same_training(block: Callable[[], nn.Module] = Block) -> Report:
+    plain, fused = created(block), created(block)
+    report = stepscope.accelerate(fused)
+    assert losses(fused, sgd(fused)) == pytest.approx(losses(plain, sgd(plain)), rel=5e-3)
+    assert report.unchecked == 0
+    return report

@@ -1,0 +1,377 @@
+"""Parts of models that `stepscope.accelerate` replaces, and those that only look like them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stepscope
+from accelerated_models import (
+    HIDDEN,
+    VOCAB,
+    WIDTH,
+    Block,
+    CenteredNorm,
+    Gated,
+    Model,
+    Norm,
+    OffsetNorm,
+    OtherEpsilonNorm,
+    Plain,
+    assert_same_training,
+    batch,
+    created,
+    losses,
+    sgd,
+)
+from stepscope.acceleration.report import Report
+from stepscope.kernels.activation import PLAIN
+
+
+@pytest.mark.parametrize("norm", [OtherEpsilonNorm, CenteredNorm])
+def test_a_module_that_is_not_quite_a_norm_is_left(norm: type[nn.Module]) -> None:
+    report = assert_same_training(lambda: Block(norm))
+    assert "RMSNorm" not in report.replaced
+    assert [left.piece for left in report.left] == ["RMSNorm"] * 2
+
+
+def test_a_norm_with_an_offset_is_replaced() -> None:
+    assert len(assert_same_training(lambda: Block(OffsetNorm)).replaced["RMSNorm"]) == 2
+
+
+@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_activations_of_an_mlp(activation: str, gated: bool) -> None:
+    def mlp() -> nn.Module:
+        return (Gated if gated else Plain)(PLAIN[activation])
+
+    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
+    assert len(report.replaced["gated MLP" if gated else "MLP"]) == 2
+
+
+def test_another_activation_is_left() -> None:
+    def tanh() -> nn.Module:
+        return Gated(torch.tanh)
+
+    report = assert_same_training(lambda: Block(Norm, tanh))  # type: ignore[arg-type]
+    assert "gated MLP" not in report.replaced
+    assert len(report.replaced["linear"]) == 6, "their linear layers are replaced one by one"
+
+
+def test_an_mlp_with_dropout_is_left() -> None:
+    def mlp() -> nn.Module:
+        return Plain(dropout=0.5)
+
+    report = stepscope.accelerate(created(lambda: Block(Norm, mlp)))  # type: ignore[arg-type]
+    assert [left.reason for left in report.left] == ["it has dropout"] * 2
+    assert len(report.replaced["linear"]) == 4
+
+
+def test_dropout_that_is_turned_on_later_is_used() -> None:
+    plain, fused = (created(lambda: Block(Norm, Plain)) for _ in range(2))
+    stepscope.accelerate(fused, sample=batch())
+    results = []
+    for model in (plain, fused):
+        for block in model.blocks:
+            block.mlp.dropout.p = 0.5
+        torch.manual_seed(0)
+        results.append(float(model(*batch()).detach()))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_layer_norm_is_replaced(bias: bool) -> None:
+    def norm() -> nn.Module:
+        return nn.LayerNorm(WIDTH, bias=bias)
+
+    report = assert_same_training(lambda: Block(norm, Plain))  # type: ignore[arg-type]
+    assert len(report.replaced["LayerNorm"]) == 2
+
+
+class FixedEpsilonNorm(nn.Module):
+    """LayerNorm as nanoGPT writes it."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self._value = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._value)
+
+
+@pytest.mark.parametrize(("eps", "replaced"), [(1e-5, 2), (1e-6, 2), (1e-3, 0)])
+def test_a_layer_norm_without_a_known_epsilon(eps: float, replaced: int) -> None:
+    def norm() -> nn.Module:
+        return FixedEpsilonNorm(eps)
+
+    report = assert_same_training(lambda: Block(norm))  # type: ignore[arg-type]
+    assert len(report.replaced.get("LayerNorm", [])) == replaced
+
+
+class PackedAttention(nn.Module):
+    """Attention as nanoGPT writes it."""
+
+    def __init__(self, returns: Callable[[Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.returns = returns
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
+        heads = self.c_attn(x).unflatten(-1, (3, 4, -1)).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        out = functional.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=True)
+        return self.returns(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class PreNormBlock(nn.Module):
+    def __init__(
+        self, scale: float = 1.0, returns: Callable[[Tensor], Any] = lambda out: out
+    ) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp, self.scale = PackedAttention(returns), Plain(), scale
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        attended = self.attn(self.ln_1(hidden_states), attention_mask=attention_mask)
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        hidden_states = hidden_states + self.scale * attended
+        out: Tensor = hidden_states + self.mlp(self.ln_2(hidden_states))
+        return out
+
+
+@pytest.mark.parametrize("returns", [lambda out: out, lambda out: (out, None)])
+def test_a_pre_norm_block_with_layer_norm(returns: Callable[[Tensor], Any]) -> None:
+    report = assert_same_training(lambda: PreNormBlock(returns=returns))
+    counts = {piece: len(names) for piece, names in report.replaced.items()}
+    assert counts == {
+        "head and loss": 2, "residual block": 2, "MLP": 2, "LayerNorm": 4, "embedding": 1,
+        "linear": 4,
+    }  # fmt: skip
+
+
+def test_a_block_that_scales_its_branch_is_taken_back() -> None:
+    report = assert_same_training(lambda: PreNormBlock(scale=0.5))
+    assert "residual block" not in report.replaced
+    assert sum("differ" in left.reason for left in report.left) == 2
+
+
+def test_experts_and_quantized_layers_are_left() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([Gated(), Gated()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.router(x).softmax(-1).unbind(-1)
+            parts = zip(shares, self.experts, strict=True)
+            return sum(share[..., None] * expert(x) for share, expert in parts)  # type: ignore[return-value]
+
+    class Int8Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.weight.to(x.dtype) / 40)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture, self.quantized = Experts(), Int8Linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.quantized(self.mixture(x))
+            return out
+
+    report = assert_same_training(Mixed)
+    assert report.replaced.keys() == {"head and loss", "embedding"}
+    reasons = {(left.piece, left.reason) for left in report.left}
+    assert reasons == {
+        ("MLP", "a mixture of experts"),
+        ("gated MLP", "part of a mixture of experts"),
+        ("linear", "part of a mixture of experts"),
+        ("linear", "it is a Int8Linear, not an nn.Linear"),
+    }
+
+
+def test_linear_attention_is_left() -> None:
+    class LinearAttention(nn.Module):
+        head_dim = 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+                nn.Linear(WIDTH, WIDTH) for _ in range(4)
+            )
+            self.feature_map = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (self.feature_map(layer(x)) for layer in (self.q_proj, self.k_proj))
+            return x + 0.02 * self.o_proj(q @ (k.transpose(1, 2) @ self.v_proj(x)))  # type: ignore[no-any-return]
+
+    report = assert_same_training(LinearAttention)
+    assert [left.reason for left in report.left] == ["it has other parts: feature_map"] * 2
+    assert len(report.replaced["linear"]) == 8
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_scaled_embedding_with_a_padding_row(scale: float) -> None:
+    class Scaled(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(VOCAB, WIDTH, padding_idx=3)
+            self.register_buffer("embed_scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * self.embed_scale * scale
+
+    plain, fused = created(), created()
+    for model in (plain, fused):
+        torch.manual_seed(0)
+        model.embed = Scaled()
+    report = stepscope.accelerate(fused)
+    assert losses(fused, sgd(fused)) == pytest.approx(losses(plain, sgd(plain)), rel=5e-3)
+    assert ("embedding" in report.replaced) == (scale == 1.0)
+
+
+def test_a_replacement_that_raises_is_taken_back() -> None:
+    class Renamed(PreNormBlock):
+        def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(hidden_states, mask)
+
+    report = assert_same_training(Renamed)
+    reasons = {left.reason.partition(":")[0] for left in report.left if left.piece != "attention"}
+    assert reasons == {"it raises TypeError"}
+
+
+def test_a_post_norm_layer() -> None:
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+            self.LayerNorm = nn.LayerNorm(WIDTH, eps=1e-12)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
+            return out
+
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = Output()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.output(functional.gelu(x), x)
+            return out
+
+    assert len(assert_same_training(Post).replaced["residual block"]) == 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_an_encoder_layer_of_torch(norm_first: bool) -> None:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, 0.0, "gelu", 1e-5, True, norm_first)
+
+    report = assert_same_training(layer)
+    assert len(report.replaced["LayerNorm"]) == 4
+    assert len(report.replaced.get("residual block", [])) == 2 * norm_first
+
+
+def test_interleaved_rotary_positions_are_taken_back() -> None:
+    """An attention module with the names of Llama's and another layout of the rotated pairs."""
+    report = assert_attention(interleaved=True)
+    assert "attention" not in report.replaced
+    assert any(left.piece == "attention" and "differ" in left.reason for left in report.left)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_attention_with_rotary_positions(key_heads: int) -> None:
+    assert len(assert_attention(key_heads=key_heads).replaced["attention"]) == 1
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, key_heads: int, interleaved: bool) -> None:
+        super().__init__()
+        self.head_dim, self.scaling, self.interleaved = 4, 0.5, interleaved
+        self.layer_idx, self.is_causal, self.attention_dropout = 0, True, 0.0
+        self.q_proj = nn.Linear(WIDTH, 16)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, 4 * key_heads) for _ in range(2))
+        self.o_proj = nn.Linear(16, WIDTH)
+        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None
+        assert past_key_values is None
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in projections
+        )
+        cos, sin = position_embeddings
+        if self.interleaved:
+            q, k = (x * cos + rotate_pairs(x) * sin for x in (q, k))
+        else:
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        heads = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True
+        )
+        return self.o_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+class Positioned(nn.Module):
+    def __init__(self, key_heads: int, interleaved: bool) -> None:
+        super().__init__()
+        self.attention = Attention(key_heads, interleaved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.1]))
+        angles = torch.cat((angles, angles), dim=-1)[None]
+        out: Tensor = (
+            x + self.attention(hidden_states=x, position_embeddings=(angles.cos(), angles.sin()))[0]
+        )
+        return out
+
+
+def assert_attention(key_heads: int = 2, interleaved: bool = False) -> Report:
+    assert "apply_rotary_pos_emb" in vars(sys.modules[Attention.__module__])
+
+    def block() -> nn.Module:
+        return Positioned(key_heads, interleaved)
+
+    plain, fused = Model(block, 1), Model(block, 1)
+    fused.load_state_dict(plain.state_dict())
+    report = stepscope.accelerate(fused)
+    results = []
+    for model in (plain, fused):
+        loss = model(*batch())
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in model.parameters()]))
+    (loss, gradients), (fused_loss, fused_gradients) = results
+    torch.testing.assert_close(fused_loss, loss)
+    torch.testing.assert_close(fused_gradients, gradients)
+    return report
