@@ -155,11 +155,13 @@ def make_strategies(
     ]
 
 
-def one_step(world: World, strategy: GradientStrategy, fed: Fed) -> dict[str, float]:
+def one_step(
+    world: World, strategy: GradientStrategy, fed: Fed, laps: Laps | None = None
+) -> dict[str, float]:
     """Run one step and return the times of its phases in ms; the device is idle at each mark."""
     import torch
 
-    laps = Laps(world)
+    laps = laps or Laps(world)
     with torch.autocast(world.device.type, torch.bfloat16, enabled=strategy.autocast):
         loss = fed.loss_of(strategy.model)
     laps.mark("forward")
@@ -205,7 +207,7 @@ def _typical_lanes(world: World, strategy: GradientStrategy, fed: Fed, median_ms
 
 def _lanes(world: World, strategy: GradientStrategy, fed: Fed) -> Lanes:
     """Timeline of one more step, with start and end of every reduction."""
-    now, ms_before = _clock(world)
+    now, ms_between = _clock(world)
     transfers: list[list[Any]] = []
 
     def observer(size: int, work: Any) -> None:
@@ -218,21 +220,18 @@ def _lanes(world: World, strategy: GradientStrategy, fed: Fed) -> Lanes:
         work.get_future().then(finished)
 
     observed = getattr(strategy.model, "observed", lambda _: nullcontext())
+    laps = Laps(world)
+    # A second reading of the clock would shift the reductions against the phases.
+    began = now() if world.backend == "nccl" else laps.began
     with observed(observer):
-        marks = one_step(world, strategy, fed)
-    # The step began after a barrier; its end is the common point of both clocks.
-    end = now()
+        marks = one_step(world, strategy, fed, laps)
     settle(world)
     phases, at = [], 0.0
     for name in ("forward", "backward", "waited", "optimizer"):
         phases.append((at, at + marks[name], name))
         at += marks[name]
     in_flight = [
-        (
-            max(0.0, marks["step"] - ms_before(start, end)),
-            marks["step"] - ms_before(finish, end),
-            f"{size / 2**20:.3g} MiB",
-        )
+        (ms_between(began, start), ms_between(began, finish), f"{size / 2**20:.3g} MiB")
         for start, finish, size in transfers
         if finish is not None
     ]

@@ -164,7 +164,7 @@ class Laps:
         self.ms: dict[str, float] = {}
         settle(world)
         dist.barrier()
-        self._began = self._last = time.perf_counter()
+        self.began = self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
         """End a phase."""
@@ -176,7 +176,7 @@ class Laps:
     @property
     def total_ms(self) -> float:
         """Time from the start to the last mark."""
-        return (self._last - self._began) * 1e3
+        return (self._last - self.began) * 1e3
 
 
 def interleaved(
