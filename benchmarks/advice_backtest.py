@@ -4,7 +4,7 @@
     python benchmarks/advice_backtest.py --results results --json
 
 Two records that differ by one setting are a change and its result. The prediction uses only the
-ledger of the first one; the realised gain is the ratio of both steps, of one session if possible:
+ledger of the first one; the realized gain is the ratio of both steps, of one session if possible:
 the machine's host is shared, and its speed changes from day to day. Exits with 1 if fewer than
 SHARE of the advised changes are right (a gain within a third of the prediction), or if fewer memory
 peaks are predicted.
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     case: str
     step_ms: float
     predicted_ms: float
-    realised_ms: float
+    realized_ms: float
     source: str
 
     @property
@@ -58,14 +58,14 @@ class Pair(NamedTuple):
 
     @property
     def right(self) -> bool:
-        return self.realised_ms > 0 and self.off <= 1 / 3
+        return self.realized_ms > 0 and self.off <= 1 / 3
 
     @property
     def off(self) -> float:
         """Relative error of the prediction."""
         if not self.predicted_ms:
-            return float("inf") if self.realised_ms else 0.0
-        return abs(self.realised_ms - self.predicted_ms) / abs(self.predicted_ms)
+            return float("inf") if self.realized_ms else 0.0
+        return abs(self.realized_ms - self.predicted_ms) / abs(self.predicted_ms)
 
 
 def changed(one: Record, **settings: str) -> tuple[object, ...]:
@@ -98,8 +98,8 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
                 before, after = (median_ms(one, "step") for one in (base, other))
                 assert before is not None
                 assert after is not None
-                realised = facts.step_ms * (1 - after / before)
-                yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
+                realized = facts.step_ms * (1 - after / before)
+                yield Pair(code, record.case, facts.step_ms, advised[code], realized, name)
         yield from _together(record, facts, files)
         yield from _interleaved(record, facts, advised, files)
         yield from _replayed(record, facts)
@@ -144,8 +144,8 @@ def _interleaved(
                 median_ms(other, "step", variant=side) for side in ("eager", "compiled")
             )
             if before is not None and after is not None:
-                realised = facts.step_ms * (1 - after / before)
-                yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
+                realized = facts.step_ms * (1 - after / before)
+                yield Pair(code, record.case, facts.step_ms, advised[code], realized, name)
 
 
 def _replayed(record: Record, facts: Facts) -> Iterator[Pair]:
@@ -168,9 +168,9 @@ def _larger(record: Record, facts: Facts) -> Iterator[Pair]:
         return
     times = round(batch / record.config["batch"])
     predicted = gain_ms(facts, with_batch_times(facts, times))
-    realised = facts.step_ms - took / times
+    realized = facts.step_ms - took / times
     yield Pair(
-        "larger-batch", record.case, facts.step_ms, predicted, realised, "profile_h200.jsonl"
+        "larger-batch", record.case, facts.step_ms, predicted, realized, "profile_h200.jsonl"
     )
 
 
@@ -179,12 +179,12 @@ class Peaks(NamedTuple):
     case: str
     peak_bytes: int
     predicted_bytes: int
-    realised_bytes: int
+    realized_bytes: int
 
     @property
     def off(self) -> float:
         """Error relative to the peak, since many changes do not affect it."""
-        return abs(self.predicted_bytes - self.realised_bytes) / self.peak_bytes
+        return abs(self.predicted_bytes - self.realized_bytes) / self.peak_bytes
 
 
 def peaks(records: Sequence[Record]) -> Iterator[Peaks]:
@@ -241,14 +241,14 @@ def memory_facts(record: Record) -> Facts:
 
 def table(rows: Sequence[Pair]) -> str:
     lines = [
-        "| change | step | (ms) | predicted | realised | off by | |",
+        "| change | step | (ms) | predicted | realized | off by | |",
         "| :--- | :--- | ---: | ---: | ---: | ---: | :--- |",
     ]
     for one in rows:
         verdict = "right" if one.right else "wrong" if one.advised else "not advised"
         lines.append(
             f"| {one.change} | {one.case} | {one.step_ms:.4g} | {one.predicted_ms:.4g} |"
-            f" {one.realised_ms:.4g} | {one.off:.0%} | {verdict} |"
+            f" {one.realized_ms:.4g} | {one.off:.0%} | {verdict} |"
         )
     return "\n".join(lines)
 
@@ -262,7 +262,7 @@ def summary(rows: Sequence[Pair]) -> dict[str, dict[str, int]]:
             "advised": sum(one.advised for one in own),
             "right": sum(one.advised and one.right for one in own),
             "missed": sum(
-                not one.advised and one.realised_ms > 2 * WORTH * one.step_ms for one in own
+                not one.advised and one.realized_ms > 2 * WORTH * one.step_ms for one in own
             ),
         }
         for code in dict.fromkeys(one.change for one in rows)
@@ -295,7 +295,7 @@ def main() -> int:
         for one in lowered:
             print(
                 f"peak, {one.change}, {one.case}: {one.predicted_bytes / 2**30:.2f} GiB predicted,"
-                f" {one.realised_bytes / 2**30:.2f} realised of {one.peak_bytes / 2**30:.1f}"
+                f" {one.realized_bytes / 2**30:.2f} realized of {one.peak_bytes / 2**30:.1f}"
             )
         print(table(rows))
         for code, numbers in counted.items():

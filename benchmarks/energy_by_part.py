@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from parts_of_a_step import (
+from step_parts import (
     NARROW,
     Call,
     Setting,
@@ -41,8 +41,8 @@ from stepscope.analysis.energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
+    GEMMS,
     PASSES,
-    PRODUCTS,
     UPDATES,
     Account,
     PartEnergy,
@@ -86,7 +86,7 @@ class Part:
 
 
 PARTS = (
-    Part(PRODUCTS, gemms, fused=True),
+    Part(GEMMS, gemms, fused=True),
     Part(ATTENTION, attention),
     Part(UPDATES, updates),
     Part(PASSES, passes),

@@ -266,7 +266,7 @@ def _trial(advice: Line, reported: Line, tried: Tried) -> Line:
         "without_effect": tried.without_effect,
         "predicted_ms": predicted,
         "range_ms": None if None in ends else [scale * end for end in ends],
-        "verified_ms": reported["realised_ms"],
+        "verified_ms": reported["realized_ms"],
         "interval_ms": reported["interval_ms"],
     }
 

@@ -43,7 +43,7 @@ class Repredicted(NamedTuple):
     """Prediction at the time of the trial."""
     now_ms: float | None
     """Prediction of the current rules; None if they no longer name the change."""
-    realised_ms: float
+    realized_ms: float
     verdict: str
     together: bool
     low_ms: float | None = None
@@ -52,10 +52,10 @@ class Repredicted(NamedTuple):
 
     @property
     def inside(self) -> bool | None:
-        """True if the realised gain is inside the range; None without a range."""
+        """True if the realized gain is inside the range; None without a range."""
         if self.low_ms is None or self.high_ms is None:
             return None
-        return self.low_ms <= self.realised_ms <= self.high_ms
+        return self.low_ms <= self.realized_ms <= self.high_ms
 
     @property
     def right(self) -> bool:
@@ -64,7 +64,7 @@ class Repredicted(NamedTuple):
                 device="",
                 code=self.code,
                 predicted_ms=self.now_ms,
-                realised_ms=self.realised_ms,
+                realized_ms=self.realized_ms,
                 step_ms=self.step_ms,
             )
         )
@@ -86,7 +86,7 @@ def repredicted(records: Sequence[Record]) -> Iterator[Repredicted]:
         one.trial.code: order.index(one.trial.code) for one in trials if one.trial.code in order
     }
     for one in sorted(trials, key=lambda one: position.get(one.trial.code, len(order))):
-        if one.realised_ms is None or one.predicted_ms is None or one.base_ms is None:
+        if one.realized_ms is None or one.predicted_ms is None or one.base_ms is None:
             continue
         codes = [advice.code for advice in one.trial.advice]
         predicted = _predicted(facts, codes)
@@ -100,7 +100,7 @@ def repredicted(records: Sequence[Record]) -> Iterator[Repredicted]:
             one.base_ms,
             one.predicted_ms,
             None if predicted is None else scale * predicted,
-            one.realised_ms,
+            one.realized_ms,
             one.verdict,
             len(codes) > 1,
             low,
@@ -118,14 +118,14 @@ def _predicted(facts: Facts, codes: Sequence[str]) -> float | None:
 
 def table(rows: Sequence[Repredicted]) -> str:
     lines = [
-        "| change | step (ms) | predicted then | now | realised | | range | verdict then |",
+        "| change | step (ms) | predicted then | now | realized | | range | verdict then |",
         "| :--- | ---: | ---: | ---: | ---: | :--- | :--- | :--- |",
     ]
     for one in rows:
         now = "–" if one.now_ms is None else f"{one.now_ms:.4g}"
         lines.append(
             f"| {one.code} | {one.step_ms:.4g} | {one.then_ms:.4g} | {now} |"
-            f" {one.realised_ms:.4g} | {'right' if one.right else 'wrong'} | {_range(one)} |"
+            f" {one.realized_ms:.4g} | {'right' if one.right else 'wrong'} | {_range(one)} |"
             f" {one.verdict} |"
         )
     return "\n".join(lines)

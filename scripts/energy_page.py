@@ -12,8 +12,8 @@ from page_parts import commits_of
 from stepscope.analysis.energy_parts import (
     BASELINE_MATMULS,
     FULL_STEP,
+    GEMMS,
     PARTS,
-    PRODUCTS,
     Account,
     PartEnergy,
     accounts,
@@ -61,7 +61,7 @@ def _findings(ledger: Account) -> Iterator[str]:
         )
     peers = ledger.taken.get(BASELINE_MATMULS)
     if peers is not None:
-        ratio = peers.joules / ledger.taken[PRODUCTS].joules
+        ratio = peers.joules / ledger.taken[GEMMS].joules
         text += f" The baseline's variant of the GEMMs takes {number(ratio, 3)} times the energy."
     yield text
 

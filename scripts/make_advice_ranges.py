@@ -1,9 +1,9 @@
-"""Write the ratios of realised to predicted gains of `advise`, from the records in results/.
+"""Write the ratios of realized to predicted gains of `advise`, from the records in results/.
 
     python scripts/make_advice_ranges.py            write the file of observations
     python scripts/make_advice_ranges.py --check    exit with 1 if it is out of date
 
-The ranges that `advise` prints come from this file. It contains the realised gain over the gain
+The ranges that `advise` prints come from this file. It contains the realized gain over the gain
 that the current rules predict, by kind of device and by rule: of every change that was tried alone
 by `advise --verify` (`results/advise-*.jsonl`), with the noise of its trial, and of every pair of
 records of an H200 that differ by one setting (`benchmarks/advice_backtest.py`). Run it after
@@ -34,13 +34,13 @@ DIGITS = 3
 
 
 def observations(results: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield kind of device, rule, and realised over predicted gain."""
+    """Yield kind of device, rule, and realized over predicted gain."""
     for path in sorted(results.glob("advise-*.jsonl")):
         records = read_records(path)
         kind = "gpu" if own_step_backtest.facts_in(records).on_gpu else "cpu"
         for one in own_step_backtest.repredicted(records):
             if not one.together and one.now_ms and one.now_ms > 0:
-                yield kind, one.code, one.realised_ms / one.now_ms
+                yield kind, one.code, one.realized_ms / one.now_ms
     files = [
         (name, read_records(results / name))
         for name in advice_backtest.FILES
@@ -48,7 +48,7 @@ def observations(results: Path) -> Iterator[tuple[str, str, float]]:
     ]
     for pair in advice_backtest.pairs(files):
         if pair.advised and pair.change != SEVERAL:
-            yield "gpu", CODES.get(pair.change, pair.change), pair.realised_ms / pair.predicted_ms
+            yield "gpu", CODES.get(pair.change, pair.change), pair.realized_ms / pair.predicted_ms
 
 
 def table(results: Path) -> str:

@@ -88,8 +88,8 @@ def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
         f"Source of the other figures: {peers['source']}. The float32 rows of xl and 2.7b are"
         f" GEMM-bound and differ by at most {difference:.1%}. The other rows differ more: that"
         " model launches more and smaller kernels, which shows as soon as the GEMMs are fast."
-        " `python benchmarks/written_out.py --size xl --context 512 --dtype bfloat16` splits our"
-        " operations in the same way (see the log)."
+        " `python benchmarks/unfused_operations.py --size xl --context 512 --dtype bfloat16` splits"
+        " our operations in the same way (see the log)."
     )
     yield markdown(
         Table(

@@ -12,8 +12,8 @@ from stepscope.analysis.energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
+    GEMMS,
     PASSES,
-    PRODUCTS,
     UPDATES,
 )
 from stepscope.analysis.trace.summarize import summarize
@@ -205,7 +205,7 @@ def compile_record(
 def energy_lines() -> list[dict[str, Any]]:
     """Energy of the parts of one step, as written by `benchmarks/energy_by_part.py`."""
     parts = {
-        PRODUCTS: (40.0, 20.0, 2.8e13), ATTENTION: (4.0, 2.5, None), UPDATES: (15.0, 15.0, None),
+        GEMMS: (40.0, 20.0, 2.8e13), ATTENTION: (4.0, 2.5, None), UPDATES: (15.0, 15.0, None),
         PASSES: (5.0, 2.5, None), BASELINE_MATMULS: (50.0, 25.0, 2.8e13),
         FULL_STEP: (60.0, 40.0, None),
     }  # fmt: skip

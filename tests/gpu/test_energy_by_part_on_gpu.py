@@ -15,7 +15,7 @@ from stepscope.model.config import ModelConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import energy_by_part
-from parts_of_a_step import Setting
+from step_parts import Setting
 
 pytestmark = [
     pytest.mark.gpu,

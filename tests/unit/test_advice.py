@@ -77,7 +77,7 @@ def test_advice_without_a_trial_has_a_reason() -> None:
 
 def verified(ratio: float, code: str = "tf32", device: str = "H200") -> Verified:
     return Verified(
-        device=device, code=code, predicted_ms=10.0, realised_ms=10 * ratio, step_ms=100.0
+        device=device, code=code, predicted_ms=10.0, realized_ms=10 * ratio, step_ms=100.0
     )
 
 
@@ -103,7 +103,7 @@ def test_the_history_is_stored_and_a_damaged_line_is_skipped(
     with history_file().open("a") as file:
         file.write("not json\n")
     add_to_history([verified(2.0)])
-    assert [one.realised_ms for one in read_history()] == [5.0, 20.0]
+    assert [one.realized_ms for one in read_history()] == [5.0, 20.0]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_verdicts(trial_record: Record, verdict: str) -> None:
     assert Tried(trial_record).verdict == verdict
 
 
-def test_predicted_and_realised_refer_to_the_same_interleaved_steps() -> None:
+def test_predicted_and_realized_refer_to_the_same_interleaved_steps() -> None:
     one = Tried(tried(30.0))
     assert one.base_ms == 50.0
-    assert one.realised_ms == pytest.approx(20.0)
+    assert one.realized_ms == pytest.approx(20.0)
     # 40 of 100 ms was predicted; the base takes 50 ms in the interleaved steps.
     assert one.predicted_ms == pytest.approx(20.0)
     verification = one.verified()
@@ -322,7 +322,7 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     assert [one["code"] for one in output["advice"]] == ["fused-optimizer"]
     (tried_once,) = output["tried"]
     low, high = tried_once["interval_ms"]
-    assert low <= tried_once["realised_ms"] <= high
+    assert low <= tried_once["realized_ms"] <= high
     assert tried_once["change"] == "fused-optimizer"
     assert tried_once["predicted_ms"] > 0
     assert not tried_once["verdict"].startswith("not tried")

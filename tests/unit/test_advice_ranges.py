@@ -120,16 +120,16 @@ def test_on_a_cpu_four_of_five_gains_lie_in_ranges_from_the_other_trials(
         step = facts_of(records[0])
         predicted = {one.advice.code: one.advice.gain_ms for one in predictions(step)}
         for one in (Tried(record) for record in records if record.study == "advise"):
-            code, realised = one.trial.code, one.realised_ms
-            if code not in predicted or realised is None or one.base_ms is None:
+            code, realized = one.trial.code, one.realized_ms
+            if code not in predicted or realized is None or one.base_ms is None:
                 continue
-            realised *= step.step_ms / one.base_ms
+            realized *= step.step_ms / one.base_ms
             others = {rule: list(several) for rule, several in observed()["cpu"].items()}
-            others[code].remove(round(realised / predicted[code], 3))
+            others[code].remove(round(realized / predicted[code], 3))
             with monkeypatch.context() as patched:
                 patched.setattr(ranges, "observed", lambda others=others: {"cpu": others})
                 low, high = gain_range(code, predicted[code], step)
-            inside.append(low <= realised <= high)
+            inside.append(low <= realized <= high)
     assert len(inside) >= 15
     assert sum(inside) >= 0.8 * len(inside)
 

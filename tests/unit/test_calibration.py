@@ -19,7 +19,7 @@ TRULY = {"tf32": 35.0, "bfloat16": 60.0}
 
 
 def verify(history: list[Verified], noise: float = 0.0) -> None:
-    """Advise with the history so far, and append the realised gains."""
+    """Advise with the history so far, and append the realized gains."""
     draw = random.Random(len(history))
     for one in advise(STEP, factors(history, "H200")):
         gained = TRULY[one.code] * (1 + noise * draw.uniform(-1, 1))
@@ -28,14 +28,14 @@ def verify(history: list[Verified], noise: float = 0.0) -> None:
                 device="H200",
                 code=one.code,
                 predicted_ms=one.gain_ms,
-                realised_ms=gained,
+                realized_ms=gained,
                 step_ms=STEP.step_ms,
                 factor=one.factor,
             )
         )
 
 
-def test_predictions_converge_to_the_realised_gains() -> None:
+def test_predictions_converge_to_the_realized_gains() -> None:
     history: list[Verified] = []
     errors = []
     for _ in range(12):
@@ -64,9 +64,9 @@ def test_a_correction_applies_to_one_device() -> None:
 
 
 def test_right_is_a_gain_within_a_third_of_the_predicted() -> None:
-    def gained(realised: float) -> bool:
+    def gained(realized: float) -> bool:
         return is_right(
-            Verified(device="", code="", predicted_ms=9.0, realised_ms=realised, step_ms=100.0)
+            Verified(device="", code="", predicted_ms=9.0, realized_ms=realized, step_ms=100.0)
         )
 
     assert [gained(ms) for ms in (5.9, 6.0, 12.0, 12.1, -1.0)] == [False, True, True, False, False]

@@ -242,14 +242,13 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     path.write_text("".join(json.dumps(line) + "\n" for line in energy_lines()))
     text = step_pages(tmp_path)["step.md"]
     assert (
-        "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
-        " passes 6.2 %. The parts add up to 40.0 J. With only products, attention and AdamW the"
+        "- xl-512: of the 40.0 J of a step: GEMMs 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
+        " passes 6.2 %. The parts add up to 40.0 J. With only GEMMs, attention and AdamW the"
         " step would take 37.5 J, at least 75.0 ms at 500 W; the step took 60.0 ms. The baseline's"
         " variant of the GEMMs takes 1.25 times the energy."
     ) in text
     assert (
-        "| xl-512 | products | 40.00 | 20.00 ± 0.25 | 500.0 | 1,700 | 50.0 % | 700 TFLOP/s |"
-        in text
+        "| xl-512 | GEMMs | 40.00 | 20.00 ± 0.25 | 500.0 | 1,700 | 50.0 % | 700 TFLOP/s |" in text
     )
     assert "The step: eager auto (xl-512)." in text
     assert "scaled up" not in text

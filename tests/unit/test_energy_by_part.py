@@ -22,8 +22,8 @@ from stepscope.analysis.energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
+    GEMMS,
     PASSES,
-    PRODUCTS,
     UPDATES,
     accounts,
     to_whole,
@@ -41,8 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import energy_by_part  # noqa: E402
-import parts_of_a_step  # noqa: E402
-from parts_of_a_step import Setting  # noqa: E402
+import step_parts  # noqa: E402
+from step_parts import Setting  # noqa: E402
 
 TINY = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=40, context=16)
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ class TestShapes:
     def test_updates_include_every_parameter(self) -> None:
         for size in ("small", "xl", "2.7b"):
             config = find_size(size)
-            updated = list(parts_of_a_step.weights(config))
+            updated = list(step_parts.weights(config))
             assert sum(_elements(one.shape) for one in updated) == parameters(config).total
             copied = sum(_elements(one.shape) for one in updated if one.copied)
             assert copied == parameters(config).multiplied
@@ -129,7 +129,7 @@ class RanMatmuls(TorchDispatchMode):
 class TestParts:
     @pytest.mark.parametrize(
         ("make", "fused_projections"),
-        [(parts_of_a_step.gemms, True), (parts_of_a_step.peers_gemms, False)],
+        [(step_parts.gemms, True), (step_parts.peers_gemms, False)],
     )
     def test_the_gemms_that_run_are_those_that_are_counted(
         self,
@@ -153,7 +153,7 @@ class TestParts:
     def test_block_gradients_have_the_requested_dtype_and_the_head_is_float32(
         self, gradients: torch.dtype
     ) -> None:
-        outputs: Any = parts_of_a_step.gemms(Setting(TINY, 3, HERE, gradients=gradients))()
+        outputs: Any = step_parts.gemms(Setting(TINY, 3, HERE, gradients=gradients))()
         head = next(i for i, x in enumerate(outputs) if x.shape == (40, 32))
         assert outputs[head].dtype == torch.float32
         assert len(outputs) == 2 * 4 + 1 + 2 * 4
@@ -162,7 +162,7 @@ class TestParts:
 
     def test_updates_move_every_parameter_and_its_copy(self) -> None:
         setting = Setting(TINY, 3, HERE)
-        run = parts_of_a_step.updates(setting)
+        run = step_parts.updates(setting)
         rows = _closed_over(run)["rows"]
         before = [row[0].clone() for row in rows]
         run()
@@ -197,9 +197,7 @@ class TestParts:
         ):
             label = f"{module.__name__.rpartition('.')[2]} {name}"
             monkeypatch.setattr(module, name, _counted(getattr(module, name), label, calls))
-        parts_of_a_step.passes(
-            Setting(TINY, 3, HERE, activation_policy=policy, narrow=torch.float16)
-        )()
+        step_parts.passes(Setting(TINY, 3, HERE, activation_policy=policy, narrow=torch.float16))()
         layers = TINY.n_layers
         again = {"norm scaled": 2 * layers} if policy == GATES else {}
         assert calls == again | {
@@ -234,7 +232,7 @@ class TestParts:
         )
         assert energy_by_part.summary(lines[0]).endswith(", scaled up from 1 of 2 blocks")
         assert [line["part"] for line in lines] == [
-            PRODUCTS,
+            GEMMS,
             ATTENTION,
             UPDATES,
             PASSES,
@@ -268,7 +266,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [x for each in value for x in _tensors(each)]
     if isinstance(value, dict):
         return [x for each in value.values() for x in _tensors(each)]
-    return _tensors(vars(value)) if isinstance(value, parts_of_a_step.Operands) else []
+    return _tensors(vars(value)) if isinstance(value, step_parts.Operands) else []
 
 
 class TestForm:
@@ -310,16 +308,16 @@ class TestForm:
     def test_fewer_blocks_are_scaled_up_by_the_work_of_each_part(self) -> None:
         full = with_overrides(find_size("xl"), context=512)
         half = with_overrides(full, n_layers=24)
-        parts = (PRODUCTS, ATTENTION, UPDATES, PASSES, BASELINE_MATMULS, FULL_STEP)
+        parts = (GEMMS, ATTENTION, UPDATES, PASSES, BASELINE_MATMULS, FULL_STEP)
         times = {part: to_whole(part, full, half, 4, 512) for part in parts}
         assert times[ATTENTION] == times[PASSES] == 2
         block, head = 4 * 1600**2 + 3 * 1600 * 6400, 10_000 * 1600
         exact = (48 * block + head) / (24 * block + head)
-        assert times[PRODUCTS] == times[BASELINE_MATMULS] == pytest.approx(exact, rel=1e-12)
+        assert times[GEMMS] == times[BASELINE_MATMULS] == pytest.approx(exact, rel=1e-12)
         others = 2 * head + 1600
         exact = (48 * (block + 3200) + others) / (24 * (block + 3200) + others)
         assert times[UPDATES] == pytest.approx(exact, rel=1e-12)
-        assert times[PRODUCTS] < times[FULL_STEP] < 2
+        assert times[GEMMS] < times[FULL_STEP] < 2
         assert to_whole(FULL_STEP, full, full, 4, 512) == 1
 
 
@@ -332,7 +330,7 @@ def test_a_ledger_adds_up() -> None:
     assert ledger.needed is not None
     assert (ledger.needed.joules, ledger.lasts_ms(ledger.needed.joules)) == (37.5, 75.0)
     assert [row.part for row in ledger.rows()] == [
-        PRODUCTS,
+        GEMMS,
         ATTENTION,
         UPDATES,
         PASSES,
@@ -353,7 +351,7 @@ def test_a_ledger_adds_up() -> None:
     assert rates == [7e14, *[None] * 5, 5.6e14]
     printed = list(energy_by_part.table(ledger))
     assert printed[1].split() == [
-        "products",
+        "GEMMs",
         "40.000",
         "20.000",
         "0.250",
@@ -364,7 +362,7 @@ def test_a_ledger_adds_up() -> None:
     ]
     assert printed[-2] == "The full step takes 0.00 J more than the sum of its parts."
     assert printed[-1] == (
-        "With only products, attention and AdamW the step would take 37.50 J: at least 75.0 ms at"
+        "With only GEMMs, attention and AdamW the step would take 37.50 J: at least 75.0 ms at"
         " 500 W."
     )
 

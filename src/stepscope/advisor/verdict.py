@@ -186,7 +186,7 @@ def _changes(
     single = {one.trial.code: one for one in trials if len(one.trial.advice) == 1}
     for one in advice:
         trial = single.get(one.code)
-        if trial is not None and trial.realised is not None:
+        if trial is not None and trial.realized is not None:
             if trial.kept:
                 yield _verified(one, trial, facts)
         elif one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
@@ -199,12 +199,12 @@ def _changes(
 
 def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
     """The gain of a trial as the same share of the recorded step."""
-    realised, base = trial.realised, trial.base_ms
-    assert realised is not None
+    realized, base = trial.realized, trial.base_ms
+    assert realized is not None
     assert base is not None
     scale = facts.step_ms / base
     gain = Estimate(
-        value=scale * realised.value, low=scale * realised.low, high=scale * realised.high
+        value=scale * realized.value, low=scale * realized.low, high=scale * realized.high
     )
     return RankedChange(
         code=advice.code, title=advice.title, gain=gain, verified=True, risk=advice.risk,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from stepscope.model.config import ModelConfig
 from stepscope.model.cost import flops, parameters
 
-PRODUCTS, ATTENTION, UPDATES, PASSES = "products", "attention", "AdamW", "other passes"
-FULL_STEP, BASELINE_MATMULS = "whole step", "products, peer's form"
-PARTS = (PRODUCTS, ATTENTION, UPDATES, PASSES)
-NEEDED = (PRODUCTS, ATTENTION, UPDATES)
+GEMMS, ATTENTION, UPDATES, PASSES = "GEMMs", "attention", "AdamW", "other passes"
+FULL_STEP, BASELINE_MATMULS = "full step", "GEMMs, baseline variant"
+PARTS = (GEMMS, ATTENTION, UPDATES, PASSES)
+NEEDED = (GEMMS, ATTENTION, UPDATES)
 """Parts that remain if everything else costs nothing."""
 
 

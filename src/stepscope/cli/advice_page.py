@@ -90,8 +90,8 @@ def conclude(
                 {
                     "change": t.trial.code,
                     "predicted_ms": t.predicted_ms,
-                    "realised_ms": t.realised_ms,
-                    "interval_ms": _ends(t.realised),
+                    "realized_ms": t.realized_ms,
+                    "interval_ms": _ends(t.realized),
                     "verdict": t.verdict,
                 }
                 for t in _tried(records)

@@ -243,15 +243,15 @@ def _gains_on(tried: Tried, best: Tried) -> bool:
 
 
 def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:
-    """Rank kept changes by realised gain, one per setting. A change of the batch size is left out:
+    """Rank kept changes by realized gain, one per setting. A change of the batch size is left out:
     it changes the training, and a few losses cannot show that it is as good."""
     same = [one for one in kept if one.trial.more_samples == 1]
-    ranked = sorted(same, key=lambda one: -(one.realised_ms or 0))
+    ranked = sorted(same, key=lambda one: -(one.realized_ms or 0))
     return compatible([one.trial.advice[0] for one in ranked])
 
 
 def outcome(tried: Tried) -> str:
-    gain = tried.realised
+    gain = tried.realized
     if gain is None or tried.predicted_ms is None or tried.without_effect:
         return f"{tried.trial.code}: {tried.verdict}"
     return (

@@ -79,7 +79,7 @@ def _corrections(own: Sequence[Verified], device: str) -> Table:
             ),
             col(
                 "measured",
-                lambda r: median(v.realised_ms / v.step_ms for v in r[1]),
+                lambda r: median(v.realized_ms / v.step_ms for v in r[1]),
                 "percent",
                 hint="median measured gain, share of the step",
             ),

@@ -1,4 +1,4 @@
-"""Outcome of a trial: predicted and realised gain, loss difference, and verdict."""
+"""Outcome of a trial: predicted and realized gain, loss difference, and verdict."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class Tried:
         return Interval(value=predicted, low=scale * one.low_ms, high=scale * one.high_ms)
 
     @property
-    def realised_ms(self) -> float | None:
-        return None if self.realised is None else self.realised.value
+    def realized_ms(self) -> float | None:
+        return None if self.realized is None else self.realized.value
 
     @property
-    def realised(self) -> Interval | None:
-        """Realised gain in milliseconds, with its interval."""
+    def realized(self) -> Interval | None:
+        """Realized gain in milliseconds, with its interval."""
         ratio, base = self.ratio, self.base_ms
         if ratio is None or base is None:
             return None
@@ -96,12 +96,12 @@ class Tried:
 
     @property
     def is_vague(self) -> bool:
-        """True if the interval is wider than the predicted and the realised gain: such a trial must
+        """True if the interval is wider than the predicted and the realized gain: such a trial must
         not correct predictions."""
-        predicted, realised = self.predicted_ms, self.realised
-        if predicted is None or realised is None:
+        predicted, realized = self.predicted_ms, self.realized
+        if predicted is None or realized is None:
             return True
-        return (realised.high - realised.low) / 2 > max(abs(predicted), abs(realised.value))
+        return (realized.high - realized.low) / 2 > max(abs(predicted), abs(realized.value))
 
     @property
     def loss_off(self) -> float | None:
@@ -157,13 +157,13 @@ class Tried:
         """Entry for the prediction history; only for single changes that took effect."""
         if len(self.trial.advice) != 1 or self.without_effect:
             return None
-        if self.realised_ms is None or self.predicted_ms is None or self.base_ms is None:
+        if self.realized_ms is None or self.predicted_ms is None or self.base_ms is None:
             return None
         return Verified(
             device=self.record.environment.device_name,
             code=self.trial.code,
             predicted_ms=self.predicted_ms,
-            realised_ms=self.realised_ms,
+            realized_ms=self.realized_ms,
             step_ms=self.base_ms,
             when=self.record.started,
             factor=self.trial.advice[0].factor,

@@ -196,12 +196,12 @@ def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:
 
 
 def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
-    """Report how many realised gains are in the predicted range; trials without effect are
+    """Report how many realized gains are in the predicted range; trials without effect are
     ignored."""
     inside = {
         one: predicted.low <= value <= predicted.high
         for one in tried
-        if (predicted := one.predicted_range) and (value := one.realised_ms) is not None
+        if (predicted := one.predicted_range) and (value := one.realized_ms) is not None
         if not one.without_effect
     }
     if inside:
@@ -249,7 +249,7 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
             ),
             col(
                 "measured",
-                lambda r: r.realised,
+                lambda r: r.realized,
                 unit="ms",
                 hint="median over the rounds, with its 99 % interval",
             ),

@@ -20,7 +20,8 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     code: str
     predicted_ms: float
-    realised_ms: float
+    realized_ms: float = msgspec.field(name="realised_ms")
+    """Stored under the name that calibration files have had from the start."""
     step_ms: float
     when: str = ""
     factor: float = 1.0
@@ -33,25 +34,25 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Realised less predicted, as a share of the step."""
-        return (self.realised_ms - self.predicted_ms) / self.step_ms
+        """Realized less predicted, as a share of the step."""
+        return (self.realized_ms - self.predicted_ms) / self.step_ms
 
 
 def factors(history: Sequence[Verified], device: str) -> dict[str, float]:
     """Return the correction factor of each change's predictions on this device.
 
-    The factor is the median of realised over predicted gain among the newest verifications, with
+    The factor is the median of realized over predicted gain among the newest verifications, with
     one fictitious verification that was exactly right. A single observation therefore moves the
     factor half of the distance (on a log scale).
     """
     corrections: dict[str, float] = {}
     for code in dict.fromkeys(one.code for one in history if one.device == device):
         ratios = [
-            one.realised_ms / one.by_rule
+            one.realized_ms / one.by_rule
             for one in history
             if one.device == device and one.code == code and one.predicted_ms > 0
         ][-_MOST:]
-        # A realised gain below zero is a loss: clip it to the smallest factor.
+        # A realized gain below zero is a loss: clip it to the smallest factor.
         clipped = [min(_WIDEST, max(1 / _WIDEST, ratio)) for ratio in ratios]
         if clipped:
             logs = [math.log(ratio) for ratio in clipped] + [0.0]
@@ -61,9 +62,9 @@ def factors(history: Sequence[Verified], device: str) -> dict[str, float]:
 
 def is_right(one: Verified) -> bool:
     """Return True for a gain within a third of the predicted one."""
-    return one.realised_ms > 0 and abs(one.realised_ms - one.predicted_ms) <= one.predicted_ms / 3
+    return one.realized_ms > 0 and abs(one.realized_ms - one.predicted_ms) <= one.predicted_ms / 3
 
 
 def median_error(history: Sequence[Verified]) -> float | None:
-    """Median of |realised - predicted| as a share of the step."""
+    """Median of |realized - predicted| as a share of the step."""
     return median(abs(one.error) for one in history) if history else None

@@ -1,6 +1,6 @@
 """Ranges of predicted gains, from verified predictions of the same rule.
 
-`backtest.json` has the realised gain over the predicted one for every verified change in
+`backtest.json` has the realized gain over the predicted one for every verified change in
 `results/`, by kind of device and by rule; `scripts/make_advice_ranges.py` writes it.
 """
 
@@ -16,7 +16,7 @@ from stepscope.analysis.advice.facts import Facts
 
 _FILE = "backtest.json"
 _SHARE = 0.8
-"""Share of the realised gains that should lie in their ranges."""
+"""Share of the realized gains that should lie in their ranges."""
 _ENOUGH = 9
 """Observations from which the smallest and the largest enclose that share: (n - 1) / (n + 1) of
 all future ones."""
@@ -24,7 +24,7 @@ _WIDE = (0.0, 2.0)
 """Range for a rule without observations, on a kind of device with too few of them."""
 
 Ratios = dict[str, list[float]]
-"""Realised over predicted gain, by rule."""
+"""Realized over predicted gain, by rule."""
 
 
 @cache
@@ -35,7 +35,7 @@ def observed() -> dict[str, Ratios]:
 
 
 def ratio_range(code: str, ratios: Ratios) -> tuple[float, float]:
-    """Return the range in which the next ratio of realised to predicted gain is expected.
+    """Return the range in which the next ratio of realized to predicted gain is expected.
 
     A rule with enough observations has its own range. With fewer, its own extremes extend the
     range of all rules on that kind of device; with none, the extremes of all rules do. The range

@@ -284,13 +284,13 @@ def _calls(times: float) -> str:
 
 def _units(summary: Summary) -> Iterator[Finding]:
     """Use of tensor cores by matmuls, as far as kernel names show it."""
-    products: list[KernelRow] = [
+    matmuls: list[KernelRow] = [
         row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
     ]
-    total = sum(row.ms for row in products)
+    total = sum(row.ms for row in matmuls)
     if not summary.on_device or total <= 0 or total < _WORTH * summary.busy_ms:
         return
-    without = sum(row.ms for row in products if not row.unit.endswith(ON_TENSOR_CORES))
+    without = sum(row.ms for row in matmuls if not row.unit.endswith(ON_TENSOR_CORES))
     cores = "matrix cores" if is_amd(summary.device) else "tensor cores"
     if without >= 0.5 * total:
         dtypes = tensor_core_dtypes(summary.device, summary.capability)

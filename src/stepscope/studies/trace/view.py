@@ -280,7 +280,7 @@ def role_tables(summary: Summary, name: str) -> list[Table]:
             "GEMMs of linear layers",
             roles,
             [
-                col("product", str),
+                col("GEMM", str),
                 col("time", ms, unit="ms"),
                 col("share", lambda role: ms(role) / total if total else None, "percent"),
                 col("count", lambda role: sum(use.count for use in by_role[role]), "count"),

@@ -1,6 +1,6 @@
 """AdamW updates overlapped with the GEMMs of a backward: the gain from running both concurrently.
 
-    python benchmarks/beside_products.py --size xl --context 512
+    python benchmarks/update_overlap.py --size xl --context 512
 
 The GEMMs of a backward of some blocks (gradients of inputs and weights, in the dtypes of bfloat16
 autocast) and the updates of their weights, as CUDA graphs: each alone, one after the other, and

@@ -1,7 +1,7 @@
 """Gain of GEMMs from the cuBLAS kernels that are the most energy-efficient.
 
-    python benchmarks/products_at_the_cap.py
-    python benchmarks/products_at_the_cap.py xl-512 2.7b-2048 --seconds 0.4
+    python benchmarks/gemms_at_power_cap.py
+    python benchmarks/gemms_at_power_cap.py xl-512 2.7b-2048 --seconds 0.4
 
 torch uses the first kernel of cuBLAS's heuristic for a GEMM; `stepscope.kernels.autotune` tries all
 of them. The fused GEMMs of one block, forward and backward, in the dtypes of our step, run without

@@ -1,6 +1,6 @@
 """Dependence of an eager step on how finely its operations are split.
 
-    python benchmarks/written_out.py --size xl --context 512 --dtype bfloat16
+    python benchmarks/unfused_operations.py --size xl --context 512 --dtype bfloat16
 
 The model under study uses one operation where torch has one (softmax, silu). The write-ups' models
 split them: a softmax of five operations, silu as x·sigmoid(x), a mask built by index comparisons,
