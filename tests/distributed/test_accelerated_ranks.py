@@ -59,8 +59,8 @@ def trained(world: World, wrap: Callable[[Decoder], nn.Module], when: str) -> Lo
         stepscope.accelerate(model)
     wrapped: Any = wrap(model)
     optimizer = adamw(wrapped)
-    if when == "after":
-        report = stepscope.accelerate(wrapped, optimizer)
+    if when in ("after", "within"):
+        report = stepscope.accelerate(wrapped if when == "after" else model, optimizer)
         reasons = [left.reason for left in report.left if left.piece == "model"]
         assert bool(reasons) == (wrap in SHARDED), report
         assert all("accelerate the model before" in reason for reason in reasons)
@@ -79,8 +79,11 @@ def trained(world: World, wrap: Callable[[Decoder], nn.Module], when: str) -> Lo
 
 def train_all(world: World) -> dict[str, dict[str, Losses]]:
     os.environ.pop("TRITON_INTERPRET", None)
+    whens = dict.fromkeys(WRAPPERS, ("never", "before", "after")) | {
+        fsdp: ("never", "before", "after", "within")
+    }
     return {
-        wrap.__name__: {when: trained(world, wrap, when) for when in ("never", "before", "after")}
+        wrap.__name__: {when: trained(world, wrap, when) for when in whens[wrap]}
         for wrap in WRAPPERS
     }
 
@@ -99,3 +102,10 @@ def test_losses_are_those_of_the_plain_model(
     for rank in results:
         losses = rank[wrap.__name__]
         assert losses[when] == pytest.approx(losses["never"], rel=5e-3)
+
+
+def test_a_model_within_a_sharded_one_is_left(
+    results: list[dict[str, dict[str, Losses]]],
+) -> None:
+    for rank in results:
+        assert rank["fsdp"]["within"] == pytest.approx(rank["fsdp"]["never"], rel=5e-3)

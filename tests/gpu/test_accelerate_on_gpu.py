@@ -135,7 +135,7 @@ PIECES = {
     "vit": {"residual block", "LayerNorm", "MLP", "linear"},
     "timm": {"residual block", "LayerNorm", "MLP", "linear"},
     "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "linear", "embedding"},
-    "encoder": {"LayerNorm", "linear", "embedding"},
+    "encoder": {"residual block", "LayerNorm", "linear", "embedding"},
 }
 
 
@@ -211,3 +211,69 @@ def test_a_captured_decoder_uses_the_causal_flag(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention, "attention", recorded)
     losses("llama", fused=True, graph="auto")
     assert captured == [True, True]
+
+
+def _gradients(name: str, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    model.zero_grad()
+    batch = batches(1)[0]
+    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+        loss = LOSSES[name](model, batch) if name in LOSSES else model(**batch).loss
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma", "gpt2", "phi", "neox", "bert", "vit", "timm", "encoder"]
+)
+def test_gradients_of_later_calls(name: str) -> None:
+    """From the second call on, the last add of a block is fused with the norm that reads it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().train()
+    exact, plain = _gradients(name, model, None), _gradients(name, model, torch.bfloat16)
+    stepscope.accelerate(model)
+    for _ in range(3):
+        fused = _gradients(name, model, torch.bfloat16)
+        assert fused.keys() == plain.keys()
+        for parameter, value in exact.items():
+            allowed = 2 * _error(plain[parameter], value) + 8e-3
+            assert _error(fused[parameter], value) <= allowed, parameter
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "timm", "nanogpt"])
+def test_launches_of_norms_and_adds(name: str) -> None:
+    """Two blocks have one norm more than adds; each norm is one launch in the forward pass, and two
+    in the backward pass, with the reduction of its weights."""
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().train()
+    stepscope.accelerate(model)
+    for _ in range(2):
+        _gradients(name, model, torch.bfloat16)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        _gradients(name, model, torch.bfloat16)
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["norm_forward_kernel"] == 5
+    assert counts["norm_backward_kernel"] == 5
+
+
+def test_writes_between_an_add_and_its_norm() -> None:
+    """A norm that was computed early and is not read does not fail in the backward pass."""
+    torch.manual_seed(0)
+    model: Any = MODELS["gpt2"]().cuda().train()
+    stepscope.accelerate(model)
+    for _ in range(2):
+        _gradients("gpt2", model, torch.bfloat16)
+
+    def write(block: Any, _: Any) -> None:
+        with torch.no_grad():
+            block.ln_1.weight.mul_(1.0)
+
+    model.transformer.h[1].register_forward_pre_hook(write)
+    expected = _gradients("gpt2", model, torch.bfloat16)
+    for name, value in _gradients("gpt2", model, torch.bfloat16).items():
+        torch.testing.assert_close(value, expected[name], rtol=2e-2, atol=1e-4)

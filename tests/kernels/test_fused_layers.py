@@ -95,6 +95,47 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_with_an_offset_of_its_weight(dtype: torch.dtype, launches: list[str]) -> None:
+    inputs = [draw(3, 5, 40, dtype=dtype, seed=n) for n in range(2)]
+    inputs.append(0.1 * draw(40, dtype=dtype, seed=2))
+
+    def fused(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = normed_sum(x, branch, weight, EPS, offset=1.0)
+        return stream, normed.value
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return plain_add_norm(x, branch, weight.to(wide) + 1)
+
+    check(fused, plain, inputs, [draw(3, 5, 40, seed=n) for n in (3, 4)])
+    assert launches == ["norm forward", "norm backward"]
+    with pytest.raises(ValueError, match="an offset needs an RMSNorm"):
+        normed_sum(inputs[0], None, inputs[2], offset=1.0, units=True)
+
+
+@pytest.mark.parametrize("centered", [True, False], ids=["LayerNorm", "RMSNorm"])
+def test_frozen_weights_have_no_reduction(centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the input is the same; there is no second launch."""
+    reductions: list[Tensor] = []
+    original = triton_norm.add_up
+    monkeypatch.setattr(
+        triton_norm, "add_up", lambda *given: (reductions.append(given[0]), original(*given))
+    )
+    x, weight, bias = draw(7, 40).requires_grad_(), draw(40, seed=1), draw(40, seed=2)
+    results = []
+    for frozen in (False, True):
+        leaves = [one.clone().requires_grad_(not frozen) for one in (weight, bias)]
+        shift = leaves[1] if centered else None
+        _, normed = normed_sum(x, None, leaves[0], EPS, bias=shift, centered=centered)
+        normed.value.backward(draw(7, 40, seed=3))
+        results.append(x.grad)
+        assert (leaves[0].grad is None) == frozen
+        x.grad = None
+    assert torch.equal(*results)
+    assert len(reductions) == 1
+
+
 @pytest.mark.parametrize(("parts", "d"), [(1, 1), (4, 16), (300, 37)])
 def test_partial_sums_are_added(parts: int, d: int) -> None:
     partial = torch.randn(parts, d, device=DEVICE)

@@ -96,7 +96,7 @@ def test_a_loaded_state_is_used() -> None:
 @pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"accumulate": 2}], ids=str)
 def test_what_needs_all_gradients_updates_after_the_backward_pass(options: Any) -> None:
     step, _, _ = created(**options)
-    assert "updated in the backward pass" not in step.explain()
+    assert f"follows the backward pass: {next(iter(options))} needs all" in step.explain()
     before = step.model.embed.weight.detach().clone()  # type: ignore[union-attr]
     for number in range(2):
         step(tokens(number))
@@ -112,3 +112,26 @@ def test_an_optimizer_with_hooks_updates_after_the_backward_pass() -> None:
     step = stepscope.TrainStep(model, optimizer, graph="off")
     step(tokens(0))
     assert calls == [1]
+    assert "follows the backward pass: the optimizer has step hooks" in step.explain()
+
+
+def test_the_reason_for_an_update_after_the_backward_pass() -> None:
+    scaler = torch.amp.GradScaler(DEVICE)
+
+    def reason(optimizer: torch.optim.Optimizer, fuse: bool = False, **options: Any) -> str:
+        assert not fuse or isinstance(fuse_optimizer(optimizer), FusedUpdate)
+        step = stepscope.TrainStep(model, optimizer, graph="off", **options)
+        return step.explain().partition("follows the backward pass: ")[2]
+
+    model = Tied()
+    parameters = [*model.parameters()]
+    both = {"max_grad_norm": 1.0, "scaler": scaler}
+    assert reason(AdamW(parameters), **both) == "max_grad_norm and scaler need all gradients"
+    assert reason(AdamW(parameters), scaler=scaler) == "scaler needs all gradients"
+    assert reason(AdamW(parameters), update_in_backward=False) == "update_in_backward=False"
+    assert reason(AdamW(parameters)) == "the optimizer was not passed to stepscope.accelerate"
+    assert reason(torch.optim.SGD(parameters)) == "SGD is not torch.optim.AdamW or Adam"
+    assert reason(AdamW(parameters, amsgrad=True)) == "amsgrad=True"
+    groups = [{"params": parameters[:1], "maximize": True}, {"params": parameters[1:]}]
+    assert reason(AdamW(groups), fuse=True) == "maximize=True"
+    assert reason(AdamW(parameters), fuse=True) == ""

@@ -34,11 +34,14 @@ from stepscope.acceleration.report import Report
 from stepscope.kernels.activation import PLAIN
 
 
-@pytest.mark.parametrize("norm", [OtherEpsilonNorm, CenteredNorm])
-def test_a_module_that_is_not_quite_a_norm_is_left(norm: type[nn.Module]) -> None:
-    report = assert_same_training(lambda: Block(norm))
+def test_a_module_that_is_not_quite_a_norm_is_left() -> None:
+    report = assert_same_training(lambda: Block(OtherEpsilonNorm))
     assert "RMSNorm" not in report.replaced
     assert [left.piece for left in report.left] == ["RMSNorm"] * 2
+
+
+def test_a_centered_norm_without_a_bias_is_a_layer_norm() -> None:
+    assert len(assert_same_training(lambda: Block(CenteredNorm)).replaced["LayerNorm"]) == 2
 
 
 def test_a_norm_with_an_offset_is_replaced() -> None:
@@ -273,14 +276,46 @@ def test_a_post_norm_layer() -> None:
     assert len(assert_same_training(Post).replaced["residual block"]) == 2
 
 
+class WithMemory(nn.Module):
+    """A decoder layer that attends to its own input, with a causal mask."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(
+            WIDTH, 4, HIDDEN, 0.0, "gelu", 1e-5, True, norm_first
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        out: Tensor = self.layer(x, x, tgt_mask=mask, tgt_is_causal=True)
+        return out
+
+
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
-def test_an_encoder_layer_of_torch(norm_first: bool) -> None:
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_layer_of_torch(kind: str, norm_first: bool) -> None:
     def layer() -> nn.Module:
+        if kind == "decoder":
+            return WithMemory(norm_first)
         return nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, 0.0, "gelu", 1e-5, True, norm_first)
 
     report = assert_same_training(layer)
-    assert len(report.replaced["LayerNorm"]) == 4
-    assert len(report.replaced.get("residual block", [])) == 2 * norm_first
+    assert len(report.replaced["residual block"]) == 2
+
+
+def test_a_layer_of_torch_with_a_mask() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(WIDTH, 4, HIDDEN, 0.0, "gelu", batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+            padding[0, -1] = True
+            out: Tensor = self.layer(x, src_key_padding_mask=padding)
+            return out
+
+    assert len(assert_same_training(Padded).replaced["residual block"]) == 2
 
 
 def test_interleaved_rotary_positions_are_taken_back() -> None:

@@ -74,11 +74,12 @@ print("scale", wide_loads(triton_scale.scale_unless_one_kernel, [x, f, f, i, i],
 for kind, units, layer in (("rms", False, False), ("units", True, False), ("layer", False, True)):
     kept, how = x if units else f, {"CENTERED": layer, "BIAS": layer, "UNITS": units}
     print("norm forward", kind, wide_loads(
-        triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, "fp32", i],
+        triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, "fp32", "fp32", i],
         ADD=True, BLOCK_D=4096, **how))
-    print("norm backward", kind, wide_loads(
-        triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, i, i, i],
-        THROUGH=True, SPLIT=True, BLOCK_D=4096, warps=16, **how))
+    for learned in (True, False):
+        print("norm backward", kind, learned, wide_loads(
+            triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, "fp32", i, i, i],
+            THROUGH=True, SPLIT=True, LEARNED=learned, BLOCK_D=4096, warps=16, **how))
 print("norm weight", wide_loads(
     triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
@@ -124,5 +125,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 43
+    assert len(loads) == 46
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

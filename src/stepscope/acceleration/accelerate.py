@@ -17,7 +17,6 @@ from stepscope.acceleration.pieces import (
     attention_masks,
     embedding,
     head_loss,
-    layer_norm_block,
     linear,
     mlp,
     norm,
@@ -43,10 +42,12 @@ _NOT_COMPARED = (head_loss.PIECE, attention_masks.PIECE)
 masks change only in a capture."""
 _SHARDED = (
     ("stepscope.parallel.fsdp", "FSDP"),
+    ("stepscope.parallel.sharded_module", "Unit"),
     ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
 )
-"""Classes of sharded modules: their parameters are parts of the weights outside of a forward."""
+"""Classes of sharded modules, or of the owners of their hooks: their parameters are parts of the
+weights outside of a forward."""
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -164,7 +165,7 @@ def _find(
     claimed: set[nn.Module] = set()
     experts = _mixtures_of_experts(model)
 
-    if any(isinstance(module, _sharded_classes()) for module in model.modules()):
+    if _is_sharded(model):
         reason = "its parameters are sharded: accelerate the model before it is sharded"
         report.left.append(Left("model", "", reason))
         return
@@ -184,22 +185,28 @@ def _find(
         claimed.add(replacement.module)
         yield replacement
     yield from take(attention_masks.find(model))
-    yield from take(residual_block.find(model))
-    yield from take(layer_norm_block.find(model))
+    norms = norm.matched_norms(model)
+    yield from take(residual_block.find(model, norms))
     for fused in (attention.find(model, copies), mlp.find(model, copies)):
         for replacement in take(fused):
             children = replacement.module.children()
             claimed |= {child for child in children if is_linear(child) or is_transposed(child)}
             yield replacement
-    yield from take(norm.find(model))
+    yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
     yield from take(linear.find(model, copies, claimed))
 
 
-def _sharded_classes() -> tuple[type, ...]:
-    """Return the classes of sharded modules whose libraries are imported."""
+def _is_sharded(model: nn.Module) -> bool:
+    """Return whether the model, or a model that contains it, is sharded."""
     modules = ((sys.modules.get(module), name) for module, name in _SHARDED)
-    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+    classes = tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+    owners = (
+        getattr(hook, "__self__", None)
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
+    return any(isinstance(one, classes) for one in (*model.modules(), *owners))
 
 
 def _mixtures_of_experts(model: nn.Module) -> tuple[str, ...]:

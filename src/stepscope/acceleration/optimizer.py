@@ -49,7 +49,7 @@ def fuse_optimizer(optimizer: Any, copies: WeightCopies | None = None) -> FusedU
     that is not possible. Wrappers of Hugging Face Accelerate and Lightning are unwrapped. Copies of
     weights in `copies` are written together with the weights."""
     inner = _unwrapped(optimizer)
-    reason = _reason_of(inner)
+    reason = why_not_fused(inner)
     return FusedUpdate(inner, copies) if reason is None else reason
 
 
@@ -63,7 +63,8 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _reason_of(optimizer: Any) -> str | None:
+def why_not_fused(optimizer: Any) -> str | None:
+    """Return why the update of an optimizer cannot be fused; None if it can."""
     kind = type(optimizer)
     if not isinstance(optimizer, Adam):
         return f"{kind.__name__} is not torch.optim.AdamW or Adam"

@@ -76,14 +76,20 @@ class TrainStep:
         if graph not in GRAPH:
             raise UsageError(f"graph={graph!r} is invalid", f"one of: {', '.join(GRAPH)}")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        if isinstance(optimizer, InBackwardAdamW):
-            _check_in_backward(max_grad_norm, accumulate, self._scaler)
+        needed = _needs_all_gradients(max_grad_norm, accumulate, self._scaler)
+        if isinstance(optimizer, InBackwardAdamW) and needed:
+            raise UsageError(
+                f"{needed[0]} needs all gradients, and InBackwardAdamW frees each in the backward",
+                "use FusedAdamW(capturable=True)",
+            )
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._loss_fn, self._max_grad_norm, self._dtype = loss_fn, max_grad_norm, dtype
         self._accumulate, self._graph = accumulate, graph
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._pending = 0
-        self._in_backward = self._optimizer_in_backward(update_in_backward)
+        found = self._optimizer_in_backward(update_in_backward)
+        self._in_backward = None if isinstance(found, str) else found
+        self._after_backward = found if isinstance(found, str) else ""
         self._eager_update = self._why_eager_update()
         self._captured = Captured(
             self._run,
@@ -128,13 +134,14 @@ class TrainStep:
         return self._pending
 
     def explain(self) -> str:
-        """Say whether the step is captured, and why parts of it are not."""
-        if self._graph == "off":
-            return 'eager: graph="off"'
-        parts = [self._captured.explain()]
-        if self._in_backward is not None:
+        """Say whether the step is captured and where parameters are updated, and why not in the
+        graph or in the backward pass."""
+        parts = ['eager: graph="off"' if self._graph == "off" else self._captured.explain()]
+        if self._after_backward:
+            parts.append(f"the update follows the backward pass: {self._after_backward}")
+        else:
             parts.append("parameters are updated in the backward pass")
-        if self._eager_update is not None:
+        if self._eager_update is not None and self._graph != "off":
             parts.append(f"the update runs eagerly: {self._eager_update}")
         return "; ".join(parts)
 
@@ -205,15 +212,16 @@ class TrainStep:
             return self._in_backward.attached()
         return nullcontext()
 
-    def _optimizer_in_backward(self, wanted: bool) -> InBackwardAdamW | None:
-        """Return what updates during the backward pass; None if the update follows it."""
+    def _optimizer_in_backward(self, wanted: bool) -> InBackwardAdamW | str:
+        """Return what updates during the backward pass, or why the update follows it."""
         if isinstance(self.optimizer, InBackwardAdamW):
             return self.optimizer
-        needs_all = self._max_grad_norm is not None or self._accumulate > 1 or self._scaler
-        if needs_all or not wanted:
-            return None
-        found = update_in_backward(self.optimizer)
-        return None if isinstance(found, str) else found
+        if not wanted:
+            return "update_in_backward=False"
+        needed = _needs_all_gradients(self._max_grad_norm, self._accumulate, self._scaler)
+        if needed:
+            return f"{' and '.join(needed)} need{'s' * (len(needed) == 1)} all gradients"
+        return update_in_backward(self.optimizer)
 
     def _device(self) -> torch.device:
         return next((one.device for one in self._parameters), torch.device("cpu"))
@@ -237,18 +245,14 @@ class TrainStep:
             states.clear()
 
 
-def _check_in_backward(max_grad_norm: float | None, accumulate: int, scaler: Any) -> None:
-    reasons = {
+def _needs_all_gradients(max_grad_norm: float | None, accumulate: int, scaler: Any) -> list[str]:
+    """Return the options that are set and need all gradients of an update at once."""
+    options = {
         "max_grad_norm": max_grad_norm is not None,
         "accumulate": accumulate > 1,
         "scaler": scaler is not None,
     }
-    for name, given in reasons.items():
-        if given:
-            raise UsageError(
-                f"{name} needs all gradients, and InBackwardAdamW frees each one in the backward",
-                "use FusedAdamW(capturable=True)",
-            )
+    return [name for name, given in options.items() if given]
 
 
 def _loss_of(output: Any) -> Any:

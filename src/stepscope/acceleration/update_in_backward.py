@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from stepscope.acceleration.optimizer import FusedUpdate
+from stepscope.acceleration.optimizer import FusedUpdate, why_not_fused
 from stepscope.optim.in_backward import InBackwardAdamW
 from stepscope.optim.launches import kernel_takes
 
@@ -44,7 +44,7 @@ def update_in_backward(optimizer: Optimizer) -> UpdateInBackward | str:
     """Return the optimizer-in-backward for a fused optimizer, or why it would not be the same."""
     fused = getattr(vars(optimizer).get("_init_group"), "__self__", None)
     if not isinstance(fused, FusedUpdate):
-        return "the optimizer is not fused by stepscope.accelerate"
+        return why_not_fused(optimizer) or "the optimizer was not passed to stepscope.accelerate"
     return _reason(fused) or UpdateInBackward(fused)
 
 

@@ -82,11 +82,12 @@ def normed_sum(
     *,
     units: bool = False,
     bias: Tensor | None = None,
+    offset: float = 0.0,
     centered: bool = False,
     through: bool = False,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
-    LayerNorm, which may have a bias.
+    LayerNorm, which may have a bias. `offset` is added to the weight in float32.
 
     With `through` and without a branch, the gradient of the returned x passes through this
     operation, whose kernel adds it to that of the norm.
@@ -100,6 +101,8 @@ def normed_sum(
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
     if bias is not None and (units or not centered or bias.shape != weight.shape):
         raise ValueError("a bias needs a LayerNorm of its width that saves no unit rows")
+    if offset and (units or centered):
+        raise ValueError("an offset needs an RMSNorm that saves no unit rows")
     inputs = [one for one in (x, branch, weight, bias) if one is not None]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
     supported = bias is None or bias.dtype == weight.dtype
@@ -108,11 +111,13 @@ def normed_sum(
         stream = x if branch is None else x + branch
         if centered:
             return stream, Normed(plain_layer_norm(stream, weight, bias, eps).to(dtype))
-        return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
-    added, offset = (None if one is None else one.contiguous() for one in (branch, bias))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        scale = weight.to(wide) + offset if offset else weight
+        return stream, Normed(plain_rms_norm(stream, scale, eps).to(dtype))
+    added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, offset, eps, dtype, units, centered, through
+        x.contiguous(), added, weight, shift, eps, dtype, units, offset, centered, through
     )
     return x if stream is None else stream, Normed(normed, unit, weight.detach())
 
@@ -131,19 +136,20 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         units: bool,
+        offset: float,
         centered: bool,
         through: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered)
+        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered, offset)
         ctx.save_for_backward(
             result.stream if result.unit is None else result.unit,
             weight,
             result.inverse,
             result.mean,
         )
-        ctx.bias = bias is not None
+        ctx.bias, ctx.offset = bias is not None, offset
         ctx.stream = result.stream.dtype
         ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
         ctx.added, ctx.units = branch is not None, units
@@ -160,14 +166,15 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        saved, weight, inverse, mean = ctx.saved_tensors
         x_dtype, branch_dtype = ctx.dtypes
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 9
+                return (None,) * 10
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
+            # Not before: without this gradient, they may have been written to since.
+            saved, weight, inverse, mean = ctx.saved_tensors
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
             grad_sum, grad_branch, grad_weight, grad_bias = triton_norm.backward(
                 grad_normed.contiguous(),
@@ -180,6 +187,8 @@ class _AddNorm(torch.autograd.Function):
                 units=ctx.units,
                 mean=mean,
                 bias=ctx.bias,
+                offset=ctx.offset,
+                learned=any(ctx.needs_input_grad[2:4]),
             )
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, None, None, None, None, None
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 6

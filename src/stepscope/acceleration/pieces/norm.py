@@ -1,28 +1,27 @@
-"""RMSNorm and LayerNorm in one kernel each way.
+"""RMSNorm and LayerNorm in one kernel each way, together with the residual add before them.
 
 A norm is recognized by what it computes: a module with a weight, and perhaps a bias, and no
 children is compared with `rms_norm` and `layer_norm` in float32, on inputs so small that its
 epsilon decides the result.
+
+The last add of a block and the norm that reads its result, that of the next block or the one after
+all blocks, are one kernel too: a `Sum` remembers the norm that read its result in the call before.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import autocast_dtype
-from stepscope.kernels.norm import (
-    MAX_COLUMNS,
-    layer_norm,
-    plain_layer_norm,
-    plain_rms_norm,
-    rms_norm,
-)
+from stepscope.kernels.norm import MAX_COLUMNS, normed_sum, plain_layer_norm, plain_rms_norm
+from stepscope.torch_tools.saved_tensors import saved_tensors_are_hooked
 
 PIECE, LAYER_NORM = "RMSNorm", "LayerNorm"
 _SCALES = (1.0, 1e-3)
@@ -32,45 +31,169 @@ _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 _USUAL = (1e-5, 1e-6, 1e-12)
 """Epsilons of LayerNorms that have no attribute for it."""
 _OTHER_NORMS = ("batch", "group", "instance")
-_OFFSETS = (0.0, 1.0)
-"""Constant that is added to the weight; Gemma adds 1."""
+_SUMS: Any = WeakTensorKeyDictionary()
+"""The `Sum` that returned a stream."""
 
 
-def find(model: nn.Module) -> Found:
+class Formula(NamedTuple):
+    """What a norm computes: an RMSNorm, or a LayerNorm if it is `centered`."""
+
+    epsilon: float
+    offset: float = 0.0
+    """Constant that is added to the weight; Gemma adds 1."""
+    centered: bool = False
+
+    def plain(self, x: Tensor, norm: Any) -> Tensor:
+        if self.centered:
+            return plain_layer_norm(x, norm.weight, getattr(norm, "bias", None), self.epsilon)
+        return plain_rms_norm(x, norm.weight + self.offset, self.epsilon)
+
+
+class _Early(NamedTuple):
+    """The norm of a stream, computed by the add before it."""
+
+    stream: weakref.ref[Tensor]
+    state: object
+    value: Tensor
+
+    def is_of(self, x: Tensor, state: object) -> bool:
+        return self.stream() is x and self.state == state
+
+
+class Norm:
+    """A norm of a model, computed by the fused kernel."""
+
+    def __init__(self, module: Any, formula: Formula) -> None:
+        self.module, self.formula = module, formula
+        self._original = module.forward
+        self._dtypes: dict[Any, torch.dtype] = {}
+        self._dtype: torch.dtype | None = None
+        self._early: _Early | None = None
+        self._missed = False
+        """True if the last norm that was computed early was not read."""
+
+    @property
+    def is_dense(self) -> bool:
+        """True unless the weight is sharded."""
+        return type(self.module.weight) in (Tensor, nn.Parameter)
+
+    def forward(self, _: nn.Module, x: Tensor) -> Tensor:
+        if not self.is_dense:
+            return self._original(x)  # type: ignore[no-any-return]
+        return self.read(x, self.output_dtype(x.dtype))[1]
+
+    def of_sum(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return x + branch, or x, and its norm. The kernel adds the gradients of both."""
+        stream, normed = normed_sum(
+            x,
+            branch,
+            self.module.weight,
+            self.formula.epsilon,
+            dtype,
+            bias=getattr(self.module, "bias", None),
+            offset=self.formula.offset,
+            centered=self.formula.centered,
+            through=True,
+        )
+        return stream, normed.value
+
+    def read(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return x and its norm, which the add before may have computed already."""
+        early, self._early, self._dtype = self._early, None, dtype
+        # What is recomputed in the backward pass runs without the add before.
+        alone = saved_tensors_are_hooked()
+        if early is not None and not alone and early.is_of(x, self._state(x, dtype)):
+            return x, early.value
+        self._missed = early is not None
+        if x in _SUMS and not alone:
+            _SUMS[x].reader = self
+        return self.of_sum(x, None, dtype)
+
+    def read_early(self, x: Tensor, branch: Tensor) -> Tensor | None:
+        """Return x + branch and keep its norm for the next `read`; None if that is not possible or
+        the last one was not read."""
+        missed = self._missed or self._early is not None
+        self._early, self._missed = None, False
+        weight, dtype = self.module.weight, self._dtype
+        if (
+            missed
+            or dtype is None
+            or type(weight) is not nn.Parameter
+            or not weight.shape[0] == x.shape[-1] == branch.shape[-1]
+            or x.shape != branch.shape
+            or saved_tensors_are_hooked()
+        ):
+            return None
+        stream, value = self.of_sum(x, branch, dtype)
+        self._early = _Early(weakref.ref(stream), self._state(stream, dtype), value)
+        return stream
+
+    def _state(self, x: Tensor, dtype: torch.dtype) -> object:
+        learned = (self.module.weight, getattr(self.module, "bias", None))
+        version = None if x.is_inference() else x._version
+        return dtype, version, [(id(p), p._version) for p in learned if p is not None]
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the original's output for an input of that dtype: what autocast makes
+        of it is up to torch, and depends on the device."""
+        weight = self.module.weight
+        key = dtype, weight.dtype, weight.device.type, autocast_dtype(weight)
+        if key not in self._dtypes:
+            with torch.no_grad():
+                probe = torch.zeros(1, weight.shape[0], dtype=dtype, device=weight.device)
+                self._dtypes[key] = self._original(probe).dtype
+        return self._dtypes[key]
+
+
+class Sum:
+    """The last residual add of a block, fused with the norm that reads its result."""
+
+    def __init__(self) -> None:
+        self.reader: Norm | None = None
+
+    def __call__(self, x: Tensor, branch: Tensor) -> Tensor:
+        if self.reader is not None:
+            total = self.reader.read_early(x, branch)
+            if total is not None:
+                return total
+            self.reader = None
+        total = x + branch
+        _SUMS[total] = self
+        return total
+
+
+def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
     replacements, left = [], []
     for name, module in model.named_modules():
-        if not _may_be_norm(module):
-            continue
-        if has_hooks(module):
-            left.append(Left(PIECE, name, "it has hooks"))
-            continue
-        match, epsilon = matched_norm(module), None
-        if match is None:
-            epsilon = matched_layer_norm(module)
-        if match is not None:
-            replacements.append(Replacement(PIECE, name, module, _forward(*match)))
-        elif epsilon is not None:
-            forward = _layer_norm_forward(module, epsilon)
-            replacements.append(Replacement(LAYER_NORM, name, module, forward))
-        else:
-            piece = LAYER_NORM if _has_bias(module) else PIECE
-            left.append(Left(piece, name, "it computes something else"))
+        if module in norms:
+            piece = LAYER_NORM if norms[module].formula.centered else PIECE
+            replacements.append(Replacement(piece, name, module, norms[module].forward))
+        elif _may_be_norm(module):
+            reason = "it has hooks" if has_hooks(module) else "it computes something else"
+            left.append(Left(LAYER_NORM if _has_bias(module) else PIECE, name, reason))
     return replacements, left
+
+
+def matched_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+    """Return the norms that the kernels can compute. Those with hooks are not compared: a copy of
+    them would have the hooks."""
+    candidates = (one for one in model.modules() if _may_be_norm(one) and not has_hooks(one))
+    formulas = ((module, _matched(module)) for module in candidates)
+    return {module: Norm(module, formula) for module, formula in formulas if formula is not None}
 
 
 def _may_be_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
+    kind = type(module).__name__.lower()
     return (
         parameters.keys() <= {"weight", "bias"}
         and weight is not None
         and weight.dim() == 1
         and weight.shape[0] <= MAX_COLUMNS
         and not any(True for _ in module.children())
-        and "norm" in type(module).__name__.lower()
-        and not any(
-            kind in type(module).__name__.lower() for kind in ("batch", "group", "instance")
-        )
+        and "norm" in kind
+        and not any(other in kind for other in _OTHER_NORMS)
     )
 
 
@@ -78,102 +201,41 @@ def _has_bias(module: nn.Module) -> bool:
     return isinstance(getattr(module, "bias", None), Tensor)
 
 
-def matched_norm(module: nn.Module) -> tuple[float, float] | None:
-    """Return the epsilon and offset with which `rms_norm` computes the same; None if none does."""
-    if not _may_be_norm(module) or _has_bias(module):
-        return None
-    epsilons = _epsilons_of(module)
+def _candidates(module: nn.Module) -> list[Formula]:
+    known = [float(v) for n in _EPSILONS if isinstance(v := getattr(module, n, None), float)]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
-        epsilons = [torch.finfo(torch.float32).eps]
-    for epsilon in epsilons:
-        for offset in _OFFSETS:
-
-            def formula(
-                x: Tensor, norm: Any, epsilon: float = epsilon, one: float = offset
-            ) -> Tensor:
-                return plain_rms_norm(x, norm.weight + one, epsilon)
-
-            if _computes(module, formula):
-                return epsilon, offset
-    return None
-
-
-def matched_layer_norm(module: nn.Module) -> float | None:
-    """Return the epsilon with which `layer_norm` computes the same; None if none does."""
-    if not _may_be_norm(module):
-        return None
-    for epsilon in dict.fromkeys((*_epsilons_of(module), *_USUAL)):
-
-        def formula(x: Tensor, norm: Any, epsilon: float = epsilon) -> Tensor:
-            return plain_layer_norm(x, norm.weight, norm.bias, epsilon)
-
-        if _computes(module, formula):
-            return epsilon
-    return None
-
-
-def _epsilons_of(module: nn.Module) -> list[float]:
-    return [float(v) for n in _EPSILONS if isinstance(v := getattr(module, n, None), float)]
+        known = [torch.finfo(torch.float32).eps]
+    epsilons = dict.fromkeys((*known, *_USUAL))
+    centered = [Formula(epsilon, centered=True) for epsilon in epsilons]
+    if _has_bias(module):
+        return centered
+    return [Formula(epsilon, offset) for epsilon in known for offset in (0.0, 1.0)] + centered
 
 
 @torch.no_grad()
-def _computes(module: nn.Module, formula: Callable[[Tensor, Any], Tensor]) -> bool:
+def _matched(module: nn.Module) -> Formula | None:
+    """Return the formula that the module computes in float32; None if there is none."""
     probe: Any = copy.deepcopy(module).float().cpu()
     generator = torch.Generator().manual_seed(0)
     for parameter in probe.parameters():
         # Distinct values: a fresh norm has ones, which would hide an offset or a missing weight.
         parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    for scale in _SCALES:
-        x = torch.randn(2, 3, probe.weight.shape[0], generator=generator) * scale + 0.1 * scale
-        try:
-            actual, expected = probe(x), formula(x, probe)
-        except Exception:
-            # It is not a function of one tensor.
-            return False
-        if not isinstance(actual, Tensor) or actual.shape != expected.shape:
-            return False
-        # Without the bias, next to which the rest may be small.
-        bias = probe.bias if _has_bias(probe) else torch.zeros(())
-        if (actual - expected).norm() > _TOLERANCE * (expected - bias).norm():
-            return False
-    return True
-
-
-def _forward(epsilon: float, offset: float) -> Any:
-    def forward(module: Any, x: Tensor) -> Tensor:
-        weight = module.weight + offset if offset else module.weight
-        dtype = torch.promote_types(x.dtype, weight.dtype)
-        return rms_norm(x, weight, epsilon, dtype)
-
-    return forward
-
-
-class OutputDtypes:
-    """Output dtypes of a norm: what autocast makes of it is up to torch, and depends on the
-    device."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self._forward = norm.forward
-        self._dtypes: dict[Any, torch.dtype] = {}
-
-    def of(self, dtype: torch.dtype, device: torch.device, weight: Tensor) -> torch.dtype:
-        """Return the dtype of the norm of a tensor in that dtype."""
-        key = dtype, weight.dtype, device.type, autocast_dtype(weight)
-        if key not in self._dtypes:
-            with torch.no_grad():
-                probe = torch.zeros(1, weight.shape[0], dtype=dtype, device=device)
-                self._dtypes[key] = self._forward(probe).dtype
-        return self._dtypes[key]
-
-
-def _layer_norm_forward(module: nn.Module, epsilon: float) -> Any:
-    original, dtypes = module.forward, OutputDtypes(module)
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        weight = module.weight
-        if type(weight) is not nn.Parameter:
-            # Of a sharded model, or of a parametrization.
-            return original(x)  # type: ignore[no-any-return]
-        return layer_norm(x, weight, module.bias, epsilon, dtypes.of(x.dtype, x.device, weight))
-
-    return forward
+    size = (2, 3, probe.weight.shape[0])
+    inputs = [(torch.randn(size, generator=generator) + 0.1) * scale for scale in _SCALES]
+    try:
+        outputs = [probe(x) for x in inputs]
+    except Exception:
+        # It is not a function of one tensor.
+        return None
+    # Without the bias, next to which the rest may be small.
+    bias = probe.bias if _has_bias(probe) else torch.zeros(())
+    for formula in _candidates(module):
+        expected = [formula.plain(x, probe) for x in inputs]
+        if all(
+            isinstance(actual, Tensor)
+            and actual.shape == exact.shape
+            and (actual - exact).norm() <= _TOLERANCE * (exact - bias).norm()
+            for actual, exact in zip(outputs, expected, strict=True)
+        ):
+            return formula
+    return None

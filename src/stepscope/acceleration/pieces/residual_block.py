@@ -1,128 +1,202 @@
-"""Pre-norm blocks of Hugging Face decoders: each residual add and the norm after it in one kernel,
-also from one block to the next, and norms in the dtype of the matmuls that read them.
+"""Blocks with residual adds: each add and the norm after it in one kernel, also from one block to
+the next and to the norm after the last one, and norms in the dtype of the matmuls that read them.
 
-A block has exactly the parts `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
+A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
+RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
+attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm; so are the
+parts of BERT, a linear layer and the norm of its sum with the residual.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.pieces.norm import matched_norm
+from stepscope.acceleration.pieces.norm import Norm, Sum
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import matmul_dtype
-from stepscope.kernels.norm import normed_sum
-from stepscope.torch_tools.saved_tensors import saved_tensors_are_hooked
 
 PIECE = "residual block"
-_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def find(model: nn.Module) -> Found:
+class Sublayer(NamedTuple):
+    """A branch of a block: `call(module, read, arguments of the block)`, and its norm."""
+
+    norm: str
+    call: Callable[[Any, Tensor, dict[str, Any]], Any]
+    parts: tuple[str, ...] = ()
+    """The modules that it calls."""
+
+
+def _attention(norm: str, *parts: str) -> Sublayer:
+    """Return a sublayer of modules in a row; the first one gets the arguments of the block. Others
+    are dropout, layer scale, stochastic depth or another norm."""
+
+    def call(module: Any, read: Tensor, given: dict[str, Any]) -> Any:
+        output = getattr(module, parts[0])(read, **given)
+        branch = output[0] if isinstance(output, tuple) else output
+        for name in parts[1:]:
+            branch = getattr(module, name)(branch)
+        return branch
+
+    return Sublayer(norm, call, parts)
+
+
+def _mlp(norm: str, *parts: str) -> Sublayer:
+    call = _attention(norm, *parts).call
+    return Sublayer(norm, lambda module, read, _: call(module, read, {}), parts)
+
+
+_FIRST, _SECOND = "input_layernorm", "post_attention_layernorm"
+LAYOUTS = (
+    (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp")),
+    (
+        _attention(_FIRST, "self_attn", _SECOND),
+        _mlp("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    ),
+    (_attention(_FIRST, "self_attn", "resid_dropout"), _mlp(_FIRST, "mlp", "resid_dropout")),
+    (
+        _attention(_FIRST, "attention", "post_attention_dropout"),
+        _mlp(_SECOND, "mlp", "post_mlp_dropout"),
+    ),
+    (_attention("ln_1", "attn"), _mlp("ln_2", "mlp")),
+    (_attention("norm1", "attn", "ls1", "drop_path1"), _mlp("norm2", "mlp", "ls2", "drop_path2")),
+    (
+        _attention("layernorm_before", "attention", "dropout"),
+        _mlp("layernorm_after", "mlp", "dropout"),
+    ),
+)
+"""Pre-norm blocks. Sublayers with the same norm are parallel."""
+_OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
+    nn.TransformerEncoderLayer: (
+        Sublayer(
+            "norm1",
+            lambda module, x, given: module._sa_block(
+                x, given["src_mask"], given["src_key_padding_mask"], given["is_causal"]
+            ),
+        ),
+        Sublayer("norm2", lambda module, x, _: module._ff_block(x)),
+    ),
+    nn.TransformerDecoderLayer: (
+        Sublayer(
+            "norm1",
+            lambda module, x, given: module._sa_block(
+                x, given["tgt_mask"], given["tgt_key_padding_mask"], given["tgt_is_causal"]
+            ),
+        ),
+        Sublayer(
+            "norm2",
+            lambda module, x, given: module._mha_block(
+                x,
+                given["memory"],
+                given["memory_mask"],
+                given["memory_key_padding_mask"],
+                given["memory_is_causal"],
+            ),
+        ),
+        Sublayer("norm3", lambda module, x, _: module._ff_block(x)),
+    ),
+}
+_POST_NORM = {"dense", "LayerNorm", "dropout"}
+
+
+def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
     replacements, left = [], []
-    blocks: dict[nn.Module, _Block] = {}
-    names = {module: name for name, module in model.named_modules()}
-    for module, name in names.items():
-        parts = dict(module.named_children())
-        if not parts.keys() >= _PARTS:
+    for name, module in model.named_modules():
+        parts = {name for name, _ in module.named_children()}
+        sublayers = _sublayers(module, parts)
+        if sublayers is None:
             continue
-        first, second = (_Norm.of(parts[norm]) for norm in _NORMS)
-        if parts.keys() != _PARTS or first is None or second is None:
-            left.append(Left(PIECE, name, "it has other parts than two RMSNorms, attention, MLP"))
-        elif any(map(has_hooks, module.modules())):
+        used = {one.norm for one in sublayers}
+        other = parts - used.union(*(one.parts for one in sublayers))
+        if any(map(has_hooks, module.modules())):
             left.append(Left(PIECE, name, "it has hooks"))
+        elif sublayers[0].parts and other:
+            left.append(Left(PIECE, name, f"it has other parts: {', '.join(sorted(other))}"))
+        elif any(getattr(module, norm) not in norms for norm in used):
+            left.append(Left(PIECE, name, "its norms compute something else"))
         else:
-            blocks[module] = _Block(module, first, second)
-    for module, following in _consecutive(model):
-        if module in blocks and following in blocks:
-            blocks[module].following = blocks[following]
-    for module, block in blocks.items():
-        replacements.append(Replacement(PIECE, names[module], module, block.forward))
+            kind = _PostNorm if parts == _POST_NORM else _Block
+            block = kind(module, sublayers, norms)
+            replacements.append(Replacement(PIECE, name, module, block.forward))
     return replacements, left
 
 
-def _consecutive(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the modules of each list with the one after them."""
-    for modules in model.modules():
-        if isinstance(modules, nn.ModuleList):
-            yield from zip(list(modules), list(modules)[1:], strict=False)
-
-
-class _Norm(NamedTuple):
-    module: Any
-    eps: float
-    offset: float
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Norm | None:
-        """Return the norm that a module computes; None if it computes something else."""
-        match = matched_norm(module)
-        return None if match is None else cls(module, *match)
-
-    def of_sum(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return x + branch, or x, and its norm."""
-        weight = self.module.weight
-        weight = weight + self.offset if self.offset else weight
-        stream, normed = normed_sum(x, branch, weight, self.eps, dtype)
-        return stream, normed.value
-
-
-class _Normed(NamedTuple):
-    """The norm of a stream, computed by the block before."""
-
-    stream: weakref.ref[Tensor]
-    version: int
-    dtype: torch.dtype
-    value: Tensor
+def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | None:
+    """Return the sublayers of a block; None if this is not one."""
+    for kind, sublayers in _OF_TORCH.items():
+        if isinstance(module, kind):
+            return sublayers
+    if parts == _POST_NORM:
+        return (_mlp("LayerNorm", "dense", "dropout"),)
+    found = []
+    for sublayers in LAYOUTS:
+        names = {name for one in sublayers for name in (one.norm, *one.parts)}
+        if names <= parts:
+            found.append((len(names), sublayers))
+    return max(found, key=lambda one: one[0], default=(0, None))[1]
 
 
 class _Block:
     """The fused forward of one block."""
 
-    def __init__(self, module: Any, first: _Norm, second: _Norm) -> None:
-        self._module, self._original = module, module.forward
-        self._first, self._second = first, second
-        self._normed: _Normed | None = None
-        self.following: _Block | None = None
+    def __init__(
+        self, module: Any, sublayers: tuple[Sublayer, ...], norms: dict[nn.Module, Norm]
+    ) -> None:
+        self._original, self._calls = module.forward, [one.call for one in sublayers]
+        self._norms = [norms[getattr(module, one.norm)] for one in sublayers]
+        self._sum = Sum()
+        parameters = inspect.signature(module.forward).parameters.values()
+        named = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        self._names = [p.name for p in named] or [""]
+        self._defaults = {p.name: p.default for p in named if p.default is not p.empty}
 
-    def forward(self, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or has_hooks(self._first.module) or has_hooks(self._second.module):
-            return self._original(hidden_states, *args, **kwargs)
-        dtype = matmul_dtype(hidden_states)
-        read = self._take_normed(hidden_states, dtype)
-        if read is None:
-            _, read = self._first.of_sum(hidden_states, None, dtype)
-        branch, _ = module.self_attn(hidden_states=read, **kwargs)
-        stream, read = self._second.of_sum(hidden_states, branch, dtype)
-        branch = module.mlp(read)
-        following = self.following
-        if following is None or not following.can_be_normed_early():
-            return stream + branch
-        stream, read = following._first.of_sum(stream, branch, dtype)
-        following._normed = _Normed(weakref.ref(stream), stream._version, dtype, read)
-        return stream
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
+        x = given.pop(self._names[0], None)
+        # Cross-attention of GPT-2 is another block.
+        encoder = [given.pop(name) for name in list(given) if name.startswith("encoder_")]
+        known = x is not None and len(args) <= len(self._names)
+        if not known or any(one is not None for one in encoder) or not self._applies(given):
+            return self._original(*args, **kwargs)
+        return self._run(module, x, given)
 
-    def can_be_normed_early(self) -> bool:
-        """Return whether the block before may compute the first norm: nothing comes between, the
-        weight is not sharded, and the forward pass is not recomputed in the backward pass, where
-        the blocks run alone."""
-        norm = self._first.module
-        return not (
-            has_hooks(self._module)
-            or has_hooks(norm)
-            or type(norm.weight) is not nn.Parameter
-            or saved_tensors_are_hooked()
-        )
+    def _applies(self, _: dict[str, Any]) -> bool:
+        return all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms)
 
-    def _take_normed(self, stream: Tensor, dtype: torch.dtype) -> Tensor | None:
-        normed, self._normed = self._normed, None
-        if normed is None or saved_tensors_are_hooked():
-            return None
-        same = normed.stream() is stream and normed.version == stream._version
-        return normed.value if same and normed.dtype == dtype else None
+    def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
+        if not getattr(module, "norm_first", True):
+            for norm, call in zip(self._norms, self._calls, strict=True):
+                x = _norm_of_sum(norm, x, call(module, x, given))
+            return x
+        dtype, first = matmul_dtype(x), self._norms[0]
+        x, read = first.read(x, dtype)
+        branch = self._calls[0](module, read, given)
+        parallel = getattr(module, "use_parallel_residual", False)
+        for norm, call in zip(self._norms[1:], self._calls[1:], strict=True):
+            if norm is not first:
+                x, read = norm.of_sum(x, None if parallel else branch, dtype)
+            added = call(module, read, given)
+            branch = added + branch if parallel or norm is first else added
+        return self._sum(x, branch)
+
+
+class _PostNorm(_Block):
+    """The fused forward of LayerNorm(dropout(dense(x)) + residual), as in BERT."""
+
+    def _applies(self, given: dict[str, Any]) -> bool:
+        return len(given) == 1 and super()._applies(given)
+
+    def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
+        (residual,) = given.values()
+        return _norm_of_sum(self._norms[0], residual, self._calls[0](module, x, {}))
+
+
+def _norm_of_sum(norm: Norm, x: Tensor, branch: Tensor) -> Tensor:
+    """Return the norm of x + branch in the dtype of the original."""
+    dtype = norm.output_dtype(torch.promote_types(x.dtype, branch.dtype))
+    return norm.of_sum(x, branch, dtype)[1]

@@ -10,6 +10,7 @@ there are no atomics and the result is bitwise reproducible.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ def norm_forward_kernel(
     inverse_ptr,
     mean_ptr,
     eps,
+    offset,
     D,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -70,7 +72,7 @@ def norm_forward_kernel(
     root = tl.math.sqrt_rn(mean_square + eps)
     scale = tl.math.div_rn(root * 0.0 + 1.0, root)
     tl.store(inverse_ptr + pid, scale)
-    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + offset
     b_out = b_wide * scale
     if UNITS:
         # Continue with the stored rounding, so that the norm can be recomputed from it.
@@ -94,11 +96,13 @@ def norm_backward_kernel(
     grad_sum_ptr,
     grad_branch_ptr,
     partial_ptr,
+    offset,
     rows,
     rows_per_program,
     D,
     THROUGH: tl.constexpr,
     SPLIT: tl.constexpr,
+    LEARNED: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -108,12 +112,12 @@ def norm_backward_kernel(
     side; blocks are (BLOCK_D,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
-    UNITS: unit rows were saved.
+    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved.
     """
     pid = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + offset
     b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_db = tl.zeros([BLOCK_D], dtype=tl.float32)
     start = pid * rows_per_program
@@ -127,9 +131,10 @@ def norm_backward_kernel(
                 b_unit = tl.where(mask_d, b_unit - tl.load(mean_ptr + row), 0.0)
             b_unit = b_unit * scale
         b_dy = tl.load(grad_normed_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
-        b_dw += b_dy * b_unit
-        if BIAS:
-            b_db += b_dy
+        if LEARNED:
+            b_dw += b_dy * b_unit
+            if BIAS:
+                b_db += b_dy
         b_dy = b_dy * b_w
         mean_dot = tl.sum(b_dy * b_unit, 0) / D
         b_dx = b_dy - b_unit * mean_dot
@@ -141,12 +146,13 @@ def norm_backward_kernel(
         tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
             tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
-    if BIAS:
-        partial_ptrs = partial_ptr + pid * 2 * D + offs_d
-        tl.store(partial_ptrs + D, b_db, mask=mask_d)
-    else:
-        partial_ptrs = partial_ptr + pid * D + offs_d
-    tl.store(partial_ptrs, b_dw, mask=mask_d)
+    if LEARNED:
+        if BIAS:
+            partial_ptrs = partial_ptr + pid * 2 * D + offs_d
+            tl.store(partial_ptrs + D, b_db, mask=mask_d)
+        else:
+            partial_ptrs = partial_ptr + pid * D + offs_d
+        tl.store(partial_ptrs, b_dw, mask=mask_d)
 
 
 @triton.jit
@@ -198,9 +204,10 @@ def forward(
     units: bool = False,
     bias: Tensor | None = None,
     centered: bool = False,
+    offset: float = 0.0,
 ) -> NormOutputs:
     """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs. With
-    `centered` it is a LayerNorm."""
+    `centered` it is a LayerNorm. `offset` is added to the weight."""
     stream = x
     if branch is not None:
         stream = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
@@ -220,6 +227,7 @@ def forward(
         inverse,
         mean,
         eps,
+        offset,
         x.shape[-1],
         ADD=branch is not None,
         CENTERED=centered,
@@ -244,10 +252,12 @@ def backward(
     units: bool = False,
     mean: Tensor | None = None,
     bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype),
-    of the weight, and of the bias if there is one, in the dtype of the weight. `saved` is the
-    stream, or with `units` the unit rows; with `mean` it is a LayerNorm."""
+    offset: float = 0.0,
+    learned: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
+    and, if `learned`, of the weight, and of the bias if there is one, in the dtype of the weight.
+    `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -259,7 +269,7 @@ def backward(
     rows_each = triton.cdiv(rows, _programs(saved.device, warps))
     programs = triton.cdiv(rows, rows_each)
     width = 2 * d if bias else d
-    partial = torch.empty(programs, width, device=saved.device, dtype=torch.float32)
+    partial = inverse.new_empty(programs, width) if learned else None
     norm_backward_kernel[(programs,)](
         grad_normed,
         grad_stream,
@@ -270,21 +280,25 @@ def backward(
         grad_sum,
         grad_branch,
         partial,
+        offset,
         rows,
         rows_each,
         d,
         THROUGH=grad_stream is not None,
         SPLIT=split,
+        LEARNED=learned,
         CENTERED=mean is not None,
         BIAS=bias,
         UNITS=units,
         BLOCK_D=block,
         num_warps=warps,
     )
+    if partial is None:
+        return grad_sum, grad_branch, None, None
     grads = weight.new_empty(width)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
-    run_overlapped(saved.device, lambda: add_up(partial, grads), partial)
+    run_overlapped(saved.device, functools.partial(add_up, partial, grads), partial)
     return grad_sum, grad_branch, grads[:d], grads[d:] if bias else None
 
 
