@@ -297,7 +297,8 @@ def _fitting_launch(
         choices = [_INTERPRETER_TILE]
     else:
         head, width = problem.q.shape[-1], problem.q.dtype.itemsize
-        choices = tiles(kind, head, width, _capability(problem.device))
+        capability = _capability(problem.device)
+        choices = tiles(kind, head, width, capability, causal=problem.causal)
     for tile in choices[:-1]:
         try:
             return _first_launch(kind, problem, read, rest, strided, scale, tile)
