@@ -20,9 +20,11 @@ from stepscope.attention.inputs import (
     as_four_dims,
     checked_inputs,
     default_scale,
+    heads_per_key_head,
     with_positive_scale,
 )
 from stepscope.attention.masking import causal_offset
+from stepscope.attention.preference import MIN_MULTIPLY_ADDS, description, kind_of
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import Passes, attend_under_transforms
 from stepscope.torch_tools.derivatives import (
@@ -32,13 +34,9 @@ from stepscope.torch_tools.derivatives import (
 )
 from stepscope.torch_tools.triton_available import is_interpreted
 
-MIN_MULTIPLY_ADDS = 1 << 34
-"""Multiply-adds of one matmul below which a launch through torch's C++ dispatch is faster."""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
-MAX_PREFERRED_HEAD_DIM = 96
-"""Largest head dimension at which the 16-bit kernels are preferred to cuDNN."""
 
 
 @functools.cache
@@ -264,7 +262,7 @@ def leaves(
     q: Tensor,
     k: Tensor,
     v: Tensor,  # noqa: ARG001
-    is_causal: bool,  # noqa: ARG001
+    is_causal: bool,
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
 ) -> str | None:
@@ -273,14 +271,14 @@ def leaves(
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
-    if q.numel() * k.shape[-2] < MIN_MULTIPLY_ADDS:
-        # The message has no size of the input: the compiler cannot format a symbolic one.
-        return (
-            f"below {MIN_MULTIPLY_ADDS:.1e} multiply-adds the launch takes longer than the kernel"
-        )
-    if q.dtype != torch.float32 and q.shape[-1] > MAX_PREFERRED_HEAD_DIM:
-        limit = MAX_PREFERRED_HEAD_DIM
-        return f"cuDNN, which torch uses here, is faster at head dimensions above {limit}"
+    grouped = heads_per_key_head(q, k) > 1
+    kind = kind_of(q.element_size(), q.shape[-1], is_causal, grouped)
+    least = MIN_MULTIPLY_ADDS.get(kind)
+    # The messages have no size of the input: the compiler cannot format a symbolic one.
+    if least is None:
+        return f"cuDNN, which torch uses here, is faster for: {description(kind)}"
+    if q.numel() * k.shape[-2] < least:
+        return f"below {least:.1e} multiply-adds the launch takes longer than the kernel"
     return None
 
 
