@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from stepscope.attention.inputs import (
     as_four_dims,
@@ -234,6 +235,48 @@ def triton_attention(
     heads = [as_four_dims(x) for x in (q, k, v)]
     out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
     return out.view(q.shape)
+
+
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `triton_attention` for inputs of these shapes, with what follows from the shapes
+    computed once."""
+    general = functools.partial(
+        triton_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
+    factor = default_scale(q) if scale is None else scale
+    if q.dim() != 4 or factor <= 0:
+        return general
+    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
+    apply = super(FlashAttentionTriton, FlashAttentionTriton).apply
+    forward = _kernels().forward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # `attention` calls bound functions outside of the compiler only.
+        if (
+            type(q) not in _PLAIN_TENSOR_TYPES
+            or type(k) not in _PLAIN_TENSOR_TYPES
+            or type(v) not in _PLAIN_TENSOR_TYPES
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return general(q, k, v)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            out: Tensor = apply(q, k, v, is_causal, factor, shift)  # type: ignore[no-untyped-call]
+        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            out = forward(q, k, v, scale=factor, causal=is_causal, shift=shift)[0]
+        else:
+            out = _launch_forward(q, k, v, is_causal, factor, shift)[0]
+        return out
+
+    return attend
 
 
 def refuses(

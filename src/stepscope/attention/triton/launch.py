@@ -85,9 +85,12 @@ class Problem(NamedTuple):
             q.device,
             q.dtype == torch.float32 and tf32_is_enabled(),
             1 if read[0] is q else PLANES,
+            # Not by the constructor of the named tuple, which is a Python function.
             tuple(
                 [
-                    Given(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                    tuple.__new__(
+                        Given, (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                    )
                     for x in tensors
                 ]
             ),
