@@ -35,7 +35,7 @@ DEVICE = "cuda"
 SECONDS = 20
 """Time limit of a process from its first launch on."""
 COMPILE_SECONDS = 60
-WORKERS = 8
+WORKERS = 12
 ROUNDS = 12
 WAIT_CYCLES = 8_000_000
 GATE = 600
@@ -230,7 +230,7 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
         text, code, errors = (error.stdout or b"").decode(), "time limit", ""
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     if code != "0":
-        what = "hangs" if code in ("3", "time limit") else errors.strip().splitlines()[-1:]
+        what = "hangs" if code in ("3", "time limit") else errors.strip()[-300:]
         lines.append({"failed": arguments, "code": code, "error": what})
     return lines
 

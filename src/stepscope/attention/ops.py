@@ -254,7 +254,7 @@ def bind(
     if q.dim() != 4 or factor <= 0:
         return general
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    apply = super(FlashAttentionTriton, FlashAttentionTriton).apply
+    apply: Any = super(FlashAttentionTriton, FlashAttentionTriton).apply
     forward = _kernels().forward
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def bind(
         ):
             return general(q, k, v)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            out: Tensor = apply(q, k, v, is_causal, factor, shift)  # type: ignore[no-untyped-call]
+            out: Tensor = apply(q, k, v, is_causal, factor, shift)
         elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             out = forward(q, k, v, scale=factor, causal=is_causal, shift=shift)[0]
         else:
