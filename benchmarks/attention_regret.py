@@ -2,39 +2,52 @@
 
     python benchmarks/attention_regret.py --out regret.jsonl
     python benchmarks/attention_regret.py --shapes 20
-    python benchmarks/attention_regret.py --read regret.jsonl      print the table of a record
+    python benchmarks/attention_regret.py --read regret.jsonl      table, and a rule fitted to it
+    python benchmarks/attention_regret.py --device cpu --shapes 3  without a GPU, tiny shapes
 
 A shape has a dtype, head dimension, length, heads, key heads and a causal mask or none. The time is
 that of a forward and a backward pass through the public call; calls follow each other without
 synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret
-is the time of auto over that of the fastest implementation, less one. Needs a GPU.
+is the time of auto over that of the fastest implementation, less one. After `--seconds` no further
+shape is measured; shapes are in random order, so that fewer are a smaller sample of the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import multiprocessing
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from stepscope.attention import attention
+from stepscope.attention import attention, explain
+from stepscope.attention.preference import MIN_MULTIPLY_ADDS, Kind, description, kind_of
 from stepscope.errors import one_line
 
-RIVALS = ("triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+RIVALS = ("triton", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 FORMS = ("auto", *RIVALS)
+RULED = ("auto", "triton", "sdpa")
+"""Always timed: what auto does, and what it chooses from."""
+FAR_BEHIND = 1.3
+"""Others this much slower than the fastest at first sight are not timed further."""
 TURNS = 4
-TURN_SECONDS = 0.02
+TURN_SECONDS = 0.015
+COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
 """Longest forward and backward pass of a shape, at a rate of 400 TFLOP/s."""
 RATE = 400e12
+CPU_RATE = 1e10
+FOLDS = 5
 
 
 class Shape(NamedTuple):
@@ -50,8 +63,23 @@ class Shape(NamedTuple):
         forward = 4.0 * self.batch * self.heads * self.length**2 * self.d_head
         return 3.5 * forward * (0.5 if self.causal else 1.0)
 
+    def multiply_adds(self) -> int:
+        return self.batch * self.heads * self.length**2 * self.d_head
 
-def shapes(count: int, seed: int) -> list[Shape]:
+    def kind(self) -> Kind:
+        element_bytes = getattr(torch, self.dtype).itemsize
+        return kind_of(element_bytes, self.d_head, self.causal, self.heads != self.key_heads)
+
+    def compiled_kind(self) -> tuple[Any, ...]:
+        """Return what distinguishes compiled kernels: Triton specializes integers that are one or
+        a multiple of 16, and the heads of a group divide all heads."""
+        integers = (self.batch, self.heads, self.heads // self.key_heads)
+        specialized = tuple(n if n == 1 else n % 16 == 0 for n in integers)
+        groups = (math.gcd(16, self.batch * n) for n in (self.heads, self.key_heads))
+        return (self.dtype, self.d_head, self.causal, *specialized, *groups)
+
+
+def shapes(count: int, seed: int, rate: float = RATE) -> list[Shape]:
     """Draw shapes that training uses and that take at most `LONGEST_SECONDS`."""
     generator = random.Random(seed)
     drawn: list[Shape] = []
@@ -62,12 +90,12 @@ def shapes(count: int, seed: int) -> list[Shape]:
             batch=generator.choice([1, 2, 4, 8, 16, 32]),
             heads=heads,
             key_heads=heads // generator.choice([1, 1, 1, 2, 4, 8]) if heads % 8 == 0 else heads,
-            length=64 * round(2 ** generator.uniform(1, 8)),
+            length=64 * round(2 ** generator.uniform(1, 8)) if rate == RATE else 32,
             d_head=generator.choice([64, 64, 64, 80, 96, 128, 128, 128]),
             causal=generator.random() < 0.6,
         )
-        rate = RATE / (8 if shape.dtype == "float32" else 1)
-        if 1e8 < shape.flops() < LONGEST_SECONDS * rate:
+        longest = LONGEST_SECONDS * rate / (8 if shape.dtype == "float32" else 1)
+        if 1e-5 * longest < shape.flops() < longest:
             drawn.append(shape)
     return drawn
 
@@ -75,14 +103,14 @@ def shapes(count: int, seed: int) -> list[Shape]:
 class Case:
     """The tensors of a shape, in the layout of a projection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str) -> None:
         self._shape = shape
         dtype = getattr(torch, shape.dtype)
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def heads(count: int) -> torch.Tensor:
             size = (shape.batch, shape.length, count, shape.d_head)
-            x = torch.randn(size, generator=generator, device="cuda", dtype=dtype)
+            x = torch.randn(size, generator=generator, device=device, dtype=dtype)
             return x.transpose(1, 2)
 
         self._inputs = [heads(n) for n in (shape.heads, shape.key_heads, shape.key_heads)]
@@ -94,54 +122,73 @@ class Case:
         out = attention(*self._inputs, is_causal=self._shape.causal, impl=form)
         torch.autograd.grad(out, self._inputs, self._grad)
 
+    def chosen(self) -> str | None:
+        return explain(*self._inputs, is_causal=self._shape.causal).chosen
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
 
 def seconds(call: Callable[[], object], calls: int) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / calls
 
 
-def measure(shape: Shape) -> dict[str, Any]:
-    case = Case(shape)
-    calls: dict[str, Callable[[], object]] = {}
+def measure(shape: Shape, device: str) -> dict[str, Any]:
+    """Return a record: microseconds of each form, and the reasons of those that did not run."""
+    case = Case(shape, device)
+    first: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for form in FORMS:
-        call = functools.partial(case.call, form)
         try:
-            seconds(call, 2)
-            calls[form] = call
-        except (ValueError, RuntimeError) as error:
+            seconds(functools.partial(case.call, form), 2)
+            first[form] = seconds(functools.partial(case.call, form), 3)
+        except Exception as error:
+            # Whatever a form raises, among others a failed compilation, the others are measured.
             reasons[form] = one_line(error)
-    each = {form: seconds(call, 3) for form, call in calls.items()}
-    counts = {form: max(3, round(TURN_SECONDS / taken)) for form, taken in each.items()}
-    turns = [{f: seconds(calls[f], counts[f]) for f in calls} for _ in range(TURNS)]
-    times = {form: 1e6 * min(turn[form] for turn in turns) for form in calls}
-    return {"shape": shape._asdict(), "us": times, "not_supported": reasons}
+            synchronize()
+    fastest = min(first.values())
+    timed = [f for f in first if f in RULED or first[f] < FAR_BEHIND * fastest]
+    counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
+    turns = [
+        {f: seconds(functools.partial(case.call, f), counts[f]) for f in timed}
+        for _ in range(TURNS)
+    ]
+    us = {f: 1e6 * min(t[f] for t in turns) if f in timed else 1e6 * first[f] for f in first}
+    return {"shape": shape._asdict(), "us": us, "chosen": case.chosen(), "not_supported": reasons}
 
 
 def compile_kernels(part: Sequence[Shape]) -> None:
     """Compile what a process of its own can compile: the kernels stay in Triton's cache."""
     for shape in part:
-        case = Case(shape)
-        for form in ("auto", "triton"):
-            try:
-                case.call(form)
-            except (ValueError, RuntimeError):
-                continue
+        try:
+            Case(shape, "cuda").call("triton")
+        except Exception as error:
+            print(f"{shape}: {one_line(error)}", flush=True)
 
 
-def compile_in_parallel(drawn: Sequence[Shape], processes: int) -> None:
-    kinds = {(s.dtype, s.d_head, s.causal, s.heads == s.key_heads): s for s in drawn}.values()
-    parts = [list(kinds)[number::processes] for number in range(processes)]
+def compile_in_parallel(drawn: Sequence[Shape], processes: int, limit: float) -> None:
+    """Compile the kernels of all shapes; what is not compiled in time is compiled when measured."""
+    kinds = list({shape.compiled_kind(): shape for shape in drawn}.values())
+    # float32 takes longest to compile: first, so that no process ends with several of them.
+    kinds.sort(key=lambda shape: shape.dtype != "float32")
     context = multiprocessing.get_context("spawn")
+    parts = [kinds[number::processes] for number in range(processes)]
     running = [context.Process(target=compile_kernels, args=(part,)) for part in parts if part]
+    end = time.monotonic() + limit
     for process in running:
         process.start()
     for process in running:
-        process.join()
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def regrets(lines: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
@@ -154,42 +201,123 @@ def regrets(lines: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]
     return sorted(found, key=lambda entry: -entry[0])
 
 
+def quantiles(values: Sequence[float]) -> str:
+    """Return median, 95th percentile and maximum of regrets."""
+    ordered = sorted(values)
+    p95 = (
+        statistics.quantiles(ordered, n=20, method="inclusive")[-1]
+        if len(ordered) > 1
+        else ordered[0]
+    )
+    median = statistics.median(ordered)
+    return f"{median:.1%} median, {p95:.1%} at the 95th percentile, {ordered[-1]:.1%} at worst"
+
+
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     found = regrets(lines)
-    values = [regret for regret, _ in found]
-    p95 = statistics.quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
-    out = [
-        f"{len(found)} shapes: regret {statistics.median(values):.1%} median, {p95:.1%} at the 95th"
-        f" percentile, {values[0]:.1%} at worst",
-        "largest:",
-    ]
+    if not found:
+        return "no shape was measured with auto and another implementation"
+    out = [f"{len(found)} shapes: regret {quantiles([r for r, _ in found])}", "largest:"]
     for regret, line in found[:12]:
         times = "  ".join(f"{form} {us:.0f}" for form, us in sorted(line["us"].items()))
         out.append(f"  {regret:6.1%}  {Shape(**line['shape'])}  µs: {times}")
     return "\n".join(out)
 
 
+Rule = Mapping[Kind, float]
+"""Multiply-adds from which a kind goes to Triton; a kind without an entry never does."""
+
+
+def ruled_regret(line: dict[str, Any], rule: Rule) -> float:
+    """Return the regret of a rule that chooses between Triton and torch's own choice."""
+    shape, us = Shape(**line["shape"]), line["us"]
+    triton = shape.multiply_adds() >= rule.get(shape.kind(), math.inf)
+    best = min(time for form, time in us.items() if form != "auto")
+    return us["triton" if triton else "sdpa"] / best - 1
+
+
+def fitted(lines: Sequence[dict[str, Any]]) -> dict[Kind, float]:
+    """Return the rule with the smallest total of regrets on these records. A limit lies halfway, as
+    a ratio, between the shapes that it separates."""
+    rule: dict[Kind, float] = {}
+    for kind in {Shape(**line["shape"]).kind() for line in lines}:
+        own = [line for line in lines if Shape(**line["shape"]).kind() == kind]
+        work = sorted({Shape(**line["shape"]).multiply_adds() for line in own})
+        limits = [work[0] / 2, *(math.sqrt(a * b) for a, b in itertools.pairwise(work))]
+
+        def total(limit: float, own: list[dict[str, Any]] = own, kind: Kind = kind) -> float:
+            return sum(math.log1p(ruled_regret(line, {kind: limit})) for line in own)
+
+        best = min((math.inf, *reversed(limits)), key=total)
+        if best < math.inf:
+            rule[kind] = best
+    return rule
+
+
+def fit(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the regret of the present rule and of one fitted to the records, the latter also on
+    records that it was not fitted to, and the fitted table."""
+    usable = [line for line in lines if {"triton", "sdpa"} <= line["us"].keys()]
+    if len(usable) < FOLDS:
+        return "too few shapes with Triton and sdpa for a fit"
+    rule = fitted(usable)
+    others = [
+        ruled_regret(line, fitted([x for j, x in enumerate(usable) if j % FOLDS != fold]))
+        for fold in range(FOLDS)
+        for line in usable[fold::FOLDS]
+    ]
+    present = [ruled_regret(line, MIN_MULTIPLY_ADDS) for line in usable]
+    out = [
+        f"rule of auto between Triton and sdpa, {len(usable)} shapes:",
+        f"  present        {quantiles(present)}",
+        f"  fitted         {quantiles([ruled_regret(line, rule) for line in usable])}",
+        f"  on other folds {quantiles(others)}",
+        "  fitted table, as powers of two:",
+    ]
+    for kind in sorted({Shape(**line["shape"]).kind() for line in usable}):
+        count = sum(Shape(**line["shape"]).kind() == kind for line in usable)
+        limit = f"2^{math.log2(rule[kind]):.1f}" if kind in rule else "never"
+        now = (
+            f"2^{math.log2(MIN_MULTIPLY_ADDS[kind]):.1f}" if kind in MIN_MULTIPLY_ADDS else "never"
+        )
+        out.append(f"    {description(kind):<56} {limit:>7} (now {now}; {count} shapes)")
+    return "\n".join(out)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", type=int, default=200, help="number of shapes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compilers", type=int, default=8, help="processes that compile kernels")
+    parser.add_argument("--seconds", type=float, default=230, help="limit of the total time")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    processes = max(1, (os.cpu_count() or 2) - 2)
+    parser.add_argument("--compilers", type=int, default=processes, help="compiling processes")
     parser.add_argument("--out", type=Path, help="file for one JSON line per shape")
     parser.add_argument("--read", type=Path, help="print the table of this file")
     args = parser.parse_args(words)
     if args.read:
-        print(summary([json.loads(line) for line in args.read.read_text().splitlines()]))
+        lines = [json.loads(line) for line in args.read.read_text().splitlines()]
+        print(summary(lines), fit(lines), sep="\n")
         return
-    drawn = shapes(args.shapes, args.seed)
-    compile_in_parallel(drawn, args.compilers)
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    start = time.monotonic()
+    drawn = shapes(args.shapes, args.seed, RATE if args.device == "cuda" else CPU_RATE)
+    machine = {"device": "cpu", "torch": torch.__version__}
+    if args.device == "cuda":
+        compile_in_parallel(drawn, args.compilers, min(COMPILE_SECONDS, args.seconds / 2))
+        machine["device"] = torch.cuda.get_device_name()
+        print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     lines = []
     for shape in drawn:
-        lines.append(measure(shape))
+        if time.monotonic() - start > args.seconds:
+            break
+        lines.append(measure(shape, args.device))
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(lines[-1] | machine) + "\n")
-    print(summary(lines))
+    print(summary(lines), fit(lines), sep="\n")
+    print(f"{len(lines)} of {len(drawn)} shapes in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

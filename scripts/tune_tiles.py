@@ -1,7 +1,9 @@
-"""Time tiles of the attention kernels on this machine's GPU, compared with torch's kernels.
+r"""Time tiles of the attention kernels on this machine's GPU, compared with torch's kernels.
 
     python scripts/tune_tiles.py --shape 1,16,16384,64 --out tiles.json
     python scripts/tune_tiles.py --shape 4,16,4096,128 --pass key_value --m 32 64 --warps 4 8
+    python scripts/tune_tiles.py --full --pass forward --shape 4,16,4096,128 2,16,16384,128 \
+        --m 64 128 --n 64 128 --warps 4 8 --stages 2 3 --group 1 16 --hold 0 1 --registers 0 128
 
 Every combination of the values is a candidate. Candidates are compiled in several processes; those
 that spill too much or do not fit are dropped. The others run interleaved, so that all see the same
@@ -97,7 +99,8 @@ class Bench:
 
 def candidates(args: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> Iterator[Candidate]:
     for kind in args.passes:
-        best = tiles(kind, shape.head, dtype.itemsize, torch.cuda.get_device_capability())[0]
+        capability = torch.cuda.get_device_capability()
+        best = tiles(kind, shape.head, dtype.itemsize, capability, causal=args.causal)[0]
         values_of = [getattr(args, field) or [getattr(best, field)] for field in FIELDS]
         combined = (
             best._replace(**dict(zip(FIELDS, values, strict=True)))
@@ -215,7 +218,8 @@ def tune(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
     times = timed_interleaved(calls, args.rounds)
     rows = [row | {"ms": ms} for (_, row), ms in zip(timed, times, strict=False)]
     rows.sort(key=lambda row: (PASSES.index(row["pass"]), row["ms"]))
-    print(f"\n{tuple(shape)} {args.dtype} {args.peer}: {times[-2]:.3f} + {times[-1]:.3f} ms")
+    mask = "causal" if args.causal else "full"
+    print(f"\n{tuple(shape)} {args.dtype} {mask} {args.peer}: {times[-2]:.3f} + {times[-1]:.3f} ms")
     for kind in args.passes:
         for row in [row for row in rows if row["pass"] == kind][: args.top]:
             layout = " ".join(f"{field} {row[field]}" for field in FIELDS)
@@ -224,7 +228,8 @@ def tune(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
                 f" {row['spills']} spilled, {row['shared'] >> 10} KiB, error {row['error']:.1e}"
             )
     peer_row = {"pass": args.peer, "forward_ms": times[-2], "backward_ms": times[-1]}
-    return [{"shape": list(shape), "dtype": args.dtype, **row} for row in (*rows, peer_row)]
+    common = {"shape": list(shape), "dtype": args.dtype, "causal": args.causal}
+    return [common | row for row in (*rows, peer_row)]
 
 
 def main() -> None:

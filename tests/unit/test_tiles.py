@@ -44,3 +44,10 @@ def test_only_hopper_gets_the_large_tiles() -> None:
     for kind, head in itertools.product(("forward", "key_value", "query"), (64, 128)):
         hopper, older = (tiles(kind, head, 2, (major, 0))[0] for major in (9, 8))  # type: ignore[arg-type]
         assert hopper.m * hopper.n > older.m * older.n
+
+
+def test_heads_are_grouped_only_under_a_causal_mask() -> None:
+    for kind, head in itertools.product(("forward", "key_value", "query"), (64, 128)):
+        causal, full = (tiles(kind, head, 2, (9, 0), causal=mask) for mask in (True, False))  # type: ignore[arg-type]
+        assert full == [tile._replace(group=1) for tile in causal]
+    assert tiles("forward", 128, 2, (9, 0))[0].group > 1

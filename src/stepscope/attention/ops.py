@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from stepscope.attention.inputs import (
     as_four_dims,
     checked_inputs,
     default_scale,
+    heads_per_key_head,
     with_positive_scale,
 )
 from stepscope.attention.masking import causal_offset
+from stepscope.attention.preference import MIN_MULTIPLY_ADDS, description, kind_of
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import Passes, attend_under_transforms
 from stepscope.torch_tools.derivatives import (
@@ -32,13 +35,9 @@ from stepscope.torch_tools.derivatives import (
 )
 from stepscope.torch_tools.triton_available import is_interpreted
 
-MIN_MULTIPLY_ADDS = 1 << 34
-"""Multiply-adds of one matmul below which a launch through torch's C++ dispatch is faster."""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
-MAX_PREFERRED_HEAD_DIM = 96
-"""Largest head dimension at which the 16-bit kernels are preferred to cuDNN."""
 
 
 @functools.cache
@@ -238,6 +237,48 @@ def triton_attention(
     return out.view(q.shape)
 
 
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `triton_attention` for inputs of these shapes, with what follows from the shapes
+    computed once."""
+    general = functools.partial(
+        triton_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
+    factor = default_scale(q) if scale is None else scale
+    if q.dim() != 4 or factor <= 0:
+        return general
+    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
+    apply: Any = super(FlashAttentionTriton, FlashAttentionTriton).apply
+    forward = _kernels().forward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # `attention` calls bound functions outside of the compiler only.
+        if (
+            type(q) not in _PLAIN_TENSOR_TYPES
+            or type(k) not in _PLAIN_TENSOR_TYPES
+            or type(v) not in _PLAIN_TENSOR_TYPES
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return general(q, k, v)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            out: Tensor = apply(q, k, v, is_causal, factor, shift)
+        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            out = forward(q, k, v, scale=factor, causal=is_causal, shift=shift)[0]
+        else:
+            out = _launch_forward(q, k, v, is_causal, factor, shift)[0]
+        return out
+
+    return attend
+
+
 def refuses(
     q: Tensor,
     k: Tensor,  # noqa: ARG001
@@ -264,7 +305,7 @@ def leaves(
     q: Tensor,
     k: Tensor,
     v: Tensor,  # noqa: ARG001
-    is_causal: bool,  # noqa: ARG001
+    is_causal: bool,
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
 ) -> str | None:
@@ -273,14 +314,14 @@ def leaves(
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
-    if q.numel() * k.shape[-2] < MIN_MULTIPLY_ADDS:
-        # The message has no size of the input: the compiler cannot format a symbolic one.
-        return (
-            f"below {MIN_MULTIPLY_ADDS:.1e} multiply-adds the launch takes longer than the kernel"
-        )
-    if q.dtype != torch.float32 and q.shape[-1] > MAX_PREFERRED_HEAD_DIM:
-        limit = MAX_PREFERRED_HEAD_DIM
-        return f"cuDNN, which torch uses here, is faster at head dimensions above {limit}"
+    grouped = heads_per_key_head(q, k) > 1
+    kind = kind_of(q.element_size(), q.shape[-1], is_causal, grouped)
+    least = MIN_MULTIPLY_ADDS.get(kind)
+    # The messages have no size of the input: the compiler cannot format a symbolic one.
+    if least is None:
+        return f"cuDNN, which torch uses here, is faster for: {description(kind)}"
+    if q.numel() * k.shape[-2] < least:
+        return f"below {least:.1e} multiply-adds the launch takes longer than the kernel"
     return None
 
 

@@ -107,6 +107,12 @@ def _load_triton() -> AttentionFunction:
     return triton_attention
 
 
+def _bind_triton(*inputs: *Inputs) -> BoundAttention:
+    from stepscope.attention.ops import bind
+
+    return bind(*inputs)
+
+
 def _triton_refuses(*inputs: *Inputs) -> str | None:
     from stepscope.attention.ops import refuses
 
@@ -181,6 +187,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="triton",
             load=_load_triton,
+            bind=_bind_triton,
             refuses=_triton_refuses,
             leaves=_triton_leaves,
             saves_scores=False,

@@ -97,8 +97,20 @@ _FLOAT32: dict[Pass, dict[int, Tile]] = {
 _FALLBACK = Tile(16, 16, 4, 1)
 
 
-def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
-    """Return the tiles to try, best first."""
+def tiles(
+    kind: Pass, head: int, element_bytes: int, capability: tuple[int, int], *, causal: bool = True
+) -> list[Tile]:
+    """Return the tiles to try, best first.
+
+    Groups of heads are for causal masks, where they even out programs of unequal length. Without a
+    mask all programs are equally long and run head by head, so that the fewest keys are in use at a
+    time: the keys of 16 heads of 16384 × 128 do not fit into the L2 cache.
+    """
+    choices = _tiles(kind, head, element_bytes, capability)
+    return choices if causal else [tile._replace(group=1) for tile in choices]
+
+
+def _tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
     if element_bytes > 2:
         if capability[0] < _MIN_MAJOR_WITH_BFLOAT16:
             return [_FALLBACK]

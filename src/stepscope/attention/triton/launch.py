@@ -85,9 +85,12 @@ class Problem(NamedTuple):
             q.device,
             q.dtype == torch.float32 and tf32_is_enabled(),
             1 if read[0] is q else PLANES,
+            # Not by the constructor of the named tuple, which is a Python function.
             tuple(
                 [
-                    Given(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                    tuple.__new__(
+                        Given, (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                    )
                     for x in tensors
                 ]
             ),
@@ -297,7 +300,8 @@ def _fitting_launch(
         choices = [_INTERPRETER_TILE]
     else:
         head, width = problem.q.shape[-1], problem.q.dtype.itemsize
-        choices = tiles(kind, head, width, _capability(problem.device))
+        capability = _capability(problem.device)
+        choices = tiles(kind, head, width, capability, causal=problem.causal)
     for tile in choices[:-1]:
         try:
             return _first_launch(kind, problem, read, rest, strided, scale, tile)

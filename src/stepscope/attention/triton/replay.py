@@ -48,30 +48,27 @@ class Prepared:
 
     def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], scale: float) -> None:
         """Launch the kernel. `read` are its tensors that are read by tiles, `rest` the others."""
-        parts = 2 if self._two_parts else 1
         sources: list[Any] = []
-        for part in range(parts):
-            for index, x in enumerate(read):
-                if self._describe is not None:
-                    sources += self._descriptor_arguments(part * len(read) + index, x)
-                else:
+        index = 0
+        for _ in range(2 if self._two_parts else 1):
+            for x in read:
+                if self._describe is None:
                     sources.append(_descriptor(x) if self._tma else x)
-        if parts == 1:
+                else:
+                    # Shape, strides, dtype and device of x are those of the problem this was
+                    # prepared for.
+                    key = (index, x.data_ptr())
+                    arguments = self._descriptors.get(key)
+                    if arguments is None:
+                        if len(self._descriptors) >= _MAX_DESCRIPTORS:
+                            self._descriptors.clear()
+                        arguments = self._descriptors[key] = self._describe(index, x)
+                    sources += arguments
+                index += 1
+        if not self._two_parts:
             sources += _NO_SECOND_PART[: len(read)]
-        device = read[0].device.index
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(read[0].device.index)
         self._start(self._programs, stream, *sources, *rest, scale, *self._fixed)
-
-    def _descriptor_arguments(self, index: int, x: Tensor) -> list[Any]:
-        # Shape, strides, dtype and device of x are those of the problem this was prepared for.
-        key = (index, x.data_ptr())
-        arguments = self._descriptors.get(key)
-        if arguments is None:
-            assert self._describe is not None
-            if len(self._descriptors) >= _MAX_DESCRIPTORS:
-                self._descriptors.clear()
-            arguments = self._descriptors[key] = self._describe(index, x)
-        return arguments
 
 
 _NO_SECOND_PART = [None] * 4

@@ -1,0 +1,357 @@
+"""Check and time the warp-specialized attention forward of `gluon_forward.py`.
+
+    python benchmarks/gluon_attention.py --out gluon.jsonl      check every variant, then time (GPU)
+    python benchmarks/gluon_attention.py --compile              compile for Hopper on any machine
+    python benchmarks/gluon_attention.py --launch 128x2 --shape 4,16,4096,128    for a profiler
+
+Every variant is checked in a process of its own that ends itself after `SECONDS` on the GPU: a
+wrong barrier hangs. Variants that agree with float64 are timed, interleaved with cuDNN and the
+library's Triton kernel on the same tensors. One JSON line per measurement, and a table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from gluon_forward import Variant, compile_for_hopper, forward
+from torch import Tensor
+
+DEVICE = "cuda"
+SECONDS = 20
+"""Time limit of a process from its first launch on."""
+COMPILE_SECONDS = 60
+WORKERS = 12
+ROUNDS = 12
+WAIT_CYCLES = 8_000_000
+GATE = 600
+"""TFLOP/s at head dimension 128 without a mask."""
+CLOSE = 8e-3
+CLOSE_LSE = 2e-3
+
+VARIANTS: dict[int, dict[str, Variant]] = {
+    128: {
+        "128x2": Variant(128, 2),
+        "128x3": Variant(128, 3),
+        "128x2 no turns": Variant(128, 2, take_turns=False),
+        "128x2 not persistent": Variant(128, 2, persistent=False),
+        "128x2 by 8 heads": Variant(128, 2, group=8),
+        "64x4": Variant(64, 4),
+        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+    },
+    64: {
+        "128x3": Variant(128, 3),
+        "128x3 no turns": Variant(128, 3, take_turns=False),
+        "128x3 by 8 heads": Variant(128, 3, group=8),
+        "128x3 three groups": Variant(128, 3, groups=3, registers=160),
+        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+    },
+}
+TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 4096, 64))
+
+
+class Case(NamedTuple):
+    batch: int
+    heads: int
+    key_heads: int
+    rows: int
+    keys: int
+    shift: int = 0
+
+
+CASES = (
+    Case(1, 2, 2, 128, 128),
+    Case(1, 1, 1, 1, 1),
+    Case(2, 4, 2, 256, 384),
+    Case(1, 2, 1, 200, 200),
+    Case(1, 2, 2, 64, 1000, 936),
+    Case(1, 2, 2, 320, 192, -128),
+    Case(1, 3, 3, 1000, 1000),
+    Case(4, 16, 16, 1024, 1024),
+    Case(2, 8, 4, 777, 2048, 1271),
+)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, shift: int) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp in float64; rows without a visible key are zero."""
+    q, k, v = q.double(), k.double(), v.double()
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        rows = torch.arange(q.shape[2], device=q.device)[:, None]
+        keys = torch.arange(k.shape[2], device=q.device)[None, :]
+        scores = scores.masked_fill(keys > rows + shift, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+
+def inputs(case: Case, head: int, seed: int) -> list[Tensor]:
+    """Draw q, k and v in the layout of a projection: (B, rows, H, D) transposed."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return [
+        torch.randn(
+            (case.batch, rows, heads, head),
+            generator=generator,
+            device=DEVICE,
+            dtype=torch.bfloat16,
+        ).transpose(1, 2)
+        for heads, rows in (
+            (case.heads, case.rows),
+            (case.key_heads, case.keys),
+            (case.key_heads, case.keys),
+        )
+    ]
+
+
+def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate output and log-sum-exp, filled with NaN."""
+    out = torch.full_like(q, float("nan"))
+    return out, torch.full(q.shape[:-1], float("nan"), device=DEVICE, dtype=torch.float32)
+
+
+def end_after(seconds: float) -> None:
+    """End this process if it is still running then, whatever the GPU does."""
+    timer = threading.Timer(seconds, lambda: os._exit(3))
+    timer.daemon = True
+    timer.start()
+
+
+def check(name: str, head: int) -> None:
+    """Print a JSON line: the largest errors of one variant, or what went wrong."""
+    variant = VARIANTS[head][name]
+    for case in CASES:
+        q, k, v = inputs(case, head, 0)
+        for causal in (False, True):
+            settings: dict[str, Any] = {"causal": causal, "variant": variant, "shift": case.shift}
+            forward(q, k, v, *outputs(q), **settings, launch=False)
+    end_after(SECONDS)
+    worst, worst_lse = 0.0, 0.0
+    for case in CASES:
+        for causal in (False, True):
+            settings = {"causal": causal, "variant": variant, "shift": case.shift}
+            for seed in (1, 2):  # the second call of a shape has other inputs
+                q, k, v = inputs(case, head, seed)
+                expected, expected_lse = reference(q, k, v, causal, case.shift)
+                out, lse = outputs(q)
+                forward(q, k, v, out, lse, **settings)
+                error = float((out.double() - expected).norm() / expected.norm())
+                # Equal infinities have no difference.
+                difference = (lse.double() - expected_lse).abs()
+                error_lse = float(difference.masked_fill(lse == expected_lse, 0.0).max())
+                if not (error < CLOSE and error_lse < CLOSE_LSE):
+                    say(check=name, d=head, failed=[*case, causal], error=error, lse=error_lse)
+                    return
+                worst, worst_lse = max(worst, error), max(worst_lse, error_lse)
+            again, again_lse = outputs(q)
+            forward(q, k, v, again, again_lse, **settings)
+            if not (torch.equal(out, again) and torch.equal(lse, again_lse)):
+                say(check=name, d=head, failed=[*case, causal], error="bits do not repeat")
+                return
+    say(check=name, d=head, error=worst, lse=worst_lse)
+
+
+def say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median time of each call on the GPU, run one after the other in every round."""
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for _ in range(ROUNDS + 2):
+        # The queue stays full, so that no kernel waits for the host within its interval.
+        torch.cuda._sleep(WAIT_CYCLES)
+        for name, call in calls.items():
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
+            spans[name].append((first, last))
+    torch.cuda.synchronize()
+    return {n: statistics.median(a.elapsed_time(b) for a, b in s[2:]) for n, s in spans.items()}
+
+
+def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) -> None:
+    """Print a JSON line per variant and rival."""
+    from stepscope.attention import attention
+
+    batch, heads, rows, head = shape
+    q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 3)
+    out, lse = outputs(q)
+    kernels = {
+        name: forward(q, k, v, out, lse, causal=causal, variant=VARIANTS[head][name], launch=False)
+        for name in names
+    }
+    end_after(2 * SECONDS)
+    calls: dict[str, Callable[[], object]] = {}
+    for impl in ("sdpa_cudnn", "triton"):
+        calls[impl] = lambda impl=impl: attention(q, k, v, is_causal=causal, impl=impl)  # type: ignore[misc]
+    for name in names:
+        calls[name] = lambda name=name: forward(  # type: ignore[misc]
+            q, k, v, out, lse, causal=causal, variant=VARIANTS[head][name]
+        )
+    flops = 4.0 * batch * heads * rows * rows * head * (0.5 if causal else 1.0)
+    with torch.no_grad():
+        times = milliseconds(calls)
+    for name, ms in times.items():
+        line: dict[str, Any] = {"shape": list(shape), "causal": causal, "name": name, "ms": ms}
+        line |= {"tflops": flops / ms * 1e-9}
+        if name in kernels:
+            kernel = kernels[name]
+            line |= {
+                "registers": kernel.n_regs,
+                "spilled": kernel.n_spills,
+                "shared": kernel.metadata.shared,
+            }
+            line["variant"] = VARIANTS[head][name]._asdict()
+        say(**line)
+
+
+def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
+    """Run this file in a process of its own; return the JSON lines that it printed."""
+    command = [sys.executable, __file__, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        text, code, errors = done.stdout, str(done.returncode), done.stderr
+    except subprocess.TimeoutExpired as error:
+        text, code, errors = (error.stdout or b"").decode(), "time limit", ""
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    if code != "0":
+        what = "hangs" if code in ("3", "time limit") else errors.strip()[-300:]
+        lines.append({"failed": arguments, "code": code, "error": what})
+    return lines
+
+
+def check_and_time(out: Path | None) -> None:
+    start = time.monotonic()
+    found: list[dict[str, Any]] = []
+
+    def add(lines: list[dict[str, Any]]) -> None:
+        found.extend(lines)
+        for line in lines:
+            say(**line)
+        if out:
+            with out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    pairs = [(name, head) for head, variants in VARIANTS.items() for name in variants]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        limit = COMPILE_SECONDS + SECONDS
+        work = [["--check", name, "--head", str(head)] for name, head in pairs]
+        for lines in pool.map(lambda words: worker(words, limit), work):
+            add(lines)
+    right = {(x["check"], x["d"]) for x in found if "check" in x and "failed" not in x}
+    for shape in TIMED:
+        names = [name for name in VARIANTS[shape[-1]] if (name, shape[-1]) in right]
+        for causal in (False, True):
+            words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
+            add(worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS))
+    print(table(found))
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    timed = [line for line in lines if "tflops" in line]
+    out = []
+    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x["ms"])):
+        shape = "x".join(map(str, line["shape"])) + (" causal" if line["causal"] else " full")
+        out.append(f"{shape:<24} {line['name']:<24} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
+    gate = [
+        x["tflops"] for x in timed if x["shape"][-1] == 128 and not x["causal"] and "variant" in x
+    ]
+    best = f"{max(gate):.0f}" if gate else "nothing"
+    out.append(f"gate: {best} TFLOP/s of {GATE} at head dimension 128 without a mask")
+    out += [f"failed: {line}" for line in lines if "failed" in line]
+    return "\n".join(out)
+
+
+def compiled_rows() -> Iterator[str]:
+    """Compile every variant; yield what it uses. `overlap` counts the exponentials of the main loop
+    that are computed while a matmul is in flight."""
+    for head, variants in VARIANTS.items():
+        for name, variant in variants.items():
+            for causal in (False, True):
+                kernel = compile_for_hopper(variant, head, causal=causal, masked=False)
+                usage, sass = disassembled(kernel.asm["cubin"])
+                yield (
+                    f"{head:>4} {name:<24} {'causal' if causal else 'full':<7}"
+                    f" {usage['REG']:>4} registers {usage['STACK']:>4} bytes of stack"
+                    f" {kernel.metadata.shared:>7} shared {sass.count('HGMMA'):>4} HGMMA"
+                    f" {overlapped(sass):>4} overlap"
+                )
+
+
+def overlapped(sass: str) -> int:
+    """Count the exponentials between a wait that leaves a matmul in flight and the next one."""
+    count, in_flight = 0, False
+    for match in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)|MUFU\.EX2", sass):
+        if match.group(1):
+            in_flight = match.group(1) != "0x0"
+        elif in_flight:
+            count += 1
+    return count
+
+
+def disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = [
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in (
+                [str(tools / "cuobjdump"), "--dump-resource-usage"],
+                [str(tools / "nvdisasm"), "-c"],
+            )
+        ]
+    return dict(re.findall(r"(\w+):(\d+)", run[0])), run[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--compile", action="store_true", help="compile only, on any machine")
+    parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
+    parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
+    parser.add_argument("--causal", action="store_true")
+    for hidden in ("--check", "--time", "--head"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile:
+        for row in compiled_rows():
+            print(row, flush=True)
+    elif args.check:
+        check(args.check, int(args.head))
+    elif args.time:
+        batch, heads, rows, head = map(int, args.time.split(","))
+        measure((batch, heads, rows, head), args.causal, args.names)
+    elif args.launch:
+        batch, heads, rows, head = map(int, args.shape.split(","))
+        q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 0)
+        buffers = outputs(q)
+        end_after(COMPILE_SECONDS + SECONDS)
+        for _ in range(3):
+            forward(q, k, v, *buffers, causal=args.causal, variant=VARIANTS[head][args.launch])
+        torch.cuda.synchronize()
+    else:
+        check_and_time(args.out)
+
+
+if __name__ == "__main__":
+    main()

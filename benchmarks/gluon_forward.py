@@ -1,0 +1,551 @@
+"""FlashAttention forward for Hopper in Gluon, warp-specialized: an experiment beside the library.
+
+One warp loads tiles by TMA into a ring in shared memory. Each of `groups` warpgroups owns 64 query
+rows and runs wgmma on the tiles in the ring. A warpgroup issues QKᵀ of the next key block and PV of
+the last one before the softmax of the next, and warpgroups take turns in issuing, so that matrix
+units work while others compute exponentials. The grid is persistent.
+
+B batch, H query heads, G query heads per key head, M query rows, N key rows, D head dimension.
+Row i sees key j iff j <= i + shift. Barriers (see `gluon_protocol.py` for a model of them):
+
+- q_full[w], k_full[s], v_full[s]: the copy of a tile has arrived (one arrival with its bytes);
+- q_empty[w], k_empty[s], v_empty[s]: every warpgroup that reads the tile is done with it;
+- turn[w]: warpgroup w may issue its matmuls.
+
+A barrier's n-th phase has parity n % 2; waiting for the parity of the phase before the first one
+returns at once, which is how the ring starts empty.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+ROWS = 64
+"""Query rows of a warpgroup: one wgmma instruction."""
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class Variant(NamedTuple):
+    """Parameters of a compiled kernel."""
+
+    n: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of K, and of V, in the ring."""
+    groups: int = 2
+    """Warpgroups that compute."""
+    registers: int = 240
+    """Registers per thread of every computing warpgroup but the first, which takes the rest."""
+    take_turns: bool = True
+    """Warpgroups take turns in issuing matmuls."""
+    persistent: bool = True
+    group: int = 1
+    """Heads that are scheduled together."""
+
+
+@gluon.constexpr_function
+def mma_layout(columns: int) -> Any:
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@aggregate
+class Ring:
+    """Buffers in shared memory, each with a barrier for its copy and one for its readers.
+
+    The n-th use of a ring of S buffers is in buffer n % S; its barriers are then in phase n // S.
+    """
+
+    memory: gl.shared_memory_descriptor  # (S, 1, 1, rows, columns)
+    full: gl.shared_memory_descriptor  # (S, 1)
+    empty: gl.shared_memory_descriptor  # (S, 1)
+
+    @gluon.constexpr_function
+    def __init__(self, memory, full, empty):
+        self.memory = memory
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def load(self, n, desc, batch, head, row):
+        """Producer: copy a tile as the n-th use, once the readers of the buffer are done."""
+        buffer = n % self.memory.shape[0]
+        parity = (n // self.memory.shape[0]) & 1
+        mbarrier.wait(self.empty.index(buffer), parity ^ 1)
+        mbarrier.expect(self.full.index(buffer), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            desc, [batch, head, row, 0], self.full.index(buffer), self.memory.index(buffer)
+        )
+
+    @gluon.jit
+    def wait(self, n):
+        """Consumer: wait until the tile of the n-th use has arrived."""
+        buffer = n % self.memory.shape[0]
+        mbarrier.wait(self.full.index(buffer), (n // self.memory.shape[0]) & 1)
+
+    @gluon.jit
+    def tile(self, n):
+        """Return the buffer of the n-th use as (rows, columns)."""
+        buffer = self.memory.index(n % self.memory.shape[0])
+        return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+    @gluon.jit
+    def release(self, n):
+        """Consumer: tell the producer that this warpgroup has read the tile of the n-th use."""
+        mbarrier.arrive(self.empty.index(n % self.memory.shape[0]))
+
+
+@gluon.jit
+def allocate_ring(desc, SIZE: gl.constexpr, READERS: gl.constexpr):
+    shape: gl.constexpr = desc.block_type.shape
+    memory = gl.allocate_shared_memory(desc.dtype, [SIZE] + shape, desc.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Ring(memory, full, empty)
+
+
+@aggregate
+class Work:
+    """Sizes of the problem, and which query tiles a program computes."""
+
+    H: gl.tensor
+    G: gl.tensor
+    M: gl.tensor
+    N: gl.tensor
+    shift: gl.tensor
+    n_tiles: gl.tensor
+    total: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    GROUP: gl.constexpr
+    CAUSAL: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, H, G, M, N, shift, n_tiles, total, BLOCK_M, BLOCK_N, GROUP, CAUSAL):
+        self.H = H
+        self.G = G
+        self.M = M
+        self.N = N
+        self.shift = shift
+        self.n_tiles = n_tiles
+        self.total = total
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.GROUP = gl.constexpr(GROUP)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+
+    @gluon.jit
+    def tile(self, number):
+        """Return batch, head and first row; under a causal mask tiles with most keys come first."""
+        per_group = self.n_tiles * self.GROUP
+        in_group = number % per_group
+        head = number // per_group * self.GROUP + in_group % self.GROUP
+        index = in_group // self.GROUP
+        if self.CAUSAL:
+            index = self.n_tiles - 1 - index
+        return head // self.H, head % self.H, index * self.BLOCK_M
+
+    @gluon.jit
+    def key_blocks(self, start_m):
+        """Return (n_full, n_blocks): every row of the tile sees all keys of the blocks before
+        n_full, no row sees a key from n_blocks on. At least one block is visited."""
+        n_full = self.N // self.BLOCK_N
+        n_blocks = (self.N + self.BLOCK_N - 1) // self.BLOCK_N
+        if self.CAUSAL:
+            visible = gl.maximum(start_m + self.shift + 1, 0)
+            n_full = gl.minimum(n_full, visible // self.BLOCK_N)
+            visible = gl.maximum(start_m + self.BLOCK_M + self.shift, 1)
+            n_blocks = gl.minimum(n_blocks, (visible + self.BLOCK_N - 1) // self.BLOCK_N)
+        return n_full, n_blocks
+
+
+@gluon.jit
+def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+    """Producer: copy tiles in the order in which the warpgroups use them, V one block behind K."""
+    GROUPS: gl.constexpr = q_ring.memory.shape[0]
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    queries = 0
+    keys = 0
+    for number in range(gl.program_id(0), work.total, gl.num_programs(0)):
+        batch, head, start_m = work.tile(number)
+        key_head = head // work.G
+        _, n_blocks = work.key_blocks(start_m)
+        for w in gl.static_range(GROUPS):
+            q_ring.load(queries + w, q_desc, batch, head, start_m + w * ROWS)
+        queries += GROUPS
+        k_ring.load(keys, k_desc, batch, key_head, 0)
+        for j in range(1, n_blocks):
+            k_ring.load(keys + j, k_desc, batch, key_head, j * work.BLOCK_N)
+            v_ring.load(keys + j - 1, v_desc, batch, key_head, (j - 1) * work.BLOCK_N)
+        keys += n_blocks
+        v_ring.load(keys - 1, v_desc, batch, key_head, (n_blocks - 1) * work.BLOCK_N)
+
+
+@gluon.jit
+def softmax(s, top, sums, limits, start_n, factor, LAYOUT: gl.constexpr, MASKED: gl.constexpr):
+    """Return the probabilities of a block in float32, the new maxima and sums of the rows, and the
+    factor by which what was summed before shrinks. `limits` are the keys that each row sees."""
+    if MASKED:
+        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        s = gl.where((start_n + columns)[None, :] < limits[:, None], s, float("-inf"))
+    new = gl.maximum(top, gl.max(s, 1))
+    base = new
+    if MASKED:
+        # A row without a visible key so far: any finite base keeps -inf - base from being NaN.
+        base = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(s * factor - (base * factor)[:, None])
+    rescale = gl.exp2((top - base) * factor)
+    return p, new, sums * rescale + gl.sum(p, 1), rescale
+
+
+@gluon.jit
+def issue_scores(q, k_ring, turn, n, W: gl.constexpr, LAYOUT: gl.constexpr, TURNS: gl.constexpr):
+    """Issue QKᵀ with the n-th key block once it has arrived and it is this warpgroup's turn."""
+    k_ring.wait(n)
+    k = k_ring.tile(n)
+    if TURNS:
+        # The n-th turn. The first warpgroup begins: it waits for the phase before.
+        mbarrier.wait(turn.index(W), (n & 1) ^ (1 if W == 0 else 0))
+    zero = gl.full([q.shape[0], k.shape[0]], 0.0, gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def pass_turn(turn, W: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
+
+
+@gluon.jit
+def visit_blocks(
+    q,
+    o,
+    p,
+    top,
+    sums,
+    limits,
+    base,
+    first,
+    last,
+    factor,
+    k_ring,
+    v_ring,
+    turn,
+    W: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    TURNS: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Visit the key blocks from first to last of a tile, whose block 0 is the base-th of all; `p`
+    are the probabilities of the block before `first`, whose V block has arrived."""
+    for j in range(first, last):
+        n = base + j
+        s = issue_scores(q, k_ring, turn, n, W, S_LAYOUT, TURNS)
+        o = warpgroup_mma(p, v_ring.tile(n - 1), o, is_async=True)
+        pass_turn(turn, W, TURNS)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        k_ring.release(n)
+        p32, top, sums, rescale = softmax(
+            s, top, sums, limits, j * s.shape[1], factor, S_LAYOUT, MASKED
+        )
+        # A wait between the two, or ptxas moves the softmax behind the wait for the matmul, where
+        # the matrix units have nothing to do.
+        v_ring.wait(n)
+        o, p, p32 = warpgroup_mma_wait(0, deps=(o, p, p32))
+        v_ring.release(n - 1)
+        o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        p = gl.convert_layout(p32.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    return o, p, top, sums
+
+
+@gluon.jit
+def attend(
+    work,
+    o_desc,
+    lse,
+    scale,
+    q_ring,
+    k_ring,
+    v_ring,
+    turn,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """Consumer: the warpgroup of query rows W · 64 to W · 64 + 63 of each tile."""
+    ROWS: gl.constexpr = q_ring.memory.shape[3]
+    D: gl.constexpr = q_ring.memory.shape[4]
+    S_LAYOUT: gl.constexpr = mma_layout(work.BLOCK_N)
+    O_LAYOUT: gl.constexpr = mma_layout(D)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+
+    factor = scale * LOG2_E
+    offs_row = gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    base = 0  # key blocks visited
+    query = W
+    for number in range(gl.program_id(0), work.total, gl.num_programs(0)):
+        batch, head, start_m = work.tile(number)
+        n_full, n_blocks = work.key_blocks(start_m)
+        start_m += W * ROWS
+        offs_m = start_m + offs_row
+        limits = gl.full([ROWS], 0, gl.int32, ROW_LAYOUT) + work.N
+        if work.CAUSAL:
+            limits = gl.minimum(limits, offs_m + work.shift + 1)
+
+        q_ring.wait(query)
+        q = q_ring.tile(query)
+        s = issue_scores(q, k_ring, turn, base, W, S_LAYOUT, TURNS)
+        pass_turn(turn, W, TURNS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        k_ring.release(base)
+        top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+        sums = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+        p32, top, sums, _ = softmax(s, top, sums, limits, 0, factor, S_LAYOUT, MASKED)
+        p = gl.convert_layout(p32.to(o_desc.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        v_ring.wait(base)
+        o = gl.full([ROWS, D], 0.0, gl.float32, O_LAYOUT)
+        o, p, top, sums = visit_blocks(
+            q,
+            o,
+            p,
+            top,
+            sums,
+            limits,
+            base,
+            1,
+            n_full,
+            factor,
+            k_ring,
+            v_ring,
+            turn,
+            W,
+            S_LAYOUT,
+            O_LAYOUT,
+            TURNS,
+            False,
+        )
+        if MASKED:
+            o, p, top, sums = visit_blocks(
+                q,
+                o,
+                p,
+                top,
+                sums,
+                limits,
+                base,
+                gl.maximum(n_full, 1),
+                n_blocks,
+                factor,
+                k_ring,
+                v_ring,
+                turn,
+                W,
+                S_LAYOUT,
+                O_LAYOUT,
+                TURNS,
+                True,
+            )
+        base += n_blocks
+        o = warpgroup_mma(p, v_ring.tile(base - 1), o, is_async=True)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        v_ring.release(base - 1)
+
+        # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
+        divisors = gl.where(sums == 0.0, 1.0, sums)
+        o = o / gl.convert_layout(divisors, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        # The queries have been read: their buffer takes the output to the copy engine.
+        q.store(o.to(o_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [batch, head, start_m, 0], q_ring.memory.index(W))
+        row = (batch * work.H + head).to(gl.int64) * work.M
+        gl.store(lse + row + offs_m, top * scale + gl.log(sums), mask=offs_m < work.M)
+        tma.store_wait(0)
+        q_ring.release(query)
+        query += turn.shape[0]
+
+
+# The kernel is not specialized on sizes: a benchmark with many shapes compiles it once.
+@gluon.jit(do_not_specialize=["H", "G", "M", "N", "shift", "n_tiles", "total"])
+def gluon_forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse,
+    scale,
+    H,
+    G,
+    M,
+    N,
+    shift,
+    n_tiles,
+    total,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """Output and log-sum-exp of the query tiles of this program, 64 · GROUPS rows each."""
+    work = Work(
+        gl.to_tensor(H),
+        gl.to_tensor(G),
+        gl.to_tensor(M),
+        gl.to_tensor(N),
+        gl.to_tensor(shift),
+        gl.to_tensor(n_tiles),
+        gl.to_tensor(total),
+        GROUPS * q_desc.block_type.shape[2],
+        k_desc.block_type.shape[2],
+        GROUP,
+        CAUSAL,
+    )
+    q_ring = allocate_ring(q_desc, GROUPS, 1)
+    k_ring = allocate_ring(k_desc, STAGES, GROUPS)
+    v_ring = allocate_ring(v_desc, STAGES, GROUPS)
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(w), count=1)
+    # The copy engine signals these barriers.
+    fence_async_shared()
+
+    # The tuples are written out: a variable would turn their constants into run-time values.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
+                    (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 0, MASKED, TURNS),
+                ),
+                (
+                    attend,
+                    (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 1, MASKED, TURNS),
+                ),
+                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
+                    (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 0, MASKED, TURNS),
+                ),
+                (
+                    attend,
+                    (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 1, MASKED, TURNS),
+                ),
+                (
+                    attend,
+                    (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 2, MASKED, TURNS),
+                ),
+                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    variant: Variant,
+    scale: float | None = None,
+    shift: int = 0,
+    launch: bool = True,
+) -> Any:
+    """Write the output, shaped like q, and the log-sum-exp of each row in float32. Return the
+    compiled kernel; without `launch` it is compiled only."""
+    batch, heads, rows, head = q.shape
+    key_heads, keys = k.shape[1:3]
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype]
+    by_rows, by_keys = (block_of(size, head, dtype) for size in (ROWS, variant.n))
+    n_tiles = triton.cdiv(rows, variant.groups * ROWS)
+    total = n_tiles * batch * heads
+    grid = total
+    if variant.persistent:
+        grid = min(total, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    arguments = (
+        TensorDescriptor.from_tensor(q, *by_rows),
+        TensorDescriptor.from_tensor(k, *by_keys),
+        TensorDescriptor.from_tensor(v, *by_keys),
+        TensorDescriptor.from_tensor(out, *by_rows),
+        lse,
+        head**-0.5 if scale is None else float(scale),
+        heads,
+        heads // key_heads,
+        rows,
+        keys,
+        shift,
+        n_tiles,
+        total,
+    )
+    group = math.gcd(variant.group, batch * heads)
+    constants = _constants(variant, group, causal, causal or keys % variant.n != 0)
+    if launch:
+        return gluon_forward_kernel[(grid,)](*arguments, **constants, num_warps=4)
+    return gluon_forward_kernel.warmup(*arguments, **constants, num_warps=4, grid=(grid,))
+
+
+def block_of(rows: int, head: int, dtype: Any) -> tuple[list[int], Any]:
+    """Return the shape of a tile in a tensor (B, H, rows, D), and its layout in shared memory."""
+    block = [1, 1, rows, head]
+    return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
+
+
+def _constants(variant: Variant, group: int, causal: bool, masked: bool) -> dict[str, Any]:
+    return {
+        "STAGES": variant.stages,
+        "GROUPS": variant.groups,
+        "REGISTERS": variant.registers,
+        "GROUP": group,
+        "CAUSAL": causal,
+        "MASKED": masked,
+        "TURNS": variant.take_turns,
+    }
+
+
+def compile_for_hopper(variant: Variant, head: int, *, causal: bool, masked: bool) -> Any:
+    """Compile for compute capability 9.0 without such a GPU."""
+    constants = _constants(variant, variant.group, causal, causal or masked)
+    types = {"lse": "*fp32", "scale": "fp32"}
+    for name, rows in (("q", ROWS), ("k", variant.n), ("v", variant.n), ("o", ROWS)):
+        block, layout = block_of(rows, head, gl.bfloat16)
+        types[f"{name}_desc"] = f"tensordesc<bf16{block},{layout!r}>"
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in gluon_forward_kernel.arg_names
+    }
+    source = GluonASTSource(gluon_forward_kernel, signature, constexprs=constants, attrs={})
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4})

@@ -1,0 +1,74 @@
+"""A repeated call of `attention` goes through a function bound to the shape: same results as the
+first call, whatever differs that is not in the key of the dispatch cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.attention import api, attention
+
+SHAPE = (1, 2, 16, 16)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_DISPATCH_CACHE", {})
+
+
+def draw(shape: tuple[int, ...] = SHAPE, *, strided: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shape))
+    drawn = [torch.randn(*shape, generator=generator) for _ in range(3)]
+    # The last dimension is not contiguous.
+    return [x.mT.contiguous().mT for x in drawn] if strided else drawn
+
+
+def results(tensors: list[Tensor], impl: str, **settings: object) -> list[Tensor]:
+    """Return the output without and with autograd, and the gradients."""
+    plain = attention(*tensors, impl=impl, **settings)  # type: ignore[arg-type]
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    out = attention(*inputs, impl=impl, **settings)  # type: ignore[arg-type]
+    return [plain, out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        (SHAPE, {"is_causal": True}),
+        (SHAPE, {"scale": -0.5}),
+        (SHAPE, {"scale": 0.0}),
+        ((2, *SHAPE), {}),
+        (SHAPE[1:], {"is_causal": True}),
+    ],
+)
+def test_repeated_calls_agree_with_the_reference(shape, settings) -> None:
+    expected = results(draw(shape), "reference", **settings)
+    for tensors in (draw(shape), draw(shape), draw(shape, strided=True)):
+        for actual, wanted in zip(results(tensors, "triton", **settings), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    assert len(api._DISPATCH_CACHE) == 2  # the reference has an entry of its own
+
+
+def test_transforms_and_modes_are_seen_after_a_plain_call() -> None:
+    q, k, v = draw()
+    out = attention(q, k, v, impl="triton")
+
+    def total(q: Tensor) -> Tensor:
+        return attention(q, k, v, impl="triton").square().sum()
+
+    x = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(x), x)
+    torch.testing.assert_close(torch.func.grad(total)(q), expected, rtol=1e-4, atol=1e-5)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            del types
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Recorder():
+        torch.testing.assert_close(attention(q, k, v, impl="triton"), out)
+    assert any("flash_forward" in name for name in seen)

@@ -1,0 +1,70 @@
+"""The rule by which `auto` prefers the Triton kernels: every input has a kind, under the compiler
+too."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from stepscope.attention import ops
+from stepscope.attention.preference import HEAD_DIMS, MIN_MULTIPLY_ADDS, description, kind_of
+from stepscope.attention.tiles import MAX_HEAD
+
+
+def test_every_supported_head_dimension_has_a_kind() -> None:
+    for head_dim in range(1, MAX_HEAD + 1):
+        _, largest, *_ = kind_of(2, head_dim, True, False)
+        smaller = [size for size in HEAD_DIMS if size < largest]
+        assert max(smaller, default=0) < head_dim <= largest
+
+
+def test_entries_are_kinds_of_some_input() -> None:
+    kinds = {
+        kind_of(element_bytes, head_dim, causal, grouped)
+        for element_bytes, head_dim, causal, grouped in itertools.product(
+            (2, 4), range(1, MAX_HEAD + 1), (True, False), (True, False)
+        )
+    }
+    assert set(MIN_MULTIPLY_ADDS) <= kinds
+    assert len({description(kind) for kind in kinds}) == len(kinds)
+
+
+class OnHopper(Tensor):
+    """A meta tensor that reports a GPU of compute capability 9."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def tensors(heads: int, key_heads: int, length: int, head_dim: int, dtype: torch.dtype):
+    return [
+        torch.empty((4, n, length, head_dim), device="meta", dtype=dtype).as_subclass(OnHopper)
+        for n in (heads, key_heads, key_heads)
+    ]
+
+
+def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    def reason(heads, key_heads, length, head_dim, causal, dtype=torch.bfloat16) -> str | None:
+        inputs = tensors(heads, key_heads, length, head_dim, dtype)
+        return ops.leaves(*inputs, causal, None, None)
+
+    assert reason(16, 16, 4096, 64, True) is None
+    assert reason(32, 32, 2048, 80, True) is None
+    assert reason(16, 16, 4096, 128, False, torch.float32) is None
+    assert "multiply-adds" in (reason(16, 16, 512, 64, True) or "")
+    assert "up to 128" in (reason(16, 16, 4096, 128, True) or "")
+    assert "full" in (reason(16, 16, 4096, 64, False) or "")
+    assert "grouped" in (reason(32, 8, 2048, 64, True) or "")
+
+
+def test_compiler_traces_the_rule_without_a_graph_break() -> None:
+    def multiply_adds(x: Tensor, causal: bool) -> Tensor:
+        least = MIN_MULTIPLY_ADDS.get(kind_of(x.element_size(), x.shape[-1], causal, False))
+        return x + 1 if least is None else x + 2
+
+    compiled = torch.compile(multiply_adds, fullgraph=True, backend="eager", dynamic=True)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    assert (compiled(x, True)[0, 0], compiled(x, False)[0, 0]) == (2, 1)
