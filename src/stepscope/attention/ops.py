@@ -23,6 +23,7 @@ from stepscope.attention.inputs import (
     with_positive_scale,
 )
 from stepscope.attention.masking import causal_offset
+from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import Passes, attend_under_transforms
 from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
@@ -201,11 +202,6 @@ _N_SETTINGS, _N_RULES = 3, 5
 _SINKS = 3
 """Index of the sinks in `KernelRules`."""
 
-
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of the sinks (heads,): a sink is a score with a value of zero, so that
-    its gradient is -P·delta, summed over all rows of its head."""
-    return -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2))
 
 
 def _raise_no_second_derivative(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001

@@ -9,13 +9,13 @@ see a key are therefore an interval as well (`query_intervals`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from stepscope.attention.masking import BOTTOM_RIGHT
+from stepscope.attention.rules import VISIBILITY
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
@@ -98,13 +98,13 @@ def visible_keys(rules: ScoreRules, lengths: Lengths) -> Tensor:
 def key_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
     """Return the first visible key of each query and the one after the last, int32 of
     (1 or batch, 2, seq_q)."""
-    return _cached(rules, "keys", lengths, _key_intervals)
+    return cached(rules, "keys", lengths, _key_intervals)
 
 
 def query_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
     """Return the first query that sees each key and the one after the last, int32 of
     (1 or batch, 2, seq_k)."""
-    return _cached(rules, "queries", lengths, _query_intervals)
+    return cached(rules, "queries", lengths, _query_intervals)
 
 
 def _key_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
@@ -143,11 +143,19 @@ def _query_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
     return torch.stack((low, high), 1).to(torch.int32)
 
 
-_Create = Callable[["ScoreRules", Lengths], Tensor]
+_Made = TypeVar("_Made")
+_BY_NUMBERS: dict[tuple[object, ...], Any] = {}
+_MAX_BY_NUMBERS = 256
 
 
-def _cached(rules: ScoreRules, name: str, lengths: Lengths, create: _Create) -> Tensor:
-    """Return intervals, created once for all layers that share the rules.
+def cached(
+    rules: ScoreRules,
+    name: str,
+    lengths: Lengths,
+    create: Callable[[ScoreRules, Lengths], _Made],
+) -> _Made:
+    """Return what `create` derives from the rules that hide keys, created once for all layers that
+    share the rules.
 
     Not cached in a trace or a capture: tensors created while a CUDA graph is captured have no
     values before the first replay, and live in the graph's memory.
@@ -156,32 +164,25 @@ def _cached(rules: ScoreRules, name: str, lengths: Lengths, create: _Create) -> 
         lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     ):
         return create(rules, lengths)
-    inputs = [x for which, x in rules.tensors if which in ("prefix", "documents", "cu_seqlens")]
-    if not inputs:
-        return _cached_by_numbers(rules.window, rules.prefix, name, lengths)  # type: ignore[arg-type]
+    inputs = [x for which, x in rules.tensors if which in VISIBILITY]
     if any(x.is_inference() for x in inputs):
         return create(rules, lengths)
     # An in-place change of a tensor increments its version.
     versions = [x._version for x in inputs]
-    known, found = rules._cache.get((name, lengths), (None, None))
+    cache: dict[Any, Any] = rules._cache
+    key: tuple[object, ...] = (name, lengths)
+    if not inputs:
+        cache, key = _BY_NUMBERS, (name, lengths, rules.window, rules.prefix)
+    known, found = cache.get(key, (None, None))
     if known != versions:
         # The first caller may run in inference mode, and a training step cannot save its tensors.
         with torch.inference_mode(False):
             found = create(rules, lengths)
-        rules._cache[name, lengths] = versions, found
-    assert isinstance(found, Tensor)
-    return found
-
-
-@lru_cache(maxsize=128)
-def _cached_by_numbers(
-    window: int | None, prefix: int | None, name: str, lengths: Lengths
-) -> Tensor:
-    from stepscope.attention.rules import ScoreRules
-
-    rules = ScoreRules(window=window, prefix=prefix)
-    with torch.inference_mode(False):
-        return (_key_intervals if name == "keys" else _query_intervals)(rules, lengths)
+        if len(cache) >= _MAX_BY_NUMBERS:
+            cache.clear()
+        cache[key] = versions, found
+    made: _Made = found
+    return made
 
 
 def visible_pairs(

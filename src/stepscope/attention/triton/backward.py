@@ -432,20 +432,19 @@ def key_value_kernel(
     b_k, b_v = in_registers(b_k, dk, HOLD), in_registers(b_v, dv, HOLD)
     b_dk, b_dk_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     b_dv, b_dv_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
-    # Query rows from `m_full` to `m_stop` see the entire tile; those from `m_masked` to `m_end` see
+    # Query rows from `m_full` to `m_stop` see the entire tile; those from `m_start` to `m_end` see
     # a part of it.
     m_full = 0
     m_stop = M
     bounds = None
-    m_masked, m_end = 0, 0
+    m_start = 0
     if intervals is not None:
         bounds = row_bounds(intervals, intervals_stride, batch, start_n, N, BLOCK_N, BLOCK_M)
-        m_full, m_stop, m_masked, m_end = tile_ranges(bounds)
+        m_full, m_stop, m_start, m_end = tile_ranges(bounds)
     elif CAUSAL:
         m_start = tl.minimum(M, tl.maximum(0, start_n - shift)) // BLOCK_M * BLOCK_M
         first_full = tl.maximum(0, start_n + BLOCK_N - 1 - shift)
         m_full = tl.maximum(m_start, (first_full + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-        m_masked, m_end = m_start, tl.minimum(m_full, M)
     for head_in_group in range(G):
         head = key_head * G + head_in_group
         offs_bh = (batch * H + head).to(tl.int64) * M
@@ -460,11 +459,13 @@ def key_value_kernel(
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL or intervals is not None:
+            if intervals is None:
+                m_end = tl.minimum(m_full, M)
             b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
                 b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v,
                 q, q_e, grad, grad_e, lse + offs_bh, delta + offs_bh, factor + offs_bh,
                 ds_sum + offs_bh, q_strides, g_strides,
-                batch, head, start_n, m_masked, m_end, scale, B, M, N, D, shift,
+                batch, head, start_n, m_start, m_end, scale, B, M, N, D, shift,
                 bounds, softcap, slope,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
