@@ -50,7 +50,11 @@ def test_head_dimensions_in_one_and_two_parts(d: int, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("sinks", torch.float16), ("sinks without a visible key", torch.float32), ("all", torch.float32)],
+    [
+        ("sinks", torch.float16),
+        ("sinks without a visible key", torch.float32),
+        ("all", torch.float32),
+    ],
     ids=str,
 )
 def test_the_gradient_of_the_sinks(name: str, dtype: torch.dtype) -> None:

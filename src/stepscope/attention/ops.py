@@ -203,7 +203,6 @@ _SINKS = 3
 """Index of the sinks in `KernelRules`."""
 
 
-
 def _raise_no_second_derivative(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
     raise RuntimeError(no_second_derivative(_NAME, "impl='reference'"))
 

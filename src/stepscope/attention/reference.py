@@ -30,7 +30,9 @@ def reference_attention(
     """Compute softmax(q kᵀ · scale) v with every intermediate in memory. Default scale: 1/√d."""
     if rules is not None:
         lengths = Lengths.of(q, k, is_causal, causal_align)
-        return _attend_by_rules(q, k, v, default_scale(q) if scale is None else scale, lengths, rules)
+        return _attend_by_rules(
+            q, k, v, default_scale(q) if scale is None else scale, lengths, rules
+        )
     causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
     # A softmax over no keys would be NaN, and so would its gradient.
     q_visible = q[..., causal_mask.fully_masked_rows :, :]

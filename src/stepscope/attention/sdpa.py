@@ -250,9 +250,7 @@ class _Call(NamedTuple):
         )
 
 
-def _mask_of_rules(
-    q: Tensor, lengths: Lengths, rules: ScoreRules
-) -> tuple[Tensor, Tensor | None]:
+def _mask_of_rules(q: Tensor, lengths: Lengths, rules: ScoreRules) -> tuple[Tensor, Tensor | None]:
     """Return the mask in memory, boolean or additive, and the rows that it would hide entirely."""
     low, high = key_intervals(rules, lengths)[:, None, :, :, None].unbind(2)
     key = torch.arange(lengths.seq_k, device=lengths.device)

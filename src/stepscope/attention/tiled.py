@@ -147,9 +147,7 @@ def tiled_attention(
         return FlashAttentionTorch.apply(q, k, v, is_causal, scale, causal_align)
     if transforms_active():
         raise ValueError("torch.func transforms support rules with impl='reference' only")
-    return FlashAttentionTorch.attend(
-        q, k, v, is_causal, scale, causal_align, rules, rules.sinks
-    )
+    return FlashAttentionTorch.attend(q, k, v, is_causal, scale, causal_align, rules, rules.sinks)
 
 
 def refuses(
