@@ -20,13 +20,13 @@ class RuleCase(NamedTuple):
     seq_k: int = 70
 
     def on(self, device: str, dtype: torch.dtype | None = None) -> ScoreRules:
-        """Create the rules with their tensors on a device; floating-point ones of a dtype."""
+        """Create the rules with copies of their tensors; floating-point ones of a dtype."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(moved, value))
             if isinstance(value, Tensor):
-                return value.to(device, dtype if value.is_floating_point() else None)
+                return value.to(device, dtype if value.is_floating_point() else None, copy=True)
             return value
 
         return ScoreRules(**{name: moved(value) for name, value in self.rules.items()})

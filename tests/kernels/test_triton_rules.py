@@ -62,7 +62,7 @@ def test_the_gradient_of_the_sinks(name: str, dtype: torch.dtype) -> None:
 
     def results(impl: str, kind: torch.dtype) -> dict[str, Tensor]:
         *tensors, grad = inputs(case, dtype=dtype, device=DEVICE)
-        sinks = SINKS.to(DEVICE, dtype).to(kind).requires_grad_()
+        sinks = SINKS.to(DEVICE, dtype).to(kind, copy=True).requires_grad_()
         rules = ScoreRules(**{
             name: getattr(case.on(DEVICE), name) for name in case.rules
         } | {"sinks": sinks})  # fmt: skip
@@ -159,7 +159,7 @@ class TestOperator:
         q, k, v, grad = inputs(case, dtype=torch.float32, device=DEVICE)
         lengths = Lengths.of(q, k, True, None)
         rules = case.on(DEVICE)
-        sinks, slopes = SINKS.to(DEVICE).requires_grad_(), SINKS.abs().to(DEVICE)
+        sinks, slopes = SINKS.to(DEVICE, copy=True).requires_grad_(), SINKS.abs().to(DEVICE)
         intervals = (key_intervals(rules, lengths), query_intervals(rules, lengths))
         settings = (True, 0.25, 0, *intervals, slopes)
         torch.library.opcheck(flash_forward, (q.requires_grad_(), k, v, *settings, sinks, 3.0))
