@@ -38,7 +38,7 @@ class Lengths(NamedTuple):
 def _document_numbers(rules: ScoreRules, lengths: Lengths) -> tuple[Tensor, Tensor]:
     """Return the document of each query and of each key, (1 or batch, seq), never decreasing."""
     if rules.documents is not None:
-        ids = torch.atleast_2d(rules.documents)
+        ids = rules.documents if rules.documents.dim() == 2 else rules.documents[None]
         starts = torch.zeros_like(ids)
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
         numbers = starts.cumsum(-1)

@@ -118,7 +118,7 @@ class Problem(NamedTuple):
             ),
             ()
             if rules is _NO_RULES
-            else (*[None if x is None else Given.of(x) for x in rules[:-1]], rules.softcap),  # type: ignore[arg-type]
+            else (*[None if x is None else Given.of(x) for x in rules[:-1]], rules.softcap),
         )
 
     @property

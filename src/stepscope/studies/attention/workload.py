@@ -64,8 +64,10 @@ def score_rules(text: str, heads: int, seq: int, device: torch.device) -> ScoreR
     from stepscope.attention import ScoreRules
 
     name, _, number = text.partition("=")
-    if name in ("window", "prefix"):
-        return ScoreRules(**{name: int(number)})
+    if name == "window":
+        return ScoreRules(window=int(number))
+    if name == "prefix":
+        return ScoreRules(prefix=int(number))
     if name == "softcap":
         return ScoreRules(softcap=float(number))
     if name == "sinks":
