@@ -2,6 +2,7 @@
 
     python scripts/screen_tiles.py --head 64 128 --dtype bf16
     python scripts/screen_tiles.py --head 128 --m 64 128 --n 64 128 --warps 4 8 --stages 2 3
+    python scripts/screen_tiles.py --head 64 --rules intervals softcap
 
 Registers, spills and shared memory come from the compiled program, so tiles that spill or do not
 fit are dropped before they cost GPU time. wgmma counts the matrix instructions.
@@ -14,7 +15,7 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,13 @@ KERNELS = {"forward": forward_kernel, "key_value": key_value_kernel, "query": qu
 FIELDS = ("m", "n", "warps", "stages", "hold", "registers", "precision")
 HELD = {"forward": ("q",), "key_value": ("k", "v"), "query": ("q", "grad")}
 TENSORS = {"q": "m", "k": "n", "v": "n", "grad": "m"}
+RULES = {
+    "intervals": {"intervals": "*i32", "intervals_stride": "i32"},
+    "softcap": {"softcap": "fp32"},
+    "alibi": {"slopes": "*fp32"},
+    "sinks": {"sinks": "*fp32"},
+}
+"""Arguments of the kernels by rule; None if the rule is not in use."""
 
 
 class Card(NamedTuple):
@@ -41,7 +49,16 @@ class Card(NamedTuple):
     wgmma: int
 
 
-def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool) -> Card:
+def compile_tile(
+    kind: str,
+    tile: Tile,
+    head: int,
+    dtype: str,
+    *,
+    causal: bool,
+    tma: bool,
+    rules: Sequence[str] = (),
+) -> Card:
     kernel = KERNELS[kind]
     planes = dtype == "fp32" and tile.precision == IN_PLANES
     first, second = columns(head, in_one_part=planes)
@@ -60,6 +77,9 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
         "HOLD": tile.hold,
         "WHOLE": False,
     }
+    optional = {name: kind for arguments in RULES.values() for name, kind in arguments.items()}
+    used = {name for rule in rules for name in RULES[rule]}
+    constants |= dict.fromkeys(optional.keys() - used)
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -75,6 +95,8 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
                 signature[name] = f"tensordesc<{dtype_name}[1, 1, {rows}, {width}]>"
             else:
                 signature[name] = f"*{dtype_name}"
+        elif name in optional:
+            signature[name] = optional[name]
         elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
         elif name in ("lse", "delta", "factor", "ds_sum"):
@@ -85,7 +107,9 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or "stride" in name or (name == "D" and head % 16 == 0)
+        if signature[name].startswith("*")
+        or ("stride" in name and name not in constants)
+        or (name == "D" and head % 16 == 0)
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
@@ -130,6 +154,7 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--no-tma", action="store_true", help="plain pointers")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
+    parser.add_argument("--rules", nargs="+", default=[], choices=list(RULES), help="rules in use")
     for field in FIELDS:
         kind = str if field == "precision" else int
         parser.add_argument(f"--{field}", type=kind, nargs="+", default=[])
@@ -148,6 +173,7 @@ def main() -> None:
                         args.dtype,
                         causal=not args.full,
                         tma=not args.no_tma,
+                        rules=args.rules,
                     )
                 except Exception as error:
                     print(f"{label}  does not compile: {str(error).splitlines()[0][:90]}")

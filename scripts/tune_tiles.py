@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,21 +74,29 @@ class Bench:
         """Run one pass."""
         out, dq, dk, dv = self.outputs
         with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
-            launch = triton_launch.run_pass
             inputs = self.inputs[:3] if candidate.kind == "forward" else self.inputs
+            given = inputs if candidate.kind == "forward" else (*inputs, self.out, self.lse)
             read = triton_launch.readable(*inputs)
-            problem = triton_launch.Problem.of(*inputs[:2], read, self.causal, 0)
+            problem = triton_launch.Problem.of(given, read, self.causal, 0)
+            launch = partial(
+                triton_launch.run_pass,
+                candidate.kind,
+                problem,
+                triton_launch._launches(problem),
+                read,
+                scale=self.scale,
+            )
+            # The last tensors are those of rules.
             if candidate.kind == "forward":
-                rest = (out, torch.empty_like(self.lse))
-                launch("forward", problem, read, rest, (out,), self.scale)
+                launch((out, torch.empty_like(self.lse), None, None, None), (out,))
                 return (out,)
             if candidate.kind == "query":
                 delta, factor, lean = (torch.empty_like(self.delta) for _ in range(3))
-                rest = (self.out, self.lse, delta, factor, lean, dq)
-                launch("query", problem, read, rest, (self.out, dq), self.scale)
+                rest = (self.out, self.lse, delta, factor, lean, dq, None, None, None)
+                launch(rest, (self.out, dq))
                 return (dq,)
-            rest = (self.lse, self.delta, self.factor, self.lean, dk, dv)
-            launch("key_value", problem, read, rest, (dk, dv), self.scale)
+            rest = (self.lse, self.delta, self.factor, self.lean, dk, dv, None, None)
+            launch(rest, (dk, dv))
             return (dk, dv)
 
     def expected(self, peer: str, dtype: torch.dtype) -> dict[Pass, tuple[Tensor, ...]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.attention import attention
+from stepscope.attention import ScoreRules, attention
 from stepscope.kernels import (
     add_rms_norm,
     embedded,
@@ -79,9 +79,11 @@ def precision(tf32: bool) -> Iterator[None]:
 def attended(
     impl: str, dtype: torch.dtype, *, layouts: dict[str, str] | None = None, tf32: bool = False,
     backward: bool = True, heads: int = 4, key_heads: int = 4, length: int = 256, d: int = 64,
-    contiguous_when_saved: bool = False, **how: Any,
+    contiguous_when_saved: bool = False, rules: dict[str, Any] | None = None, **how: Any,
 ) -> Results:  # fmt: skip
     """Compute output and gradients of attention."""
+    if rules is not None:
+        how["rules"] = score_rules(heads, length, **rules)
     counts = {"q": heads, "k": key_heads, "v": key_heads, "grad": heads}
     q, k, v, grad = (
         placed(draw(2, count, length, d, seed=n), dtype, (layouts or {}).get(name, ""))
@@ -95,6 +97,43 @@ def attended(
         out = attention(*leaves, impl=impl, **how)
         gradients = torch.autograd.grad(out, leaves, grad) if backward else ()
     return [x.detach().cpu() for x in (out, *gradients)]
+
+
+def score_rules(heads: int, length: int, **fields: Any) -> ScoreRules:
+    """Create rules on the GPU: `documents` and `cu_seqlens` are lengths of documents, `sinks` and
+    `alibi_slopes` seeds."""
+    for name in ("sinks", "alibi_slopes"):
+        if name in fields:
+            fields[name] = placed(draw(heads, seed=fields[name]).abs(), torch.float32)
+    if "cu_seqlens" in fields:
+        bounds = torch.arange(0, length + 1, fields["cu_seqlens"], device="cuda")
+        fields["cu_seqlens"] = bounds
+    if "documents" in fields:
+        sizes = fields["documents"]
+        ids = torch.stack([torch.arange(length, device="cuda") // size for size in sizes])
+        fields["documents"] = ids[0] if len(sizes) == 1 else ids
+    if isinstance(fields.get("prefix"), tuple):
+        fields["prefix"] = torch.tensor(fields["prefix"], device="cuda")
+    return ScoreRules(**fields)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "window": {"window": 40},
+    "another window": {"window": 130},
+    "documents": {"documents": (50,)},
+    "other documents": {"documents": (70,)},
+    "documents of each batch": {"documents": (50, 70)},
+    "cu_seqlens": {"cu_seqlens": 50},
+    "prefix": {"prefix": 60},
+    "prefix of each batch": {"prefix": (60, 10)},
+    "soft cap": {"softcap": 2.0},
+    "another soft cap": {"softcap": 3.0},
+    "integer soft cap": {"softcap": 1},
+    "slopes": {"alibi_slopes": 1},
+    "other slopes": {"alibi_slopes": 2},
+    "sinks": {"sinks": 1},
+    "other sinks": {"sinks": 2},
+}
 
 
 def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
@@ -125,6 +164,11 @@ def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
                    not name.endswith(UNALIGNED)}  # fmt: skip
     base = {"impl": impl, "dtype": dtype}
     return {name: partial(attended, **(base | change)) for name, change in changes.items()}
+
+
+def rule_variants(impl: str, dtype: torch.dtype) -> Variants:
+    base = partial(attended, impl, dtype, is_causal=True)
+    return {"causal": base} | {name: partial(base, rules=x) for name, x in RULES.items()}
 
 
 def fused(
@@ -197,6 +241,9 @@ FAMILIES: dict[str, Variants] = {
     "attention in float32": attention_variants("triton", torch.float32),
     "attention in bfloat16": attention_variants("triton", torch.bfloat16),
     "dispatch by auto": attention_variants("auto", torch.bfloat16),
+    "rules in float32": rule_variants("triton", torch.float32),
+    "rules in bfloat16": rule_variants("triton", torch.bfloat16),
+    "rules by auto": rule_variants("auto", torch.bfloat16),
     "fused kernels": {
         "base": fused,
         "bfloat16": partial(fused, dtype=torch.bfloat16),
@@ -236,7 +283,14 @@ FAMILIES: dict[str, Variants] = {
         "no reduction in 16 bits": partial(matmul, reduces=False),
     },
 }
-EXACT = ("attention in float32", "attention in bfloat16", "dispatch by auto", "fused kernels")
+EXACT = (
+    "attention in float32",
+    "attention in bfloat16",
+    "dispatch by auto",
+    "rules in float32",
+    "rules in bfloat16",
+    "fused kernels",
+)
 """Families that are bit-identical in every process; in the others cuBLAS or timing chooses kernels.
 """
 MAX_VARIANTS = max(map(len, FAMILIES.values()))

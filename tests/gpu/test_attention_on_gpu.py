@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64
-from stepscope.attention import attention
+from attention_rules import ALL, BATCH, HEADS, IN_KERNELS, inputs
+from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.tiles import Pass, tiles
 
 pytestmark = [
@@ -111,3 +112,86 @@ def test_dynamic_lengths_under_torch_compile() -> None:
         gradients = (torch.autograd.grad(out, inputs, grad) for out in (actual, expected))
         for ours, theirs in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)
+
+
+def long_rules(length: int) -> dict[str, ScoreRules]:
+    documents = torch.arange(length, device="cuda") // 300
+    heads = torch.linspace(-1.0, 1.0, 4, device="cuda")
+    return {
+        "window": ScoreRules(window=700),
+        "documents": ScoreRules(documents=documents),
+        "prefix": ScoreRules(prefix=500),
+        "soft cap": ScoreRules(softcap=3.0),
+        "ALiBi": ScoreRules(alibi_slopes=heads.abs() / 8),
+        "sinks": ScoreRules(sinks=heads),
+        "all": ScoreRules(
+            documents=documents, window=200, softcap=3.0, alibi_slopes=heads.abs(), sinks=heads
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("name", list(long_rules(1) if torch.cuda.is_available() else ()))
+def test_rules_over_long_rows(name: str, d: int, dtype: torch.dtype) -> None:
+    """With the tiles of the table and TMA, which the interpreter does not use."""
+    length = 2000
+    q, k, v, grad = draw(1, 4, length, d, dtype=dtype)
+    rules = long_rules(length)[name]
+    k, v = k[:, :2], v[:, :2]
+    check_against_float64(ours, q, k, v, grad, is_causal=True, rules=rules)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flex_attention_with_rules(name: str) -> None:
+    case = ALL[name]
+    q, k, v, grad = inputs(case, 64, dtype=torch.float32, device="cuda")
+    rules = case.on("cuda", torch.float32)
+    results = []
+    for impl in ("flex", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, impl=impl, rules=rules, **case.how)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_auto_serves_every_rule(name: str) -> None:
+    case = ALL[name]
+    q, k, v, grad = inputs(case, 64, dtype=torch.bfloat16, device="cuda")
+    rules = case.on("cuda", torch.bfloat16)
+    chosen = explain(q, k, v, rules=rules, **case.how).chosen
+    assert chosen == ("triton" if name in IN_KERNELS else "sdpa")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, rules=rules, **case.how)
+    expected = attention(*(x.float() for x in leaves), impl="reference", rules=rules, **case.how)
+    torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out, leaves, grad))
+
+
+def test_documents_that_change_between_replays_of_a_captured_step() -> None:
+    """A captured call computes the intervals from the documents of each replay."""
+    length = 512
+    q, k, v = (x.requires_grad_() for x in draw(BATCH, HEADS, length, 64, dtype=torch.bfloat16)[:3])
+    documents = torch.arange(length, device="cuda") // 100
+    rules = ScoreRules(documents=documents)
+
+    def step() -> list[Tensor]:
+        out = ours(q, k, v, is_causal=True, rules=rules)
+        return [out, *torch.autograd.grad(out.float().sum(), (q, k, v))]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for size in (100, 37, 300):
+        documents.copy_(torch.arange(length, device="cuda") // size)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [x.detach().clone() for x in captured]
+        for ours_, theirs in zip(replayed, step(), strict=True):
+            assert torch.equal(ours_, theirs)

@@ -29,9 +29,16 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 AT_ONCE = min(8, os.cpu_count() or 1)
+BETWEEN_RULES = [
+    ("window", "another window"), ("documents", "other documents"),
+    ("documents", "documents of each batch"), ("prefix", "prefix of each batch"),
+    ("soft cap", "another soft cap"), ("slopes", "other slopes"), ("sinks", "other sinks"),
+]  # fmt: skip
 BETWEEN_CHANGES = {
     "attention in float32": [("q transposed", "v transposed"), ("scale 1", "scale 0.5")],
     "attention in bfloat16": [("q unaligned", "k unaligned"), ("scale 1", "scale 0.5")],
+    "rules in float32": BETWEEN_RULES,
+    "rules in bfloat16": BETWEEN_RULES,
 }
 """Pairs in which neither is the base."""
 PAIRS = [

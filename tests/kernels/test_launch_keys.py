@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,7 +40,16 @@ def specialization(value: Any, dtype: torch.dtype) -> Any:
         kind = dtype if value.dtype == torch.int16 else value.dtype
         aligned = value.data_ptr() % 16 == 0
         return value.device, tuple(value.shape), value.stride(), kind, aligned
-    return "any float" if isinstance(value, float) else (type(value), value)
+    return type(value), value
+
+
+def specializations(arguments: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """The first float is the scale, the one argument that may change in a replay."""
+    known = [specialization(x, dtype) for x in arguments]
+    scale = next((n for n, x in enumerate(arguments) if isinstance(x, float)), None)
+    if scale is not None:
+        known[scale] = "any float"
+    return known
 
 
 class Recorder:
@@ -55,7 +64,7 @@ class Recorder:
         def launch(*arguments: Any, **options: int) -> Any:
             del options
             self.compiled += 1
-            known = [specialization(x, self.dtype) for x in arguments]
+            known = specializations(arguments, self.dtype)
             return SimpleNamespace(
                 run=self.replay(grid[0], known),
                 function=None,
@@ -69,7 +78,7 @@ class Recorder:
         def run(*launched: Any) -> None:
             self.replayed += 1
             assert launched[0] == programs
-            assert [specialization(x, self.dtype) for x in launched[9:]] == known
+            assert specializations(launched[9:], self.dtype) == known
 
         return run
 
@@ -121,9 +130,25 @@ def run(recorder: Recorder, **change: Any) -> None:
         "causal": change.get("causal", False),
         "shift": change.get("shift", 0),
     }
+    if any(name in change for name in triton_launch.Rules._fields):
+        settings["rules"] = rules(q.shape[-2], k.shape[-2], device, change)
     with tf32(change.get("tf32", False)):
         triton_launch.forward(q, k, v, **settings)
         triton_launch.backward(grad, q, k, v, out, lse, **settings)
+
+
+def rules(rows: int, keys: int, device: str, change: dict[str, Any]) -> triton_launch.Rules:
+    """Create rules: `key_intervals` and `query_intervals` are numbers of batches, `slopes` and
+    `sinks` layouts."""
+    fields: dict[str, Any] = {}
+    for name, length in (("key_intervals", rows), ("query_intervals", keys)):
+        if name in change:
+            fields[name] = torch.zeros(change[name], 2, length, dtype=torch.int32, device=device)
+    for name in ("slopes", "sinks"):
+        if name in change:
+            first = 1 if change[name] == "unaligned" else 0
+            fields[name] = torch.zeros(H + first, device=device)[first:]
+    return triton_launch.Rules(**fields, softcap=change.get("softcap"))
 
 
 @contextmanager
@@ -156,11 +181,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "head dimension": {"d": 80},
     "batch": {"b": 1},
     "device": {"device": "meta"},
+    "intervals": {"key_intervals": 1, "query_intervals": 1},
+    "intervals of each batch": {"key_intervals": B, "query_intervals": B},
+    "soft cap": {"softcap": 3.0},
+    "another soft cap": {"softcap": 4.0},
+    "slopes": {"slopes": ""},
+    "slopes unaligned": {"slopes": "unaligned"},
+    "sinks": {"sinks": ""},
+    "sinks unaligned": {"sinks": "unaligned"},
 }
 BASES: dict[str, dict[str, Any]] = {
     "float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "tf32": {"tf32": True},
     "q unaligned": {"dtype": torch.bfloat16, "q": "unaligned"},
     "causal": {"causal": True, "scale": 1},
+    "rules": {"key_intervals": 1, "query_intervals": 1, "slopes": "", "sinks": "", "softcap": 2.0},
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from stepscope.errors import UsageError
+from stepscope.studies.attention.workload import RULES
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.cases import AttentionRaceCase, FlashFlags, GridCase, Shape, TilesCase
 from study_records import flash_record, race_record, tiles_record
@@ -63,7 +64,7 @@ def test_short_races_time_more_consecutive_calls() -> None:
         if isinstance(case, AttentionRaceCase)
     ]
     many = {case.key for case in races if case.back_to_back == 20}
-    assert len(races) == 16
+    assert len(races) == 27
     assert len(many) == 8
     assert all("_b1_h1_" in key for key in many)
     assert all(case.back_to_back and case.host_ahead for case in races)
@@ -168,3 +169,31 @@ def test_keys_and_configs_are_stable() -> None:
         "samples": 7,
     }
     assert {case.needs for case in first.values()} == {("bfloat16",)}
+
+
+def test_races_with_other_masks_and_rules() -> None:
+    flags = FlashFlags(part=("race",))
+    races = {case.sizes: case for case in STUDY.cases(flags)}
+    full, shared = races["4,16,4096,128 full"], races["4,32,4096,128 full keys=8"]
+    assert (full.config["causal"], full.key) == (False, "race_b4_h16_s4096_d128_bfloat16_full")
+    assert shared.config["key_heads"] == 8
+    packed = races["1,16,16384,64 documents=512"]
+    assert packed.key == "race_b1_h16_s16384_d64_bfloat16_causal_documents=512"
+    assert {case.config.get("rule", "").partition("=")[0] for case in races.values()} == {
+        "",
+        *RULES,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1x4x64x16:windows=3", "is not a rule of attention"),
+        ("1x4x64x16:window", "is not a rule of attention"),
+        ("1x4x64x16:sinks=2", "is not a rule of attention"),
+        ("1x4x64x16:keys=3", "do not divide the 4 heads"),
+    ],
+)
+def test_an_invalid_option_of_a_race_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        STUDY.cases(FlashFlags(part=("race",), race=(text,)))

@@ -17,7 +17,7 @@ from stepscope.attention.triton import launch as triton_launch
 from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import KernelRun
-from stepscope.studies.attention.workload import RESULTS, AttentionStep
+from stepscope.studies.attention.workload import RESULTS, AttentionStep, score_rules
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
@@ -138,6 +138,33 @@ def test_a_race_excludes_unsupported_implementations() -> None:
     assert all(len(series.values) == 3 for series in result.series)
     assert result.attachments["excluded"]["triton"].startswith("refused: q is on cpu")
     assert result.notes == {"auto": "takes sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("option", "pairs"),
+    [
+        ("window=8", 64 * 8 - 28),
+        ("prefix=10", 64 * 65 // 2 + 45),
+        ("full:keys=1", None),
+        ("softcap=5", None),
+    ],
+)
+def test_a_race_with_a_rule_counts_visible_pairs(option: str, pairs: int | None) -> None:
+    result = measured(
+        part=("race",), race=(f"1x2x64x16:float32:{option}",), racers=("tiled", "auto")
+    )
+    assert {series.variant for series in result.series} == {"tiled", "auto"}
+    # A causal mask counts as half of the scores, a rule that hides keys as what it leaves.
+    counted = pairs if pairs is not None else 64 * 64 // (1 if "full" in option else 2)
+    assert value_of(result.quantities, "flops") == 3.5 * 4 * counted * 2 * 16
+
+
+def test_packed_documents_of_a_race_fill_the_sequence() -> None:
+    rules = score_rules("documents=16", 2, 100, torch.device("cpu"))
+    bounds = rules.cu_seqlens
+    assert isinstance(bounds, torch.Tensor)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, 100, 7)
+    assert (bounds.diff() > 0).all()
 
 
 def test_a_race_excludes_failing_implementations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from stepscope.attention.registry import (
     Implementation,
     implementation,
 )
+from stepscope.attention.rules import ScoreRules
 
 if TYPE_CHECKING:
     from stepscope.attention.api import Explanation, attention, explain
@@ -27,6 +28,7 @@ __all__ = [
     "FlashAttentionTorch",
     "FlashAttentionTriton",
     "Implementation",
+    "ScoreRules",
     "attention",
     "explain",
     "implementation",

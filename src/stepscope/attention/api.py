@@ -20,6 +20,7 @@ from stepscope.attention.registry import (
     Inputs,
     implementation,
 )
+from stepscope.attention.rules import ScoreRules
 
 _DISPATCH_CACHE: dict[tuple[object, ...], BoundAttention] = {}
 """Dispatch cache: for short inputs dispatch costs more than the kernel."""
@@ -34,6 +35,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
     impl: str = AUTO,
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale) v with the implementation named by `impl`.
@@ -46,12 +48,15 @@ def attention(
     the first key, "bottom-right" the last query with the last key. Rows without a visible key are
     zero.
 
+    `rules` adds sliding windows, packed documents, prefixes, soft-capping, ALiBi, attention sinks
+    and biases; layers that share one `ScoreRules` share its preparation.
+
     Raises ValueError for invalid inputs and for inputs that the named implementation does not
     support, and UsageError for an unknown name. A named implementation never falls back to another.
     """
     # torch.compile traces this once per graph, and its shapes may be symbolic.
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return _dispatch(q, k, v, is_causal, scale, causal_align, impl, None)
+        return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
     try:
         # Strides and alignment are not in the key: dispatch does not depend on them, and an
         # implementation that caches by them has its own key.
@@ -69,14 +74,15 @@ def attention(
             q.device,
             k.device,
             v.device,
+            None if rules is None else rules.key,
         )
         bound = _DISPATCH_CACHE.get(key)
     except (AttributeError, TypeError):
         # Not a tensor, or not hashable: the check in _dispatch reports what is wrong.
         key, bound = None, None
     if bound is None:
-        return _dispatch(q, k, v, is_causal, scale, causal_align, impl, key)
-    return bound(q, k, v)
+        return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, key)
+    return bound(q, k, v) if rules is None else bound(q, k, v, rules=rules)
 
 
 def _dispatch(
@@ -86,13 +92,14 @@ def _dispatch(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
+    rules: ScoreRules | None,
     impl: str,
     key: tuple[object, ...] | None,
 ) -> Tensor:
     """Check the inputs, choose an implementation, cache the choice under `key` and compute."""
     entry = None if impl == AUTO else implementation(impl)
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
-    inputs = (q, k, v, is_causal, scale, causal_align)
+    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align, rules)
+    inputs = (q, k, v, is_causal, scale, causal_align, rules)
     if entry is None:
         entry = _first_supported(*inputs)
     else:
@@ -105,12 +112,14 @@ def _dispatch(
             _DISPATCH_CACHE.clear()
         _DISPATCH_CACHE[key] = (
             entry.bind(*inputs)
-            if entry.bind
+            if entry.bind and rules is None
             else functools.partial(
                 function, is_causal=is_causal, scale=scale, causal_align=causal_align
             )
         )
-    return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
+    return function(
+        q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
+    )
 
 
 def _first_supported(*inputs: *Inputs) -> Implementation:
@@ -173,13 +182,14 @@ def explain(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
 ) -> Explanation:
     """Report which implementation `impl="auto"` chooses for this input, and why not the others.
 
     The result is printable. An invalid input raises ValueError, as in `attention`.
     """
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
-    inputs = (q, k, v, is_causal, scale, causal_align)
+    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align, rules)
+    inputs = (q, k, v, is_causal, scale, causal_align, rules)
     verdicts = tuple(
         Support(name, entry.refuses(*inputs), entry.leaves(*inputs))
         for name, entry in IMPLEMENTATIONS.items()

@@ -6,12 +6,15 @@ import functools
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from stepscope.attention.reference import reference_attention
+
+if TYPE_CHECKING:
+    from stepscope.attention.rules import ScoreRules
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Tensor])
 
@@ -27,16 +30,25 @@ def compiled_attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Compute `reference_attention` as one graph, recompiled for each new shape."""
     run = _compiled_reference()
-    return run(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
+    return run(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules)
 
 
 def refuses(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    rules: ScoreRules | None = None,
 ) -> str | None:
     del k, v, is_causal, scale, causal_align
+    if rules is not None:
+        return "only masks without rules are compiled (FlexAttention compiles rules)"
     return missing_compiler(q.device.type)
 
 

@@ -51,6 +51,13 @@ def forward_flops(shape: AttentionShape, *, causal: bool) -> int:
     return full // 2 if causal else full
 
 
+def pair_flops(pairs: int, *, heads: int, d_head: int) -> int:
+    """FLOPs of the forward pass over the visible query and key pairs of one head, all batches
+    together (`visibility.visible_pairs`): what `ScoreRules` leave. Windows and documents have no
+    fixed share of the scores as a causal mask has, so that pairs are counted."""
+    return 4 * pairs * heads * d_head
+
+
 def backward_flops(shape: AttentionShape, *, causal: bool) -> int:
     """FLOPs of the backward pass by the model convention: twice the forward pass."""
     return 2 * forward_flops(shape, causal=causal)

@@ -4,11 +4,15 @@ argument and its value; implementations may trust inputs that passed."""
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stepscope.attention.masking import causal_offset
+
+if TYPE_CHECKING:
+    from stepscope.attention.rules import ScoreRules
 
 TINY_SCALE = 1e-30
 """Replaces a scale of zero, which would turn the -inf of a masked score into NaN."""
@@ -22,6 +26,7 @@ def checked_inputs(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
+    rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Validate the inputs and cast them as autocast would, if it is on."""
     _check_tensor("q", q)
@@ -36,6 +41,8 @@ def checked_inputs(
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:
         causal_offset(q.shape[-2], k.shape[-2], causal_align)
+    if rules is not None:
+        rules.check(q, k, is_causal, causal_align)
     if autocast_dtype(q) is None:
         return q, k, v
     return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)

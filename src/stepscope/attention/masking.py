@@ -52,16 +52,17 @@ class CausalMask:
 
     def row_tiles(self, size: int) -> Iterator[slice]:
         """Iterate over tiles of the queries that see at least one key."""
-        return _tiles(self.fully_masked_rows, self.seq_q, size)
+        return tiles(self.fully_masked_rows, self.seq_q, size)
 
     def key_tiles(self, rows: slice, size: int) -> Iterator[tuple[slice, bool]]:
         """Iterate over tiles of the keys that these rows see, each with whether it needs a mask."""
         if self.offset is None:
-            yield from ((keys, False) for keys in _tiles(0, self.seq_k, size))
+            yield from ((keys, False) for keys in tiles(0, self.seq_k, size))
             return
-        for keys in _tiles(0, min(self.seq_k, rows.stop + self.offset), size):
+        for keys in tiles(0, min(self.seq_k, rows.stop + self.offset), size):
             yield keys, keys.stop - 1 > rows.start + self.offset
 
 
-def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
+def tiles(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Iterate over tiles of a range; the last one may be shorter."""
     return (slice(first, min(first + size, stop)) for first in range(start, stop, size))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from stepscope.attention.inputs import (
 )
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import MIN_MULTIPLY_ADDS, description, kind_of
+from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import Passes, attend_under_transforms
+from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,
     no_second_derivative,
@@ -35,6 +37,12 @@ from stepscope.torch_tools.derivatives import (
 )
 from stepscope.torch_tools.triton_available import is_interpreted
 
+if TYPE_CHECKING:
+    from stepscope.attention.rules import ScoreRules
+
+KernelRules = tuple[Any, ...]
+"""The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, soft cap.
+"""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
@@ -53,12 +61,21 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+    *rules: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift."""
+    """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift,
+    unless the rules have intervals."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    outputs: tuple[Tensor, Tensor] = _kernels().forward(
-        q, k, v, scale=scale, causal=is_causal, shift=shift
+    kernels = _kernels()
+    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    outputs: tuple[Tensor, Tensor] = kernels.forward(
+        q, k, v, scale=scale, causal=is_causal, shift=shift, **more
     )
     return outputs
 
@@ -73,21 +90,36 @@ def _launch_backward(
     is_causal: bool,
     scale: float,
     shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *rules: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, and the row sums of gradient times output."""
     # Saved-tensor hooks may return `out` and `lse` with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
-    grads: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
-        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
+    kernels = _kernels()
+    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    grads: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
+        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, **more
     )
     return grads
 
 
 @torch.library.custom_op("stepscope::flash_forward", mutates_args=())
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+    key_intervals: Tensor | None = None,
+    query_intervals: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _launch_forward(q, k, v, is_causal, scale, shift)
+    rules = (key_intervals, query_intervals, slopes, sinks, softcap)
+    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if any_rule(rules) else ()))
 
 
 @flash_forward.register_fake
@@ -98,6 +130,7 @@ def _(
     is_causal: bool,  # noqa: ARG001
     scale: float,  # noqa: ARG001
     shift: int,  # noqa: ARG001
+    *rules: Any,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -113,8 +146,19 @@ def flash_backward(
     is_causal: bool,
     scale: float,
     shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_backward(grad, q, k, v, out, lse, is_causal, scale, shift)
+    key_intervals: Tensor | None = None,
+    query_intervals: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rules = (key_intervals, query_intervals, slopes, sinks, softcap)
+    settings = (is_causal, scale, shift, *(rules if any_rule(rules) else ()))
+    return _launch_backward(grad, q, k, v, out, lse, *settings)
+
+
+def any_rule(rules: KernelRules) -> bool:
+    return any(rule is not None for rule in rules)
 
 
 @flash_backward.register_fake
@@ -124,26 +168,38 @@ def _(
     k: Tensor,
     v: Tensor,
     out: Tensor,  # noqa: ARG001
-    lse: Tensor,  # noqa: ARG001
+    lse: Tensor,
     is_causal: bool,  # noqa: ARG001
     scale: float,  # noqa: ARG001
     shift: int,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
+    *rules: Any,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(_rows_contiguous(x)) for x in (q, k, v)]
-    return grads[0], grads[1], grads[2]
+    return grads[0], grads[1], grads[2], torch.empty_like(lse.contiguous())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.is_causal, ctx.scale, ctx.shift = inputs
+    q, k, v, *settings = inputs
+    ctx.settings = tuple(settings[:3])
+    *tensors, ctx.softcap = settings[3:] or [None] * _N_RULES
     out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
     ctx.mark_non_differentiable(lse)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    grads = flash_backward(grad, q, k, v, out, lse, ctx.is_causal, ctx.scale, ctx.shift)
-    return (*grads, None, None, None)
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    grads = flash_backward(grad, q, k, v, out, lse, *ctx.settings, *tensors, ctx.softcap)
+    sinks = tensors[_SINKS]
+    grad_sinks = None if sinks is None else sink_gradient(sinks, lse, grads[3])
+    return (*grads[:3], None, None, None, None, None, None, grad_sinks, None)
+
+
+_N_SETTINGS, _N_RULES = 3, 5
+"""Numbers of arguments after q, k, v: is_causal, scale and shift, and the fields of `KernelRules`.
+"""
+_SINKS = 3
+"""Index of the sinks in `KernelRules`."""
 
 
 def _raise_no_second_derivative(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
@@ -175,19 +231,26 @@ def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
         direct = _can_launch_directly(q, k, v) and type(grad) in _PLAIN_TENSOR_TYPES
-        return _attend_backward(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)
+        return _attend_backward(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)[:3]
 
     return Passes(_NAME, forward, backward)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int, *, direct: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+    *rules: Any,
+    direct: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp for tensors with any number of leading dimensions."""
     run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
     if q.dim() == 4:
-        return run(q, k, v, is_causal, scale, shift)
-    out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
+        return run(q, k, v, is_causal, scale, shift, *rules)
+    out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift, *rules)
     return out.view(q.shape), lse.view(q.shape[:-1])
 
 
@@ -198,16 +261,16 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    settings: tuple[bool, float, int],
+    settings: tuple[Any, ...],
     direct: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v with any number of leading dimensions."""
+    """Return the gradients of q, k and v with any number of leading dimensions, and delta."""
     run: Callable[..., tuple[Tensor, ...]] = _launch_backward if direct else flash_backward
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
     grads = run(*heads, lse.reshape(heads[1].shape[:-1]), *settings)
-    return tuple(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
+    return tuple(g.view(x.shape) for g, x in zip(grads, (q, k, v, lse), strict=True))
 
 
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
@@ -221,9 +284,12 @@ def triton_attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Compute attention with the Triton kernels. Inputs have been checked and are supported."""
     q, factor = with_positive_scale(q, default_scale(q) if scale is None else scale)
+    if rules is not None:
+        return _attend_by_rules(q, k, v, is_causal, factor, causal_align, rules)
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
     if _can_launch_directly(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -244,14 +310,15 @@ def bind(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    rules: ScoreRules | None = None,
+) -> Callable[..., Tensor]:
     """Return `triton_attention` for inputs of these shapes, with what follows from the shapes
     computed once."""
     general = functools.partial(
         triton_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
     )
     factor = default_scale(q) if scale is None else scale
-    if q.dim() != 4 or factor <= 0:
+    if q.dim() != 4 or factor <= 0 or rules is not None:
         return general
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
     apply: Any = super(FlashAttentionTriton, FlashAttentionTriton).apply
@@ -279,6 +346,39 @@ def bind(
     return attend
 
 
+def _attend_by_rules(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    causal_align: str | None,
+    rules: ScoreRules,
+) -> Tensor:
+    if transforms_active():
+        raise ValueError("torch.func transforms support rules with impl='reference' only")
+    shift = 0
+    if is_causal or rules.alibi_slopes is not None:
+        shift = causal_offset(q.shape[-2], k.shape[-2], causal_align)
+    slopes, sinks = (
+        None if x is None else x.to(torch.float32).contiguous()
+        for x in (rules.alibi_slopes, rules.sinks)
+    )
+    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    of_keys, of_queries = None, None
+    if rules.hides_keys:
+        lengths = Lengths.of(q, k, is_causal, causal_align)
+        of_keys = key_intervals(rules, lengths)
+        of_queries = query_intervals(rules, lengths) if differentiates else None
+    softcap = None if rules.softcap is None else float(rules.softcap)
+    settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, softcap)
+    direct = _can_launch_directly(q, k, v)
+    if direct and differentiates:
+        return FlashAttentionTriton.attend_as(q, k, v, settings)
+    return _attend(q, k, v, *settings, direct=direct)[0]
+
+
 def refuses(
     q: Tensor,
     k: Tensor,  # noqa: ARG001
@@ -286,8 +386,11 @@ def refuses(
     is_causal: bool,  # noqa: ARG001
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
+    rules: ScoreRules | None = None,
 ) -> str | None:
     interpreted = is_interpreted()
+    if rules is not None and rules.bias is not None:
+        return "the kernels have no additive bias (ALiBi has alibi_slopes)"
     if q.device.type != "cuda" and not interpreted:
         return f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
     if q.dtype == torch.float64:
@@ -308,10 +411,14 @@ def leaves(
     is_causal: bool,
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
+    rules: ScoreRules | None = None,
 ) -> str | None:
     """Return why another implementation is preferred although the kernels support the input."""
     if q.device.type != "cuda":
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
+    if rules is not None:
+        # Other implementations read a mask of seq_q × seq_k, or do not support the rules.
+        return None
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
     grouped = heads_per_key_head(q, k) > 1
@@ -350,13 +457,17 @@ class FlashAttentionTriton(torch.autograd.Function):
         out: Tensor = super().apply(q, k, v, is_causal, scale, shift)  # type: ignore[no-untyped-call]
         return out
 
+    @classmethod
+    def attend_as(cls, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> Tensor:
+        """Compute attention with the arguments of `flash_forward`."""
+        out: Tensor = super().apply(q, k, v, *settings)  # type: ignore[no-untyped-call]
+        return out
+
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
         direct = _can_launch_directly(q, k, v)
-        out, lse = _attend(q, k, v, is_causal, scale, shift, direct=direct)
-        ctx.settings = (is_causal, scale, shift)
+        out, lse = _attend(q, k, v, *settings, direct=direct)
+        ctx.settings = settings
         ctx.direct = direct
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -369,8 +480,12 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    grads = _attend_backward(grad, q, k, v, out, lse, ctx.settings, ctx.direct)
-    return (*grads, None, None, None)
+    *grads, delta = _attend_backward(grad, q, k, v, out, lse, ctx.settings, ctx.direct)
+    rest: list[Tensor | None] = [None] * len(ctx.settings)
+    if len(ctx.settings) > _N_SETTINGS:
+        sinks = ctx.settings[_N_SETTINGS + _SINKS]
+        rest[_N_SETTINGS + _SINKS] = None if sinks is None else sink_gradient(sinks, lse, delta)
+    return (*grads, *rest)
 
 
 _guarded_gradients = differentiable_once(_NAME, "impl='reference'")(_gradients)

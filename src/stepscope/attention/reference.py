@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stepscope.attention.inputs import default_scale, heads_per_key_head
 from stepscope.attention.masking import CausalMask
+from stepscope.attention.visibility import Lengths, distances, visible_keys
 from stepscope.torch_tools.ranges import named
+
+if TYPE_CHECKING:
+    from stepscope.attention.rules import ScoreRules
 
 
 def reference_attention(
@@ -19,8 +25,14 @@ def reference_attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale) v with every intermediate in memory. Default scale: 1/√d."""
+    if rules is not None:
+        lengths = Lengths.of(q, k, is_causal, causal_align)
+        return _attend_by_rules(
+            q, k, v, default_scale(q) if scale is None else scale, lengths, rules
+        )
     causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
     # A softmax over no keys would be NaN, and so would its gradient.
     q_visible = q[..., causal_mask.fully_masked_rows :, :]
@@ -53,3 +65,44 @@ def _later_keys(scores: Tensor, offset: int) -> Tensor:
     """Return a mask that is True where the key comes after the query: above the diagonal."""
     all_true = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     return all_true.triu(diagonal=1 + offset)
+
+
+def _attend_by_rules(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: Lengths, rules: ScoreRules
+) -> Tensor:
+    """Compute attention with `rules`, each as its definition says."""
+    group = heads_per_key_head(q, k)
+    if group > 1:
+        k, v = (x.repeat_interleave(group, -3) for x in (k, v))
+    with named("scores"):
+        scores = changed_scores(q @ k.transpose(-2, -1) * scale, lengths, rules)
+    with named("mask"):
+        visible = _over_heads(visible_keys(rules, lengths))
+        # A softmax over no keys would be NaN, and so would its gradient.
+        empty = ~visible.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(visible | empty), float("-inf")).masked_fill(empty, 0.0)
+    with named("softmax"):
+        if rules.sinks is not None:
+            sinks = rules.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((scores, sinks), -1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+    with named("values"):
+        return weights.masked_fill(empty, 0.0) @ v
+
+
+def changed_scores(scores: Tensor, lengths: Lengths, rules: ScoreRules) -> Tensor:
+    """Apply soft-capping, ALiBi and the bias to scaled scores."""
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    if rules.alibi_slopes is not None:
+        slopes = rules.alibi_slopes.to(scores.dtype)[:, None, None]
+        scores = scores - slopes * _over_heads(distances(rules, lengths)).abs()
+    if rules.bias is not None:
+        scores = scores + rules.bias.to(scores.dtype)
+    return scores
+
+
+def _over_heads(x: Tensor) -> Tensor:
+    """Reshape (1 or batch, seq_q, seq_k) so that it broadcasts over heads and other dimensions."""
+    return x[0] if x.shape[0] == 1 else x[:, None]

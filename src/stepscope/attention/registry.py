@@ -12,6 +12,8 @@ from stepscope.errors import unknown_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stepscope.attention.rules import ScoreRules
+
 AUTO = "auto"
 
 
@@ -27,14 +29,18 @@ class AttentionFunction(Protocol):
         is_causal: bool = False,
         scale: float | None = None,
         causal_align: str | None = None,
+        rules: ScoreRules | None = None,
     ) -> Tensor: ...
 
 
-BoundAttention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
-"""An implementation bound to inputs of one shape and dtype, with no dispatch left."""
+BoundAttention: TypeAlias = "Callable[..., Tensor]"
+"""An implementation bound to inputs of one shape and dtype, with no dispatch left: (q, k, v), and
+`rules` if there are any."""
 
-Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, bool, float | None, str | None]"
-"""q, k, v, is_causal, scale, causal_align."""
+Inputs: TypeAlias = (
+    "tuple[Tensor, Tensor, Tensor, bool, float | None, str | None, ScoreRules | None]"
+)
+"""q, k, v, is_causal, scale, causal_align, rules."""
 
 
 def supports_all(*inputs: *Inputs) -> None:
@@ -52,7 +58,7 @@ class Implementation:
     """Saves a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
     description: str
     refuses: Callable[[Unpack[Inputs]], str | None] = supports_all
-    """(q, k, v, is_causal, scale, causal_align): why a valid input is not supported, or None."""
+    """`Inputs` to the reason why a valid input is not supported, or None."""
     leaves: Callable[[Unpack[Inputs]], str | None] = supports_all
     """Reason why `auto` prefers the next implementation for a supported input, or None."""
     bind: Callable[[Unpack[Inputs]], BoundAttention] | None = None
@@ -87,6 +93,18 @@ def _load_tiled() -> AttentionFunction:
     from stepscope.attention.tiled import tiled_attention
 
     return tiled_attention
+
+
+def _tiled_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.tiled import refuses
+
+    return refuses(*inputs)
+
+
+def _sdpa_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.sdpa import refuses_rules
+
+    return refuses_rules(inputs[-1])
 
 
 def _load_sdpa() -> AttentionFunction:
@@ -181,6 +199,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="tiled",
             load=_load_tiled,
+            refuses=_tiled_refuses,
             saves_scores=False,
             description="FlashAttention-2 in plain PyTorch",
         ),
@@ -196,6 +215,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="sdpa",
             load=_load_sdpa,
+            refuses=_sdpa_refuses,
             bind=_bind_sdpa,
             saves_scores=False,
             description="torch's scaled_dot_product_attention, backend chosen by torch",
@@ -211,7 +231,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             load=_load_flex,
             refuses=_flex_refuses,
             saves_scores=False,
-            description="torch's FlexAttention with a causal block mask, compiled",
+            description="torch's FlexAttention with a block mask, compiled",
         ),
     )
 }

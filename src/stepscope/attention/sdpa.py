@@ -19,10 +19,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head, with_positive_scale
 from stepscope.attention.masking import CausalMask
-from stepscope.attention.reference import reference_attention
+from stepscope.attention.reference import changed_scores, reference_attention
+from stepscope.attention.visibility import Lengths, key_intervals
 
 if TYPE_CHECKING:
     from stepscope.attention.registry import AttentionFunction, BoundAttention
+    from stepscope.attention.rules import ScoreRules
 
 _HEADLINES = {
     SDPBackend.FLASH_ATTENTION: "Flash attention kernel not used because",
@@ -47,9 +49,10 @@ def sdpa_attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_align: str | None = None,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale) v by torch's SDPA with the backend that torch chooses."""
-    return _attend(q, k, v, is_causal, scale, causal_align, None)
+    return _attend(q, k, v, is_causal, scale, causal_align, rules, None)
 
 
 def bind(
@@ -59,10 +62,11 @@ def bind(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
+    rules: ScoreRules | None = None,
 ) -> BoundAttention:
     """Return torch's function itself if it takes such inputs unchanged, else `sdpa_attention`."""
-    if q.numel() and k.numel() and (scale is None or scale > 0):
-        call = _Call.of(q, k, v, is_causal, causal_align, None)
+    if q.numel() and k.numel() and (scale is None or scale > 0) and rules is None:
+        call = _Call.of(q, k, v, is_causal, causal_align, None, None)
         if call.q is q and call.k is k and call.mask is None:
             settings = (call.is_causal, scale, call.is_grouped)
             return functools.partial(_torch_attention, *settings)
@@ -92,11 +96,21 @@ def backend_attention(name: str) -> AttentionFunction:
         is_causal: bool = False,
         scale: float | None = None,
         causal_align: str | None = None,
+        rules: ScoreRules | None = None,
     ) -> Tensor:
         with sdpa_kernel(backend):
-            return _attend(q, k, v, is_causal, scale, causal_align, backend)
+            return _attend(q, k, v, is_causal, scale, causal_align, rules, backend)
 
     return attend
+
+
+def refuses_rules(rules: ScoreRules | None) -> str | None:
+    """Return which rule torch's SDPA does not have. The others become a mask in memory."""
+    if rules is not None and rules.softcap is not None:
+        return "torch's SDPA has no soft-capping"
+    if rules is not None and rules.sinks is not None:
+        return "torch's SDPA has no attention sinks"
+    return None
 
 
 def refusal(
@@ -107,17 +121,20 @@ def refusal(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
+    rules: ScoreRules | None = None,
 ) -> str | None:
     """Return why that backend does not support this input, with torch's own message if there is
     one."""
     del scale
     backend = getattr(SDPBackend, name)
+    if reason := refuses_rules(rules):
+        return reason
     # Under the compiler support cannot be queried; torch raises when the graph runs.
     if backend == SDPBackend.MATH or torch.compiler.is_compiling():
         return None
     if backend in _CUDA_ONLY and q.device.type != "cuda":
         return f"torch has this backend for CUDA only, and q is on {q.device}"
-    call = _Call.of(q, k, v, is_causal, causal_align, backend)
+    call = _Call.of(q, k, v, is_causal, causal_align, rules, backend)
     if q.device.type == "cuda" and _CAN_USE[backend](call.params()):
         return None
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
@@ -137,16 +154,17 @@ def _attend(
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
+    rules: ScoreRules | None,
     backend: SDPBackend | None,
 ) -> Tensor:
     if not q.numel() or not k.numel():
         # Nothing to compute, and torch's CPU kernel crashes with a division by zero heads.
         return reference_attention(
-            q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align
+            q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
         )
     if scale is not None:
         q, scale = with_positive_scale(q, scale)
-    call = _Call.of(q, k, v, is_causal, causal_align, backend)
+    call = _Call.of(q, k, v, is_causal, causal_align, rules, backend)
     out = functional.scaled_dot_product_attention(
         call.q,
         call.k,
@@ -156,6 +174,8 @@ def _attend(
         scale=scale,
         enable_gqa=call.is_grouped,
     )
+    if call.empty_rows is not None:
+        out = out.masked_fill(call.empty_rows, 0.0)
     if call.fully_masked_rows:
         out = functional.pad(out, (0, 0, call.fully_masked_rows, 0))
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
@@ -170,6 +190,9 @@ class _Call(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     fully_masked_rows: int
+    """Number of leading queries without a visible key, which are not in `q`."""
+    empty_rows: Tensor | None = None
+    """Queries that see no key, for which the mask shows all; their output is zero."""
 
     @classmethod
     def of(
@@ -179,8 +202,14 @@ class _Call(NamedTuple):
         v: Tensor,
         is_causal: bool,
         causal_align: str | None,
+        rules: ScoreRules | None,
         backend: SDPBackend | None,
     ) -> _Call:
+        if rules is not None:
+            lengths = Lengths.of(q, k, is_causal, causal_align)
+            mask_of_rules, empty = _mask_of_rules(q, lengths, rules)
+            q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
+            return cls(q, k, v, mask_of_rules, False, 0, empty)
         mask: Tensor | None = None
         fully_masked_rows = 0
         if is_causal and q.shape[-2] != k.shape[-2]:
@@ -219,6 +248,22 @@ class _Call(NamedTuple):
             self.is_causal,
             enable_gqa=self.is_grouped,
         )
+
+
+def _mask_of_rules(q: Tensor, lengths: Lengths, rules: ScoreRules) -> tuple[Tensor, Tensor | None]:
+    """Return the mask in memory, boolean or additive, and the rows that it would hide entirely."""
+    low, high = key_intervals(rules, lengths)[:, None, :, :, None].unbind(2)
+    key = torch.arange(lengths.seq_k, device=lengths.device)
+    visible = (key >= low) & (key < high)
+    empty = None
+    if lengths.seq_q != lengths.seq_k or rules.unequal_documents:
+        empty = ~visible.any(-1, keepdim=True)
+        visible = visible | empty
+    if rules.alibi_slopes is None and rules.bias is None:
+        return visible, empty
+    zeros = torch.zeros((), dtype=q.dtype, device=q.device)
+    added = changed_scores(zeros, lengths, rules)
+    return added.masked_fill(~visible, float("-inf")), empty
 
 
 def _bottom_right_mask(q: Tensor, k: Tensor, offset: int, backend: SDPBackend | None) -> Tensor:

@@ -31,7 +31,20 @@ from stepscope.attention.triton.memory import (
     sum_planes,
     zeros,
 )
-from stepscope.attention.triton.softmax import divide_by_sums, probabilities, row_sums
+from stepscope.attention.triton.rules import (
+    past_full_tiles,
+    row_bounds,
+    softcap_derivative,
+    softcapped,
+    tile_ranges,
+    within,
+)
+from stepscope.attention.triton.softmax import (
+    divide_by_sums,
+    exponential,
+    probabilities,
+    row_sums,
+)
 
 
 @triton.jit
@@ -39,6 +52,7 @@ def _accumulate_dq(
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
     k, k_e, v, v_e,
     k_strides, v_strides, batch, key_head, start_m, start, stop, scale, B, N, D, shift,
+    bounds, softcap, slope,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -48,7 +62,10 @@ def _accumulate_dq(
     Per row (BLOCK_M,): `b_p_sum` is the sum of P, `b_ds_sum` the sum of dS. `b_mean_k` is P K,
     (BLOCK_M, BLOCK_D).
     """
-    for start_n in tl.range(start, stop, BLOCK_N):
+    for position in tl.range(start, stop, BLOCK_N):
+        start_n = position
+        if MASKED and bounds is not None:
+            start_n = past_full_tiles(position, bounds)
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
         b_k = load_tile(
             k,
@@ -85,13 +102,28 @@ def _accumulate_dq(
             TMA,
         )
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
-        b_p = probabilities(b_s, b_lse[:, None], scale, EXACT)
+        if softcap is not None:
+            b_s = softcapped(b_s * scale, softcap, EXACT)
+            b_slope_s = softcap_derivative(b_s, softcap)
+        elif slope is not None:
+            b_s = b_s * scale
+        if slope is not None:
+            offs_m = start_m + shift + tl.arange(0, BLOCK_M)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            b_s -= slope * tl.abs(offs_m[:, None] - offs_n[None, :]).to(tl.float32)
+        unit = scale
+        if softcap is not None or slope is not None:
+            unit = 1.0
+        b_p = probabilities(b_s, b_lse[:, None], unit, EXACT)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
-            mask_s = (offs_n < N)[None, :]
-            if CAUSAL:
-                offs_m = start_m + tl.arange(0, BLOCK_M)
-                mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
+            if bounds is not None:
+                mask_s = within(offs_n[None, :], bounds, 1)
+            else:
+                mask_s = (offs_n < N)[None, :]
+                if CAUSAL:
+                    offs_m = start_m + tl.arange(0, BLOCK_M)
+                    mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
             b_p = tl.where(mask_s, b_p, 0.0)
         b_dp = outer_dot(b_do, b_v, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if WHOLE:
@@ -101,20 +133,25 @@ def _accumulate_dq(
         if EXACT and not WHOLE:
             b_p_sum += tl.sum(b_p, 1)
             b_ds_sum += tl.sum(b_ds, 1)
+            if softcap is not None:
+                b_p *= b_slope_s
             b_mean_k, b_mean_k_e = add_dot_low_precision(
                 b_mean_k, b_mean_k_e, b_p, b_k, BLOCK_E, PLANES
             )
+        if softcap is not None:
+            b_ds *= b_slope_s
         b_dq, b_dq_e = add_dot(b_dq, b_dq_e, b_ds, b_k, BLOCK_E, PLANES, PRECISION, SEPARATE=True)
     return b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e
 
 
 @triton.jit
 def query_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, ds_sum, dq, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, ds_sum, dq,
+    intervals, slopes, sinks, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
-    B, H, G, M, N, D, shift, n_tiles,
+    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -187,20 +224,35 @@ def query_kernel(
     )
     b_q = in_registers(b_q, dq, HOLD)
     b_lse = tl.load(lse + offs_bh + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
-    n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
+    bounds = None
+    n_start = 0
+    if intervals is None:
+        n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+        n_masked = n_full
+    else:
+        bounds = row_bounds(intervals, intervals_stride, batch, start_m, M, BLOCK_M, BLOCK_N)
+        n_start, n_full, n_masked, n_end = tile_ranges(bounds)
     b_dq, b_dq_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     b_mean_k, b_mean_k_e = zeros(BLOCK_M if EXACT else 1, BLOCK_D if EXACT else 1, BLOCK_E)
     b_p_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_ds_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if EXACT and sinks is not None:
+        # The sink is one more score of the row, with a value of zero.
+        b_p_sum = exponential(tl.load(sinks + head) - b_lse, EXACT)
+        b_ds_sum = -b_p_sum * b_delta
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
-        v, v_e, k_strides, v_strides, batch, key_head, start_m, 0, n_full, scale, B, N, D, shift,
+        v, v_e, k_strides, v_strides, batch, key_head, start_m, n_start, n_full, scale, B, N, D,
+        shift, bounds, softcap, slope,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
-        v, v_e, k_strides, v_strides, batch, key_head, start_m, n_full, n_end, scale, B, N, D,
-        shift,
+        v, v_e, k_strides, v_strides, batch, key_head, start_m, n_masked, n_end, scale, B, N, D,
+        shift, bounds, softcap, slope,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
@@ -232,6 +284,7 @@ def _accumulate_dk_dv(
     b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
     lse, delta, factor, ds_sum, q_strides, g_strides,
     batch, head, start_n, start, stop, scale, B, M, N, D, shift,
+    bounds, softcap, slope,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -241,7 +294,10 @@ def _accumulate_dk_dv(
     Scores are computed transposed, [keys, queries], so that the matmuls read them without a
     transpose. Query rows past M read as zero in q and dO and so add nothing.
     """
-    for start_m in tl.range(start, stop, BLOCK_M):
+    for position in tl.range(start, stop, BLOCK_M):
+        start_m = position
+        if MASKED and bounds is not None:
+            start_m = past_full_tiles(position, bounds)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         # b_q and b_do: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
         b_q = load_tile(
@@ -263,10 +319,24 @@ def _accumulate_dk_dv(
         )
         b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
         b_s = outer_dot(b_k, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
-        b_p = probabilities(b_s, b_lse[None, :], scale, EXACT)
         offs_n = start_n + tl.arange(0, BLOCK_N)
+        if softcap is not None:
+            b_s = softcapped(b_s * scale, softcap, EXACT)
+            b_slope_s = softcap_derivative(b_s, softcap)
+        elif slope is not None:
+            b_s = b_s * scale
+        if slope is not None:
+            distance = offs_m[None, :] + shift - offs_n[:, None]
+            b_s -= slope * tl.abs(distance).to(tl.float32)
+        unit = scale
+        if softcap is not None or slope is not None:
+            unit = 1.0
+        b_p = probabilities(b_s, b_lse[None, :], unit, EXACT)
         if MASKED:
-            b_p = tl.where(offs_n[:, None] <= offs_m[None, :] + shift, b_p, 0.0)
+            if bounds is not None:
+                b_p = tl.where(within(offs_m[None, :], bounds, 1), b_p, 0.0)
+            else:
+                b_p = tl.where(offs_n[:, None] <= offs_m[None, :] + shift, b_p, 0.0)
         if WHOLE:
             b_p = tl.where((offs_n < N)[:, None], b_p, 0.0)
             b_p = divide_by_sums(b_p, tl.sum(b_p, 0)[None, :], EXACT)
@@ -299,17 +369,20 @@ def _accumulate_dk_dv(
         if EXACT and not WHOLE:
             b_dp -= tl.load(ds_sum + offs_m, mask=offs_m < M, other=0.0)[None, :]
         b_ds = b_p * b_dp
+        if softcap is not None:
+            b_ds *= b_slope_s
         b_dk, b_dk_e = add_dot(b_dk, b_dk_e, b_ds, b_q, BLOCK_E, PLANES, PRECISION, SEPARATE=WHOLE)
     return b_dk, b_dk_e, b_dv, b_dv_e
 
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, ds_sum, dk, dv, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, ds_sum, dk, dv,
+    intervals, slopes, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
-    B, H, G, M, N, D, shift, n_tiles,
+    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -359,28 +432,41 @@ def key_value_kernel(
     b_k, b_v = in_registers(b_k, dk, HOLD), in_registers(b_v, dv, HOLD)
     b_dk, b_dk_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     b_dv, b_dv_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
-    # Query rows from `m_full` on see the entire tile; those from `m_start` on see a part of it.
-    m_start = 0
+    # Query rows from `m_full` to `m_stop` see the entire tile; those from `m_start` to `m_end` see
+    # a part of it.
     m_full = 0
-    if CAUSAL:
+    m_stop = M
+    bounds = None
+    m_start = 0
+    if intervals is not None:
+        bounds = row_bounds(intervals, intervals_stride, batch, start_n, N, BLOCK_N, BLOCK_M)
+        m_full, m_stop, m_start, m_end = tile_ranges(bounds)
+    elif CAUSAL:
         m_start = tl.minimum(M, tl.maximum(0, start_n - shift)) // BLOCK_M * BLOCK_M
         first_full = tl.maximum(0, start_n + BLOCK_N - 1 - shift)
         m_full = tl.maximum(m_start, (first_full + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     for head_in_group in range(G):
         head = key_head * G + head_in_group
         offs_bh = (batch * H + head).to(tl.int64) * M
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head)
         b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
             b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
             lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
-            q_strides, g_strides, batch, head, start_n, m_full, M, scale, B, M, N, D, shift,
+            q_strides, g_strides, batch, head, start_n, m_full, m_stop, scale, B, M, N, D, shift,
+            bounds, softcap, slope,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
-        if CAUSAL:
+        if CAUSAL or intervals is not None:
+            if intervals is None:
+                m_end = tl.minimum(m_full, M)
             b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
                 b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v,
                 q, q_e, grad, grad_e, lse + offs_bh, delta + offs_bh, factor + offs_bh,
                 ds_sum + offs_bh, q_strides, g_strides,
-                batch, head, start_n, m_start, tl.minimum(m_full, M), scale, B, M, N, D, shift,
+                batch, head, start_n, m_start, m_end, scale, B, M, N, D, shift,
+                bounds, softcap, slope,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(

@@ -1,7 +1,8 @@
 """FlashAttention-2 forward in Triton: one pass over the keys with an online softmax in base 2.
 
 B batch, H query heads, G query heads per key head, M query rows, N key rows, D head dimension.
-A program computes one tile of query rows of one head. Row i sees key j iff j <= i + shift.
+A program computes one tile of query rows of one head. Row i sees key j iff j <= i + shift, or as
+`intervals` says. Arguments of rules that are not in use are None, and then compile to nothing.
 
 Names: `pid_*` program indices, `offs_*` offsets, `mask_*` masks, `b_*` blocks in registers. A block
 with the suffix `_e` has the columns beyond BLOCK_D (see `memory.py`).
@@ -21,6 +22,14 @@ from stepscope.attention.triton.memory import (
     program_tile,
     store_tile,
     zeros,
+)
+from stepscope.attention.triton.rules import (
+    add_sink,
+    past_full_tiles,
+    row_bounds,
+    softcapped,
+    tile_ranges,
+    within,
 )
 from stepscope.attention.triton.softmax import divide_by_sums, exponent_factor, exponential
 
@@ -48,6 +57,10 @@ def _update_softmax(
     N,
     D,
     shift,
+    bounds,
+    scale,
+    softcap,
+    slope,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -63,9 +76,13 @@ def _update_softmax(
 
     `b_top` is the maximum raw score of each row so far, `b_total` the running sum; both (BLOCK_M,).
     EXACT subtracts the maximum before multiplying by the factor: one more operation per score, but
-    no rounding error in proportion to the scores.
+    no rounding error in proportion to the scores. `bounds`, `softcap` and `slope` are rules, or
+    None (see `rules.py`); with `softcap` or `slope` the scores are scaled here.
     """
-    for start_n in tl.range(start, stop, BLOCK_N):
+    for position in tl.range(start, stop, BLOCK_N):
+        start_n = position
+        if MASKED and bounds is not None:
+            start_n = past_full_tiles(position, bounds)
         # (BLOCK_N, BLOCK_D)
         b_k = load_tile(
             k,
@@ -85,12 +102,23 @@ def _update_softmax(
             TMA,
         )
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
+        if softcap is not None:
+            b_s = softcapped(b_s * scale, softcap, EXACT)
+        elif slope is not None:
+            b_s = b_s * scale
+        if slope is not None:
+            offs_m = start_m + shift + tl.arange(0, BLOCK_M)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            b_s -= slope * tl.abs(offs_m[:, None] - offs_n[None, :]).to(tl.float32)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
-            mask_s = (offs_n < N)[None, :]
-            if CAUSAL:
-                offs_m = start_m + tl.arange(0, BLOCK_M)
-                mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
+            if bounds is not None:
+                mask_s = within(offs_n[None, :], bounds, 1)
+            else:
+                mask_s = (offs_n < N)[None, :]
+                if CAUSAL:
+                    offs_m = start_m + tl.arange(0, BLOCK_M)
+                    mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
             b_s = tl.where(mask_s, b_s, float("-inf"))
         b_max = tl.maximum(b_top, tl.max(b_s, 1))
         b_base = b_max
@@ -139,6 +167,9 @@ def forward_kernel(
     v_e,
     o,
     lse,
+    intervals,
+    slopes,
+    sinks,
     scale,
     q_stride_b,
     q_stride_h,
@@ -160,6 +191,8 @@ def forward_kernel(
     D,
     shift,
     n_tiles,
+    intervals_stride,
+    softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -198,8 +231,22 @@ def forward_kernel(
         TMA,
     )
     b_q = in_registers(b_q, o, HOLD)
-    factor = exponent_factor(scale, EXACT)
-    n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
+    # Scores that rules change are scaled before.
+    unit = scale
+    if softcap is not None or slopes is not None:
+        unit = 1.0
+    factor = exponent_factor(unit, EXACT)
+    bounds = None
+    n_start = 0
+    if intervals is None:
+        n_full, n_end = key_range(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
+        n_masked = n_full
+    else:
+        bounds = row_bounds(intervals, intervals_stride, batch, start_m, M, BLOCK_M, BLOCK_N)
+        n_start, n_full, n_masked, n_end = tile_ranges(bounds)
 
     b_acc, b_acc_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -220,13 +267,17 @@ def forward_kernel(
         batch,
         key_head,
         start_m,
-        0,
+        n_start,
         n_full,
         factor,
         B,
         N,
         D,
         shift,
+        bounds,
+        scale,
+        softcap,
+        slope,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
@@ -253,13 +304,17 @@ def forward_kernel(
         batch,
         key_head,
         start_m,
-        n_full,
+        n_masked,
         n_end,
         factor,
         B,
         N,
         D,
         shift,
+        bounds,
+        scale,
+        softcap,
+        slope,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
@@ -272,6 +327,13 @@ def forward_kernel(
         EXACT,
     )
 
+    b_max = b_max * unit
+    if sinks is not None:
+        b_base, b_rescale, b_sum = add_sink(b_max, b_sum, tl.load(sinks + head), EXACT)
+        b_max = b_base
+        b_acc *= b_rescale[:, None]
+        if BLOCK_E > 0:
+            b_acc_e *= b_rescale[:, None]
     # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
     store_tile(
         o,
@@ -291,6 +353,6 @@ def forward_kernel(
     # (BLOCK_M,)
     tl.store(
         lse + pid_bh.to(tl.int64) * M + offs_m,
-        b_max * scale + tl.math.log(b_sum),
+        b_max + tl.math.log(b_sum),
         mask=offs_m < M,
     )

@@ -60,6 +60,24 @@ class Given(NamedTuple):
         return cls(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
 
 
+class Rules(NamedTuple):
+    """Rules as the kernels take them; None where there is none. Tensors are contiguous."""
+
+    key_intervals: Tensor | None = None
+    """First visible key of each query and the one after the last, int32 (1 or B, 2, M)."""
+    query_intervals: Tensor | None = None
+    """First query that sees each key and the one after the last, int32 (1 or B, 2, N); read by the
+    backward pass only."""
+    slopes: Tensor | None = None
+    """ALiBi slope of each head, float32 (H,)."""
+    sinks: Tensor | None = None
+    """Sink of each head, float32 (H,)."""
+    softcap: float | None = None
+
+
+_NO_RULES = Rules()
+
+
 class Problem(NamedTuple):
     """Key of the launch cache: equal problems use the same kernels and fixed arguments."""
 
@@ -72,10 +90,17 @@ class Problem(NamedTuple):
     """Number of 16-bit planes into which the tensors that are read by tiles are split."""
     given: tuple[Given, ...]
     """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
+    rules: tuple[object, ...] = ()
+    """`Given` of each tensor of the rules or None, and the soft cap; empty without rules."""
 
     @classmethod
     def of(
-        cls, tensors: tuple[Tensor, ...], read: tuple[Tensor, ...], causal: bool, shift: int
+        cls,
+        tensors: tuple[Tensor, ...],
+        read: tuple[Tensor, ...],
+        causal: bool,
+        shift: int,
+        rules: Rules = _NO_RULES,
     ) -> Problem:
         """Create the key; `read` are the tensors that are read by tiles, or their planes."""
         q = tensors[0]
@@ -94,6 +119,9 @@ class Problem(NamedTuple):
                     for x in tensors
                 ]
             ),
+            ()
+            if rules is _NO_RULES
+            else (*[None if x is None else Given.of(x) for x in rules[:-1]], rules.softcap),
         )
 
     @property
@@ -136,15 +164,23 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 @on_its_device
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shift: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    shift: int,
+    rules: Rules = _NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, shaped like q, and the log-sum-exp of each row in float32."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
         read = readable(q, k, v)
-        problem = Problem.of((q, k, v), read, causal, shift)
-        run_pass("forward", problem, _launches(problem), read, (out, lse), (out,), scale)
+        problem = Problem.of((q, k, v), read, causal, shift, rules)
+        rest = (out, lse, rules.key_intervals, rules.slopes, rules.sinks)
+        run_pass("forward", problem, _launches(problem), read, rest, (out,), scale, rules)
     return out, lse
 
 
@@ -160,24 +196,26 @@ def backward(
     scale: float,
     causal: bool,
     shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. The rows of `out` and all of `lse` must be contiguous."""
+    rules: Rules = _NO_RULES,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, and delta, rowsum(dO∘O). The rows of `out` and all of
+    `lse` must be contiguous."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     delta = torch.empty_like(lse)
     # Only the float32 kernels use these two.
     factor, ds_sum = delta, delta
     if q.dtype == torch.float32:
         factor, ds_sum = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
-    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift)
+    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, rules)
     launches = _launches(problem)
-    rest = (out, lse, delta, factor, ds_sum, dq)
-    run_pass("query", problem, launches, read, rest, (out, dq), scale)
-    rest = (lse, delta, factor, ds_sum, dk, dv)
-    run_pass("key_value", problem, launches, read, rest, (dk, dv), scale)
-    return dq, dk, dv
+    of_query = (out, lse, delta, factor, ds_sum, dq, rules.key_intervals, rules.slopes, rules.sinks)
+    run_pass("query", problem, launches, read, of_query, (out, dq), scale, rules)
+    of_keys = (lse, delta, factor, ds_sum, dk, dv, rules.query_intervals, rules.slopes)
+    run_pass("key_value", problem, launches, read, of_keys, (dk, dv), scale, rules)
+    return dq, dk, dv, delta
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -265,9 +303,10 @@ def run_pass(
     problem: Problem,
     launches: Launches,
     read: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...],
+    rest: tuple[Tensor | None, ...],
     strided: tuple[Tensor, ...],
     scale: float,
+    rules: Rules = _NO_RULES,
 ) -> None:
     """Launch one kernel. `read` are its tensors that are read by tiles, `rest` the others,
     `strided` those of `rest` whose strides it takes."""
@@ -276,7 +315,7 @@ def run_pass(
     key = (kind, _forced.get(kind) if _forced else None)
     prepared = launches.get(key)
     if prepared is None or INTERPRETED:
-        prepared = _fitting_launch(kind, problem, key[1], read, rest, strided, scale)
+        prepared = _fitting_launch(kind, problem, key[1], read, rest, strided, scale, rules)
         launches[key] = prepared
     else:
         prepared.run(read, rest, scale)
@@ -289,9 +328,10 @@ def _fitting_launch(
     problem: Problem,
     forced: Tile | None,
     read: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...],
+    rest: tuple[Tensor | None, ...],
     strided: tuple[Tensor, ...],
     scale: float,
+    rules: Rules,
 ) -> Prepared:
     """Launch with the best tile that fits into this GPU's shared memory and registers."""
     if forced:
@@ -304,19 +344,20 @@ def _fitting_launch(
         choices = tiles(kind, head, width, capability, causal=problem.causal)
     for tile in choices[:-1]:
         try:
-            return _first_launch(kind, problem, read, rest, strided, scale, tile)
+            return _first_launch(kind, problem, read, rest, strided, scale, rules, tile)
         except OutOfResources:
             continue
-    return _first_launch(kind, problem, read, rest, strided, scale, choices[-1])
+    return _first_launch(kind, problem, read, rest, strided, scale, rules, choices[-1])
 
 
 def _first_launch(
     kind: Pass,
     problem: Problem,
     read: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...],
+    rest: tuple[Tensor | None, ...],
     strided: tuple[Tensor, ...],
     scale: float,
+    rules: Rules,
     tile: Tile,
 ) -> Prepared:
     """Launch through Triton's JIT dispatch, which compiles the kernel if needed."""
@@ -330,8 +371,11 @@ def _first_launch(
         n_tiles, programs = triton.cdiv(keys, tile.n), batch * key_heads
     else:
         n_tiles, programs = triton.cdiv(rows, tile.m), batch * heads
-    visible = min(keys, rows + problem.shift) if problem.causal else keys
-    in_one_tile = () if kind == "forward" else (visible <= tile.n,)
+    intervals = rules.query_intervals if kernel.by_keys else rules.key_intervals
+    causal_only = problem.causal and intervals is None
+    visible = min(keys, rows + problem.shift) if causal_only else keys
+    # With a sink, the probabilities of the keys do not sum to one.
+    in_one_tile = () if kind == "forward" else (visible <= tile.n and rules.sinks is None,)
     first, second = columns(head, in_one_part=problem.planes > 1)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
@@ -343,6 +387,8 @@ def _first_launch(
         head,
         problem.shift,
         n_tiles,
+        None if intervals is None else _batch_stride(intervals),
+        rules.softcap,
         tile.m,
         tile.n,
         first,
@@ -384,6 +430,11 @@ def _first_launch(
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def _batch_stride(intervals: Tensor) -> int:
+    """Return the stride of the batch; 0 if all batches share the intervals."""
+    return 0 if intervals.shape[0] == 1 else intervals.stride(0)
 
 
 def _precision(problem: Problem, tile: Tile) -> str:

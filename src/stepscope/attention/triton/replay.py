@@ -46,7 +46,7 @@ class Prepared:
             self._start = starter(launch.kernel, bare=self._describe is not None)
             self._tma = tma
 
-    def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], scale: float) -> None:
+    def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor | None, ...], scale: float) -> None:
         """Launch the kernel. `read` are its tensors that are read by tiles, `rest` the others."""
         sources: list[Any] = []
         index = 0

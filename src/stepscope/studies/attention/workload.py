@@ -24,6 +24,7 @@ from stepscope.studies.training.subject import Subject
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.attention import ScoreRules
     from stepscope.attention.registry import AttentionFunction
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
@@ -32,6 +33,53 @@ AttentionMode = Literal["forward", "backward", "both"]
 MODES: tuple[AttentionMode, ...] = ("forward", "backward", "both")
 RESULTS = ("output", "dq", "dk", "dv")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+RULES: dict[str, int | None] = {
+    "window": 1024,
+    "documents": 512,
+    "prefix": 1024,
+    "softcap": 50,
+    "alibi": None,
+    "sinks": None,
+}
+"""Rules that a race can have, with an example of the number that follows `=`."""
+
+
+def check_rule(text: str) -> str:
+    """Return `window=1024`, `sinks` and the like unchanged, or raise UsageError."""
+    name, _, number = text.partition("=")
+    takes_number = RULES.get(name) is not None
+    valid = number.isdecimal() and int(number) > 0 if takes_number else not number
+    if name not in RULES or not valid:
+        known = ", ".join(n if of is None else f"{n}={of}" for n, of in RULES.items())
+        raise UsageError(f"{text!r} is not a rule of attention", f"one of: {known}")
+    return text
+
+
+def score_rules(text: str, heads: int, seq: int, device: torch.device) -> ScoreRules:
+    """Create the rule that `check_rule` accepted; documents have random lengths around a mean."""
+    import torch
+
+    from stepscope.attention import ScoreRules
+
+    name, _, number = text.partition("=")
+    if name == "window":
+        return ScoreRules(window=int(number))
+    if name == "prefix":
+        return ScoreRules(prefix=int(number))
+    if name == "softcap":
+        return ScoreRules(softcap=float(number))
+    if name == "sinks":
+        return ScoreRules(sinks=torch.zeros(heads, device=device))
+    if name == "alibi":
+        steps = torch.arange(1, heads + 1, device=device) / heads
+        return ScoreRules(alibi_slopes=2.0 ** (-8.0 * steps))
+    generator = torch.Generator().manual_seed(0)
+    count = max(1, seq // int(number))
+    inner = torch.randperm(seq - 1, generator=generator)[: count - 1].sort().values + 1
+    bounds = torch.cat((torch.tensor([0]), inner, torch.tensor([seq])))
+    return ScoreRules(cu_seqlens=bounds.to(device))
 
 
 class AttentionInputs(Case, frozen=True, kw_only=True):
@@ -114,9 +162,14 @@ class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
 
 
 class AttentionStep(Subject):
-    """Inputs on the device and the call as phases for a timer."""
+    """Inputs on the device and the call as phases for a timer.
 
-    def __init__(self, workload: AttentionWorkload, device: Device) -> None:
+    `key_heads` is the number of heads of k and v, and `rule` a rule (see `check_rule`).
+    """
+
+    def __init__(
+        self, workload: AttentionWorkload, device: Device, *, key_heads: int = 0, rule: str = ""
+    ) -> None:
         import torch
 
         self._check_host_memory(workload, device)
@@ -124,15 +177,20 @@ class AttentionStep(Subject):
         self._device = device
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest")
-        shape = (workload.batch, workload.heads, workload.seq, workload.head)
         dtype = getattr(torch, workload.dtype)
 
-        def draw() -> torch.Tensor:
+        def draw(heads: int) -> torch.Tensor:
+            shape = (workload.batch, heads, workload.seq, workload.head)
             return torch.randn(shape, device=device.torch_device, dtype=dtype)
 
-        self.q, self.k, self.v = (draw().requires_grad_() for _ in range(3))
+        heads = workload.heads
+        of_keys = key_heads or heads
+        self.q, self.k, self.v = (draw(n).requires_grad_() for n in (heads, of_keys, of_keys))
         # A random output gradient: that of a sum would be an expanded scalar, unlike in training.
-        self.grad = draw()
+        self.grad = draw(heads)
+        self.rules: ScoreRules | None = None
+        if rule:
+            self.rules = score_rules(rule, heads, workload.seq, device.torch_device)
         self._function = _attention(workload.attention)
         self._out: torch.Tensor | None = None
         self._gradients: tuple[torch.Tensor, ...] = ()
@@ -148,7 +206,19 @@ class AttentionStep(Subject):
     def refusal(self) -> str | None:
         """Return why the implementation does not support these tensors, or None."""
         refuses = implementation(self.workload.attention).refuses
-        return refuses(self.q, self.k, self.v, self.workload.causal, None, None)
+        return refuses(self.q, self.k, self.v, self.workload.causal, None, None, self.rules)
+
+    def flops(self) -> int:
+        """FLOPs of the workload, those of visible pairs if a rule hides some."""
+        if self.rules is None or not self.rules.hides_keys:
+            return self.workload.flops()
+        from stepscope.attention.visibility import visible_pairs
+
+        work = self.workload
+        pairs = visible_pairs(self.rules, self.q, self.k, is_causal=work.causal)
+        forward = cost.pair_flops(pairs, heads=work.heads, d_head=work.head)
+        backward = 5 * forward // 2
+        return {"forward": forward, "backward": backward, "both": forward + backward}[work.mode]
 
     def results(self) -> dict[str, torch.Tensor]:
         """Output and gradients of one forward and backward pass."""
@@ -196,7 +266,8 @@ class AttentionStep(Subject):
         return None if before is None or after is None else after - before
 
     def _forward(self) -> None:
-        self._out = self._function(self.q, self.k, self.v, is_causal=self.workload.causal)
+        causal = self.workload.causal
+        self._out = self._function(self.q, self.k, self.v, is_causal=causal, rules=self.rules)
 
     def _backward(self) -> None:
         import torch

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from stepscope.attention.registry import implementation
 from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
-from stepscope.model.config import precision
-from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload
+from stepscope.model.config import PRECISIONS, precision
+from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload, check_rule
 from stepscope.studies.flag_checks import check_at_least, check_seconds
 
 Part = Literal["grid", "race", "tiles"]
@@ -52,6 +52,16 @@ PUBLISHED_SHAPES = (
 )
 MODEL_SHAPES = ("4x32x512x80", "4x32x2048x80")
 MANY_HEADS = (*PUBLISHED_SHAPES, *MODEL_SHAPES, "1x16x4096x64:float32")
+WITHOUT_A_MASK = tuple(f"{shape}:full" for shape in PUBLISHED_SHAPES[1:4])
+SHARED_KEYS = ("4x32x4096x128:keys=8", "4x32x4096x128:full:keys=8")
+WITH_RULES = (
+    "1x16x16384x64:window=1024",
+    "1x16x16384x64:documents=512",
+    "1x16x4096x64:prefix=1024",
+    "1x16x4096x64:softcap=50",
+    "1x16x4096x64:sinks",
+    "1x16x4096x64:alibi",
+)
 SHORT = tuple(f"1x1x{seq}x{head}" for head in (64, 128) for seq in (128, 256, 512, 1024))
 
 
@@ -72,8 +82,10 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[str, ...] = MANY_HEADS
     """Further shapes of the grid: batch x heads x length x d, in bfloat16 unless followed by
     `:float32`."""
-    race: tuple[str, ...] = (*MANY_HEADS, *SHORT)
-    """Shapes at which implementations are compared, interleaved."""
+    race: tuple[str, ...] = (*MANY_HEADS, *WITHOUT_A_MASK, *SHARED_KEYS, *WITH_RULES, *SHORT)
+    """Shapes at which implementations are compared, interleaved: as `shape`, followed by `:full`
+    (no causal mask), `:keys=8` (heads of k and v), or a rule (`:window=1024`, `:documents=512`,
+    `:prefix=1024`, `:softcap=50`, `:sinks`, `:alibi`)."""
     racers: tuple[str, ...] = (
         "triton",
         "sdpa_flash",
@@ -151,6 +163,10 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
     """Several implementations interleaved on the same tensors."""
 
     causal: bool = True
+    key_heads: int = 0
+    """Heads of k and v; 0: as many as those of q."""
+    rule: str = ""
+    """Rule of `ScoreRules`, as `window=1024`; documents are given by their mean length."""
     racers: tuple[str, ...]
     back_to_back: int
     host_ahead: bool = False
@@ -160,8 +176,28 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
     min_seconds: float
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """What differs from a causal mask with as many key heads as query heads."""
+        keys = f"keys={self.key_heads}" if self.key_heads else ""
+        return tuple(filter(None, ("" if self.causal else "full", keys, self.rule)))
+
+    @property
+    def sizes(self) -> str:
+        return " ".join((super().sizes, *self.options))
+
+    @property
     def key(self) -> str:
-        return f"race_{super().key}"
+        base = super().key if self.causal else super().key.removesuffix("_causal")
+        return "_".join((f"race_{base}", *self.options))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields; options that are not set are left out, as in records from before them."""
+        fields = super().config
+        return {k: v for k, v in fields.items() if v or k not in ("key_heads", "rule")}
+
+    def workload(self, attention: str) -> AttentionWorkload:
+        return msgspec.structs.replace(super().workload(attention), causal=self.causal)
 
 
 class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
@@ -223,12 +259,32 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     )
 
 
+def parse_race(text: str) -> tuple[Shape, dict[str, Any]]:
+    """Parse a shape and its options; return it with the fields of `AttentionRaceCase`."""
+    sizes, *options = text.split(":")
+    fields: dict[str, Any] = {}
+    for option in options:
+        if option in PRECISIONS:
+            sizes = f"{sizes}:{option}"
+        elif option == "full":
+            fields["causal"] = False
+        elif option.startswith("keys=") and option[5:].isdecimal() and int(option[5:]):
+            fields["key_heads"] = int(option[5:])
+        else:
+            fields["rule"] = check_rule(option)
+    shape = Shape.parse(sizes)
+    if shape.heads % (fields.get("key_heads") or 1):
+        raise UsageError(f"shape {text!r}: the key heads do not divide the {shape.heads} heads")
+    return shape, fields
+
+
 def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
     for name in flags.racers:
         implementation(name)
-    for shape in map(Shape.parse, flags.race if flags.racers else ()):
+    for shape, fields in map(parse_race, flags.race if flags.racers else ()):
         yield AttentionRaceCase(
             **msgspec.structs.asdict(shape),
+            **fields,
             racers=flags.racers,
             back_to_back=_CALLS_IN_A_ROW[shape.is_short],
             host_ahead=True,

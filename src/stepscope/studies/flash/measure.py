@@ -159,7 +159,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
     device = bench.device
     work = case.workload(_YARDSTICK)
     _refuse_long_on_a_cpu(work, device)
-    shared = AttentionStep(work, device)
+    shared = AttentionStep(work, device, key_heads=case.key_heads, rule=case.rule)
     racers: dict[str, AttentionStep] = {}
     excluded: dict[str, str] = {}
     for name in case.racers:
@@ -192,7 +192,7 @@ def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
             kernels[name] = kernel_names(runs)
     return Measurement(
         series=timing.series,
-        quantities=(Quantity(name="flops", value=work.flops(), unit="FLOP"),),
+        quantities=(Quantity(name="flops", value=shared.flops(), unit="FLOP"),),
         readings=timing.readings,
         notes={"auto": _choice(shared)} if "auto" in racers else {},
         attachments={"excluded": excluded, "kernels": kernels},
@@ -214,7 +214,8 @@ def _first_call(step: AttentionStep) -> str | None:
 def _choice(step: AttentionStep) -> str:
     from stepscope.attention import explain
 
-    chosen = explain(step.q, step.k, step.v, is_causal=step.workload.causal).chosen
+    causal = step.workload.causal
+    chosen = explain(step.q, step.k, step.v, is_causal=causal, rules=step.rules).chosen
     return f"takes {chosen}"
 
 

@@ -277,8 +277,9 @@ def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table 
         f"single: by the GPU clock {_start(ran)}; consecutive: time per call of several calls, by"
         " the host clock"
     )
+    options = "causal unless marked full; keys: heads of k and v; then the rule"
     columns = [
-        col("batch,heads,length,d", lambda r: r.race.case.sizes, key=True),
+        col("batch,heads,length,d", lambda r: r.race.case.sizes, key=True, hint=options),
         col("dtype", lambda r: r.race.case.dtype, key=True),
         col("calls", lambda r: "consecutive" if r.in_a_row else "single", hint=calls),
         *(col(racer, partial(_Calls.cell, racer=racer), unit="ms") for racer in racers),
