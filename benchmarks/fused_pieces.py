@@ -30,7 +30,7 @@ from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_
 from stepscope.kernels.embedding import MAX_TOKENS, embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
-from stepscope.kernels.norm import plain_rms_norm
+from stepscope.kernels.norm import normed_sum, plain_layer_norm, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
@@ -144,6 +144,26 @@ def sum_and_norm(shape: Shape, device: torch.device) -> Race:
 
     grads = [torch.randn_like(stream), torch.randn_like(branch)]
     return Race("add-norm", shape.name, variants_of(plain, fused, [stream, branch, weight], grads))
+
+
+def sum_and_layer_norm(shape: Shape, device: torch.device) -> Race:
+    stream = torch.randn(shape.tokens, shape.d_model, device=device)
+    branch = torch.randn_like(stream, dtype=torch.bfloat16)
+    weight, bias = (torch.ones(shape.d_model, device=device) for _ in range(2))
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + branch
+        return stream, plain_layer_norm(stream, weight, bias, 1e-5).bfloat16()
+
+    def fused(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = normed_sum(
+            x, branch, weight, 1e-5, torch.bfloat16, bias=bias, centered=True
+        )
+        return stream, normed.value
+
+    grads = [torch.randn_like(stream), torch.randn_like(branch)]
+    variants = variants_of(plain, fused, [stream, branch, weight, bias], grads)
+    return Race("add-layer-norm", shape.name, variants)
 
 
 def gated(shape: Shape, device: torch.device) -> Race:
@@ -293,6 +313,7 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "embedding": embedding,
     "embedding-text": embedding_of_a_text,
     "add-norm": sum_and_norm,
+    "add-layer-norm": sum_and_layer_norm,
     "swiglu": gated,
     "rotary": rotated,
     "projections": projections,

@@ -177,3 +177,55 @@ def test_a_mask_that_only_a_capture_builds_is_not_used(
     assert len(masks) == 4
     assert output.loss.isfinite()
     assert namespace["create_causal_mask"] is create_mask
+
+
+def _gradients_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = model(**batch)
+    (output if isinstance(output, Tensor) else output.loss).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _other_model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    if family != "timm":
+        config = getattr(transformers, f"{family}Config")(**SIZES, **GROUPED, head_dim=16)
+        model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+        return model
+    timm = pytest.importorskip("timm")
+    # With layer scale and stochastic depth.
+    options = {"img_size": 32, "depth": 2, "init_values": 0.1, "drop_path_rate": 0.5}
+    inner = timm.create_model("vit_tiny_patch16_224", num_classes=10, **options)
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.inner(images), labels)
+
+    return Classifier()
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Starcoder2", "timm"])
+def test_residual_blocks_of_other_forms(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms after the branches, LayerNorm with the names of Llama, layer scale and stochastic
+    depth; also in later calls, in which adds are fused with the norms of the next block."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = _other_model(family).train()
+    tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if family == "timm":
+        batch = {"images": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}
+    expected = _gradients_of(model, batch)
+    report = stepscope.accelerate(model)
+    for _ in range(3):
+        actual = _gradients_of(model, batch)
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+            assert error < 1e-5, name
+    assert len(report.replaced["residual block"]) == 2
+    assert report.unchecked == 0

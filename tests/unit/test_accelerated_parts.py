@@ -48,6 +48,17 @@ def test_a_norm_with_an_offset_is_replaced() -> None:
     assert len(assert_same_training(lambda: Block(OffsetNorm)).replaced["RMSNorm"]) == 2
 
 
+@pytest.mark.parametrize("norm", [Norm, OffsetNorm])
+def test_a_norm_keeps_the_dtype_of_its_output(norm: type[nn.Module]) -> None:
+    """With a weight in float32 and an input in float16, which only one of them returns."""
+    model = nn.Sequential(norm())
+    x = torch.randn(3, WIDTH, dtype=torch.float16)
+    expected = model(x)
+    assert "RMSNorm" in stepscope.accelerate(model, sample=x).replaced
+    assert model(x).dtype == expected.dtype
+    torch.testing.assert_close(model(x), expected, rtol=2e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("activation", PLAIN)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_activations_of_an_mlp(activation: str, gated: bool) -> None:
