@@ -74,12 +74,13 @@ def _launch_backward(
     is_causal: bool,
     scale: float,
     shift: int,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Saved-tensor hooks may return `out` and `lse` with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
     grads: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
-        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
+        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, packed=packed
     )
     return grads
 
@@ -203,7 +204,10 @@ def _attend_backward(
     direct: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v with any number of leading dimensions."""
-    run: Callable[..., tuple[Tensor, ...]] = _launch_backward if direct else flash_backward
+    run: Callable[..., tuple[Tensor, ...]] = flash_backward
+    if direct:
+        # Outputs of an operator must not share memory.
+        run = functools.partial(_launch_backward, packed=True)
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stepscope.attention.packed import empty_like_packed
 from stepscope.attention.tiles import IN_PLANES, Pass, Tile, columns, tiles
 from stepscope.attention.triton.backward import key_value_kernel, query_kernel
 from stepscope.attention.triton.forward import forward_kernel
@@ -72,10 +73,17 @@ class Problem(NamedTuple):
     """Number of 16-bit planes into which the tensors that are read by tiles are split."""
     given: tuple[Given, ...]
     """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
+    packed: bool = False
+    """The gradients of q, k and v are views of one tensor."""
 
     @classmethod
     def of(
-        cls, tensors: tuple[Tensor, ...], read: tuple[Tensor, ...], causal: bool, shift: int
+        cls,
+        tensors: tuple[Tensor, ...],
+        read: tuple[Tensor, ...],
+        causal: bool,
+        shift: int,
+        packed: bool = False,
     ) -> Problem:
         """Create the key; `read` are the tensors that are read by tiles, or their planes."""
         q = tensors[0]
@@ -91,6 +99,7 @@ class Problem(NamedTuple):
                     for x in tensors
                 ]
             ),
+            packed,
         )
 
     @property
@@ -157,9 +166,12 @@ def backward(
     scale: float,
     causal: bool,
     shift: int,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. The rows of `out` and all of `lse` must be contiguous."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    """Return the gradients of q, k and v. The rows of `out` and all of `lse` must be contiguous.
+    With `packed`, the gradients of views of one projection are such views too."""
+    in_one = empty_like_packed(q, k, v) if packed else None
+    dq, dk, dv = in_one or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
@@ -168,7 +180,7 @@ def backward(
     if q.dtype == torch.float32:
         factor, ds_sum = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
-    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift)
+    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, in_one is not None)
     launches = _launches(problem)
     rest = (out, lse, delta, factor, ds_sum, dq)
     run_pass("query", problem, launches, read, rest, (out, dq), scale)
