@@ -152,7 +152,7 @@ def test_a_pre_norm_block_with_layer_norm(returns: Callable[[Tensor], Any]) -> N
     counts = {piece: len(names) for piece, names in report.replaced.items()}
     assert counts == {
         "head and loss": 2, "residual block": 2, "MLP": 2, "LayerNorm": 4, "embedding": 1,
-        "linear": 4,
+        "attention": 2,
     }  # fmt: skip
 
 

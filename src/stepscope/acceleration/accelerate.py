@@ -22,6 +22,7 @@ from stepscope.acceleration.pieces import (
     mlp,
     norm,
     packed_attention,
+    patch_embedding,
     residual_block,
 )
 from stepscope.acceleration.replacement import (
@@ -195,6 +196,7 @@ def _find(
             yield replacement
     yield from take(norm.find(model))
     yield from take(embedding.find(model))
+    yield from take(patch_embedding.find(model, copies))
     yield from take(linear.find(model, copies, claimed))
 
 

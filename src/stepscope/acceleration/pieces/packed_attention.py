@@ -283,6 +283,7 @@ class _Attention:
         self._settings = _settings(module)
         named = inspect.signature(module.forward).parameters.values()
         self._parameters = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        self._takes_more = any(p.kind == p.VAR_KEYWORD for p in named)
         self._has_function = hasattr(
             sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"
         )
@@ -324,7 +325,8 @@ class _Attention:
     def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         """Return the arguments of a call; None if it is another one than the formula's."""
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        if len(args) > len(self._parameters) or not self._parameters:
+        unknown = not self._takes_more and not given.keys() <= {*self._parameters}
+        if unknown or len(args) > len(self._parameters) or not self._parameters:
             return None
         x = given.pop(self._parameters[0], None)
         given = {name: value for name, value in given.items() if not _is_neutral(value)}
