@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "GPT2": (
         "LMHeadModel",
         GPT2,
-        BLOCKS | {"head and loss": 2, "LayerNorm": 5, "embedding": 2, "linear": 4},
+        BLOCKS | {"head and loss": 2, "attention": 2, "LayerNorm": 5, "embedding": 2},
     ),
     "Bert": (
         "ForMaskedLM",
@@ -71,9 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "head and loss": 4,
             "attention mask": 1,
             "residual block": 4,
+            "attention": 2,
             "LayerNorm": 6,
             "embedding": 3,
-            "linear": 13,
+            "linear": 7,
         },
     ),
 }
