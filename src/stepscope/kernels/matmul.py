@@ -95,7 +95,7 @@ def project(
     transposed: bool,
     weights_and_biases: Sequence[Tensor],
 ) -> Tensor:  # (..., all rows)
-    """Compute the forward pass of a fused projection, and save what `projection_gradients` needs."""
+    """Compute a fused projection, and save what `projection_gradients` needs."""
     weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() > 1)
     narrow = tuple(stored_as_rows(weight, transposed) for weight in narrow)
     flat = x.reshape(-1, x.shape[-1])
