@@ -248,7 +248,7 @@ def test_gradients_of_every_parameter(name: str, calls: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "timm"])
 def test_the_kernels_of_a_backward_pass(name: str) -> None:
-    """The gradients of q, k and v are gathered by one kernel per block, without `cat` or `stack`."""
+    """The gradients of q, k and v are gathered by one kernel per block."""
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
