@@ -14,7 +14,7 @@ def split_heads(packed: Tensor, heads: int, by_head: bool) -> Heads:
     """Return q, k and v, each (batch, heads, seq, d_head), as views of (batch, seq, 3 · heads ·
     d_head): all heads of q, then those of k and of v; with `by_head`, q, k and v of each head."""
     sizes = (heads, 3, -1) if by_head else (3, heads, -1)
-    parts = packed.unflatten(-1, sizes).unbind(3 if by_head else 2)
+    parts = packed.view(*packed.shape[:-1], *sizes).unbind(3 if by_head else 2)
     q, k, v = (part.transpose(1, 2) for part in parts)
     return q, k, v
 

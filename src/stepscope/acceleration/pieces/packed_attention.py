@@ -34,6 +34,7 @@ from stepscope.acceleration.replacement import (
     is_transposed,
 )
 from stepscope.attention import attention
+from stepscope.attention.packed import split_heads
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.weight_copies import WeightCopies
@@ -247,9 +248,7 @@ def _formula(small: Any, candidates: list[Names], x: Tensor, actual: Tensor) -> 
             scale = 1 / math.sqrt(width // heads)
             others = {one for one in (*scales, 1.0) if not math.isclose(one, scale)}
             for by_head in (False, True)[: 2 if len(names.projections) == 1 else 1]:
-                sizes = (heads, 3, -1) if by_head else (3, heads, -1)
-                parts = projected.unflatten(-1, sizes).unbind(3 if by_head else 2)
-                q, k, v = (part.transpose(1, 2) for part in parts)
+                q, k, v = split_heads(projected, heads, by_head)
                 for factor in (scale, *sorted(others)):
                     for causal in (False, True):
                         out = functional.scaled_dot_product_attention(

@@ -78,6 +78,8 @@ def _applies(module: nn.Conv2d, x: Tensor) -> bool:
 
 def _patches(x: Tensor, height: int, width: int) -> Tensor:  # (batch, channels, rows, columns)
     """Return (batch, rows / height, columns / width, channels · height · width)."""
-    parts = x.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
+    batch, channels, rows, columns = x.shape
+    parts = x.view(batch, channels, rows // height, height, columns // width, width)
+    parts = parts.permute(0, 2, 4, 1, 3, 5)
     patches = torch.empty(parts.shape, device=x.device, dtype=matmul_dtype(x))
     return patches.copy_(parts).flatten(3)
