@@ -26,11 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepscope.attention import attention
+from stepscope.attention.packed import split_heads
 from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.kernels.embedding import MAX_TOKENS, embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.norm import normed_sum, plain_layer_norm, plain_rms_norm
+from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
@@ -245,6 +248,34 @@ def projections(shape: Shape, device: torch.device) -> Race:
     return Race("projections", shape.name, variants)
 
 
+def packed_attention(shape: Shape, device: torch.device) -> Race:
+    """Causal attention of a projection that returns q, k and v, with its bias. torch's kernels
+    return three gradients, which are gathered; Stepscope's write one."""
+    d, heads = shape.d_model, shape.heads
+    x = torch.randn(4, shape.tokens // 4, d, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(3 * d, d, device=device) * 0.02
+    bias = torch.randn(3 * d, device=device)
+    grads = [torch.randn(4, heads, shape.tokens // 4, d // heads, device=device).to(x.dtype)]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = split_heads(functional.linear(x, weight, bias), heads, False)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def ours(impl: str) -> Function:
+        copies = WeightCopies()
+
+        def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            q, k, v = projected_heads(x, (weight,), copies, (bias,), heads=heads)
+            return attention(q, k, v, is_causal=True, impl=impl)
+
+        return autocast(fused)
+
+    inputs = [x, weight, bias]
+    variants = variants_of(autocast(plain), ours("sdpa"), inputs, grads)
+    variants["stepscope, triton"] = both_passes(ours("triton"), inputs, grads)
+    return Race("packed-attention", shape.name, variants)
+
+
 def full_feed_forward(shape: Shape, device: torch.device) -> Race:
     x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     wide = [torch.randn(shape.d_ff, shape.d_model, device=device) * 0.02 for _ in range(2)]
@@ -317,6 +348,7 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "swiglu": gated,
     "rotary": rotated,
     "projections": projections,
+    "packed-attention": packed_attention,
     "feed-forward": full_feed_forward,
 }
 

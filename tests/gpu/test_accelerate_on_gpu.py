@@ -128,13 +128,13 @@ PIECES = {
     "qwen2": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
     "qwen3": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
     "gemma": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "gpt2": {"residual block", "LayerNorm", "MLP", "head and loss", "linear", "embedding"},
+    "gpt2": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
     "neox": {"residual block", "LayerNorm", "MLP", "head and loss", "linear"},
     "phi": {"residual block", "LayerNorm", "MLP", "linear"},
-    "bert": {"residual block", "LayerNorm", "linear"},
-    "vit": {"residual block", "LayerNorm", "MLP", "linear"},
-    "timm": {"residual block", "LayerNorm", "MLP", "linear"},
-    "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "linear", "embedding"},
+    "bert": {"residual block", "LayerNorm", "attention", "linear"},
+    "vit": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
+    "timm": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
+    "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
     "encoder": {"residual block", "LayerNorm", "linear", "embedding"},
 }
 
@@ -178,9 +178,10 @@ def test_training_is_the_same(name: str, graph: str) -> None:
 
 
 @pytest.mark.parametrize("graph", ["off", "auto"])
-def test_training_with_updates_in_the_backward_pass_is_the_same(graph: str) -> None:
-    plain = losses("llama", fused=False, max_grad_norm=None)
-    fused = losses("llama", fused=True, graph=graph, max_grad_norm=None)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "timm"])
+def test_training_with_updates_in_the_backward_pass_is_the_same(name: str, graph: str) -> None:
+    plain = losses(name, fused=False, max_grad_norm=None)
+    fused = losses(name, fused=True, graph=graph, max_grad_norm=None)
     assert fused == pytest.approx(plain, rel=5e-3)
 
 
@@ -197,9 +198,14 @@ def test_every_replacement_passes_its_comparison(name: str) -> None:
     assert PIECES[name] <= report.replaced.keys()
 
 
-def test_a_captured_decoder_uses_the_causal_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.acceleration.pieces import attention
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_captured_decoder_uses_the_causal_flag(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepscope.acceleration.pieces import attention as rotary_attention
+    from stepscope.acceleration.pieces import packed_attention
 
+    attention: Any = rotary_attention if name == "llama" else packed_attention
     captured: list[bool] = []
     attend = attention.attention
 
@@ -209,7 +215,7 @@ def test_a_captured_decoder_uses_the_causal_flag(monkeypatch: pytest.MonkeyPatch
         return attend(*args, is_causal=is_causal, **options)
 
     monkeypatch.setattr(attention, "attention", recorded)
-    losses("llama", fused=True, graph="auto")
+    losses(name, fused=True, graph="auto")
     assert captured == [True, True]
 
 
@@ -277,3 +283,53 @@ def test_writes_between_an_add_and_its_norm() -> None:
     expected = _gradients("gpt2", model, torch.bfloat16)
     for name, value in _gradients("gpt2", model, torch.bfloat16).items():
         torch.testing.assert_close(value, expected[name], rtol=2e-2, atol=1e-4)
+
+
+def _first_step(name: str, fused: bool, calls: int) -> dict[str, Tensor]:
+    """Gradients of the last of some calls on the same batch, with the cached casts of the first."""
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().train()
+    if fused:
+        stepscope.accelerate(model)
+    batch = batches(1)[0]
+    for _ in range(calls):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = LOSSES[name](model, batch) if name in LOSSES else model(**batch).loss
+        loss.backward()
+    return {n: p.grad.detach().float() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["first call", "second call"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "timm", "nanogpt"])
+def test_gradients_of_every_parameter(name: str, calls: int) -> None:
+    plain, fused = (_first_step(name, accelerate, calls) for accelerate in (False, True))
+    assert plain.keys() == fused.keys()
+    largest = max(float(gradient.norm()) for gradient in plain.values())
+    for parameter, gradient in plain.items():
+        # That of a key's bias is zero but for rounding.
+        size = max(float(gradient.norm()), 1e-3 * largest)
+        assert float((fused[parameter] - gradient).norm()) < 5e-2 * size, parameter
+
+
+@pytest.mark.parametrize("name", ["gpt2", "timm"])
+def test_the_kernels_of_a_backward_pass(name: str) -> None:
+    """The gradients of q, k and v are gathered by one kernel per block."""
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    stepscope.accelerate(model, optimizer)
+    step = stepscope.TrainStep(model, optimizer, loss_fn=LOSSES.get(name), graph="off")
+    batch = batches(1)[0]
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            step(batch)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+        torch.autocast("cuda", torch.bfloat16),
+    ):
+        step(batch)
+    names = [event.name for event in profile.events()]
+    assert sum("gather_heads_kernel" in kernel for kernel in names) == 2
+    # One is that of timm's class token, or of the positions from which transformers builds a mask.
+    assert sum("CatArrayBatchedCopy" in kernel for kernel in names) <= 1, names

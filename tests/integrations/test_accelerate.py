@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "GPT2": (
         "LMHeadModel",
         GPT2,
-        BLOCKS | {"head and loss": 2, "LayerNorm": 5, "embedding": 2, "linear": 4},
+        BLOCKS | {"head and loss": 2, "attention": 2, "LayerNorm": 5, "embedding": 2},
     ),
     "Bert": (
         "ForMaskedLM",
@@ -71,9 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "head and loss": 4,
             "attention mask": 1,
             "residual block": 4,
+            "attention": 2,
             "LayerNorm": 6,
             "embedding": 3,
-            "linear": 13,
+            "linear": 7,
         },
     ),
 }
@@ -229,3 +230,55 @@ def test_residual_blocks_of_other_forms(family: str, monkeypatch: pytest.MonkeyP
             assert error < 1e-5, name
     assert len(report.replaced["residual block"]) == 2
     assert report.unchecked == 0
+
+
+def _padded() -> dict[str, Tensor]:
+    tokens = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Bert"])
+def test_padding_and_a_cache_in_training(family: str) -> None:
+    """Masks are passed to the model's attention function, and GPT-2 fills a cache in training."""
+    values = []
+    for accelerate in (False, True):
+        model = created(family)
+        if accelerate:
+            report = stepscope.accelerate(model)
+        losses = [model(**_padded()).loss, gradients(model, autocast=False)[0]]
+        output = model(**_padded(), use_cache=True) if family == "GPT2" else None
+        if output is not None:
+            layer = output.past_key_values.layers[1]
+            losses += [layer.keys.square().sum(), layer.values.square().sum()]
+        values.append([float(loss.detach()) for loss in losses])
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+    assert len(report.replaced["attention"]) == 2
+
+
+def test_attention_with_dropout_or_returned_weights_is_left() -> None:
+    for options, reason in (
+        ({"attn_pdrop": 0.1}, "it has dropout"),
+        (
+            {"output_attentions": True, "attn_implementation": "eager"},
+            "it returns attention weights",
+        ),
+    ):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | options))
+        report = stepscope.accelerate(model)
+        assert [one.reason for one in report.left if one.piece == "attention"] == [reason] * 2
+        assert len(report.replaced["linear"]) == 4
+
+
+def test_cross_attention_is_left() -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**GPT2, add_cross_attention=True)
+    model = transformers.GPT2LMHeadModel(config).train()
+    tokens, encoded = _padded()["input_ids"], torch.randn(2, 3, 64)
+    inputs = {"input_ids": tokens, "labels": tokens, "encoder_hidden_states": encoded}
+    expected = model(**inputs).loss
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(**inputs).loss, expected)
+    assert all("crossattention" not in name for name in report.replaced["attention"])

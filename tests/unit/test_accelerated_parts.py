@@ -166,7 +166,7 @@ def test_a_pre_norm_block_with_layer_norm(returns: Callable[[Tensor], Any]) -> N
     counts = {piece: len(names) for piece, names in report.replaced.items()}
     assert counts == {
         "head and loss": 2, "residual block": 2, "MLP": 2, "LayerNorm": 4, "embedding": 1,
-        "linear": 4,
+        "attention": 2,
     }  # fmt: skip
 
 
@@ -421,3 +421,49 @@ def assert_attention(key_heads: int = 2, interleaved: bool = False) -> Report:
     torch.testing.assert_close(fused_loss, loss)
     torch.testing.assert_close(fused_gradients, gradients)
     return report
+
+
+class PatchEmbedding(nn.Module):
+    """Images to tokens, as ViTs do it."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, WIDTH, **({"kernel_size": (4, 2), "stride": (4, 2)} | how))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _image_gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(images)
+    grads = torch.autograd.grad(out.float().square().sum(), list(model.parameters()))
+    return [out.detach().float(), *grads]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_a_patch_embedding_is_a_matmul(bias: bool) -> None:
+    torch.manual_seed(0)
+    model, images = PatchEmbedding(bias=bias), torch.randn(2, 3, 8, 6)
+    expected = _image_gradients(model, images)
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        for actual, exact in zip(_image_gradients(model, images), expected, strict=True):
+            assert actual.dtype == exact.dtype
+            torch.testing.assert_close(actual, exact, rtol=2e-2, atol=2e-2 * exact.abs().max())
+    assert report.replaced == {"patch embedding": ["conv"]}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(images).is_contiguous(), "the matmul writes tokens"
+    # Images that are no whole number of patches, or need a gradient, and float32.
+    ragged = torch.randn(2, 3, 9, 7, requires_grad=True)
+    torch.testing.assert_close(model(ragged), PatchEmbedding.forward(model, ragged))
+    report.undo()
+    assert torch.equal(_image_gradients(model, images)[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    "how", [{"stride": (2, 2)}, {"padding": 1}, {"kernel_size": 1, "stride": 1}, {"groups": 1}]
+)
+def test_convolutions_that_overlap_or_pad_are_left(how: dict[str, Any]) -> None:
+    report = stepscope.accelerate(PatchEmbedding(**how))
+    assert ("patch embedding" in report.replaced) == (how == {"groups": 1})

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import norm as triton_norm
+from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
 from stepscope.kernels.triton import activation as triton_activation
@@ -101,6 +102,10 @@ print("rotary", wide_loads(
     triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(
     triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 14, BLOCK_H=32, BLOCK_HALF=64))
+for summed in (False, True):
+    print("heads gathered", summed, wide_loads(
+        triton_qkv.gather_heads_kernel, [x] * 4 + [f] + [i] * 15, D=64, SUMMED=summed,
+        BLOCK_ROWS=4, BLOCK=1024, warps=4, odd=("S", "rows", "rows_per_program")))
 for name, moments, chance, copied in (
     ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
     ("chance", tl.uint16, True, False),
@@ -125,5 +130,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 46
+    assert len(loads) == 48
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -20,6 +20,8 @@ from stepscope.acceleration.pieces import (
     linear,
     mlp,
     norm,
+    packed_attention,
+    patch_embedding,
     residual_block,
 )
 from stepscope.acceleration.replacement import (
@@ -117,8 +119,9 @@ def accelerate(
 def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:
     """Copy a weight again after each gradient, unless the fused update has written its copy. Many
     optimizers write through `.data`, which no version counter shows."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dim() == 2:
+    for name, parameter in model.named_parameters():
+        # Biases are copied too, parameters of norms are not.
+        if parameter.requires_grad and (parameter.dim() > 1 or name.endswith("bias")):
             handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)  # type: ignore[no-untyped-call]
             report.on_undo(handle.remove)
 
@@ -187,13 +190,14 @@ def _find(
     yield from take(attention_masks.find(model))
     norms = norm.matched_norms(model)
     yield from take(residual_block.find(model, norms))
-    for fused in (attention.find(model, copies), mlp.find(model, copies)):
-        for replacement in take(fused):
+    for piece in (attention, packed_attention, mlp):
+        for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()
             claimed |= {child for child in children if is_linear(child) or is_transposed(child)}
             yield replacement
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
+    yield from take(patch_embedding.find(model, copies))
     yield from take(linear.find(model, copies, claimed))
 
 

@@ -91,6 +91,7 @@ def _launch_backward(
     scale: float,
     shift: int,
     *rules: Any,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, and the row sums of gradient times output."""
     # Saved-tensor hooks may return `out` and `lse` with different strides.
@@ -99,7 +100,7 @@ def _launch_backward(
     kernels = _kernels()
     more = {"rules": kernels.Rules(*rules)} if rules else {}
     grads: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
-        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, **more
+        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, packed=packed, **more
     )
     return grads
 
@@ -265,7 +266,10 @@ def _attend_backward(
     direct: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v with any number of leading dimensions, and delta."""
-    run: Callable[..., tuple[Tensor, ...]] = _launch_backward if direct else flash_backward
+    run: Callable[..., tuple[Tensor, ...]] = flash_backward
+    if direct:
+        # Outputs of an operator must not share memory.
+        run = functools.partial(_launch_backward, packed=True)
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]

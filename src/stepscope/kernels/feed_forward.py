@@ -23,7 +23,6 @@ from stepscope.kernels.matmul import (
     SavedInput,
     WeightGradients,
     bias_gradients,
-    concatenated,
     fused_linear,
     linear_concat,
     linear_grad_input,
@@ -73,9 +72,11 @@ def mlp(
     settings = _Settings(activation, policy, len(first), len(biases), transposed)
     normed = x if isinstance(x, Normed) else None
     outer = () if out_bias is None else (out_bias,)
+    narrow_biases = (copies.narrow_bias(biases, dtype), copies.narrow_bias(outer, dtype))
     out: Tensor = _FeedForward.apply(  # type: ignore[no-untyped-call]
-        read.to(dtype), normed, narrow, narrow_second, settings, *first, second, *biases, *outer
-    )
+        read.to(dtype), normed, narrow, narrow_second, narrow_biases, settings,
+        *first, second, *biases, *outer,
+    )  # fmt: skip
     return out
 
 
@@ -97,6 +98,7 @@ class _FeedForward(torch.autograd.Function):
         normed: Normed | None,
         narrow: Weights,
         narrow_second: Tensor,
+        narrow_biases: tuple[Tensor | None, Tensor | None],
         settings: _Settings,
         *learned: Tensor,
     ) -> Tensor:
@@ -107,11 +109,12 @@ class _FeedForward(torch.autograd.Function):
         first = tuple(stored_as_rows(weight, transposed) for weight in narrow)
         last = stored_as_rows(narrow_second, transposed)
         flat = x.reshape(-1, x.shape[-1])
-        gates = linear_concat(flat, first, concatenated(biases, x.dtype))
+        bias, out_bias = narrow_biases
+        gates = linear_concat(flat, first, bias)
         hidden = activated(*_parts(gates, settings), settings.activation)
-        out = linear_concat(hidden, (last,), concatenated(outer, x.dtype))
+        out = linear_concat(hidden, (last,), out_bias)
         saved = {ALL: (gates, hidden), INPUTS: ()}.get(settings.policy, (gates,))
-        ctx.bias = concatenated(biases, x.dtype) if settings.policy == INPUTS else None
+        ctx.bias = bias if settings.policy == INPUTS else None
         ctx.x = SavedInput(ctx, flat, normed, (*first, last), *saved)
         ctx.first = WeightGradients(weights, transposed)
         ctx.second = WeightGradients((second,), transposed)
@@ -125,7 +128,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         settings: _Settings = ctx.settings
         x, (*first, last), saved = ctx.x.restore(ctx)
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[6:]
         end = settings.weights + 1
         of_biases, of_outer = needed[end : end + settings.biases], needed[end + settings.biases :]
         flat = grad.reshape(-1, grad.shape[-1])
@@ -156,7 +159,7 @@ class _FeedForward(torch.autograd.Function):
         second_grads = ctx.second.gradients(flat, hidden, needed[end - 1 : end])
         first_grads = ctx.first.gradients(grad_gates, x, needed[: end - 1])
         return (
-            grad_x, None, None, None, None,
+            grad_x, None, None, None, None, None,
             *first_grads, *second_grads, *bias_grads, *outer_grads,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from stepscope.torch_tools.side_stream import gradient_consumer
 
 def fused_linear(
     x: Tensor | Normed,  # (..., d)
-    weights: Weights,  # each (rows, d)
+    weights: Weights,  # each (rows, d), or (rows, ...) with d entries in a row
     copies: WeightCopies,
     biases: Sequence[Tensor] = (),  # one (rows,) per weight, or none at all
     *,
@@ -44,17 +44,23 @@ def fused_linear(
             torch.cat([stored_as_rows(weight, transposed).to(dtype) for weight in weights]),
             torch.cat([bias.to(dtype) for bias in biases]) if biases else None,
         )
-    narrow = copies.narrow(weights, dtype)
     normed = x if isinstance(x, Normed) else None
     out: Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-        read.to(dtype), normed, narrow, transposed, *weights, *biases
+        read.to(dtype),
+        normed,
+        copies.narrow(weights, dtype),
+        copies.narrow_bias(biases, dtype),
+        transposed,
+        *weights,
+        *biases,
     )
     return out
 
 
 def stored_as_rows(weight: Tensor, transposed: bool) -> Tensor:
-    """Return a weight, which may be stored as (d, rows), as a view of (rows, d)."""
-    return weight.T if transposed else weight
+    """Return a weight, which may be stored as (d, rows) or be that of a convolution, as a view of
+    (rows, d)."""
+    return weight.T if transposed else weight.flatten(1)
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -64,49 +70,72 @@ class _FusedLinear(torch.autograd.Function):
         x: Tensor,
         normed: Normed | None,
         narrow: Weights,
+        bias: Tensor | None,
         transposed: bool,
         *weights_and_biases: Tensor,
     ) -> Tensor:
-        weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() == 2)
-        biases = weights_and_biases[len(weights) :]
-        narrow = tuple(stored_as_rows(weight, transposed) for weight in narrow)
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.x = SavedInput(ctx, flat, normed, narrow)
-        ctx.learned = WeightGradients(weights, transposed)
-        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
-        out = linear_concat(flat, narrow, concatenated(biases, x.dtype))
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return project(ctx, x, normed, narrow, bias, transposed, weights_and_biases)
 
     @staticmethod
     @differentiable_once("a fused projection", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, narrow, _ = ctx.x.restore(ctx)
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
-        end = len(ctx.needs_input_grad) - len(ctx.biases)
-        of_biases = bias_gradients(flat, ctx.biases, ctx.needs_input_grad[end:])
-        of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[4:end])
-        return grad_x, None, None, None, *of_weights, *of_biases
+        return projection_gradients(ctx, grad)
 
 
-def concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return the biases as one tensor in that dtype; None if there are none."""
-    if not biases:
-        return None
-    return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
+FIRST_WEIGHT = 5
+"""Position of the first weight among the arguments of an autograd Function that projects."""
+
+
+def project(
+    ctx: Any,
+    x: Tensor,  # (..., d)
+    normed: Normed | None,
+    narrow: Weights,
+    bias: Tensor | None,
+    transposed: bool,
+    weights_and_biases: Sequence[Tensor],
+) -> Tensor:  # (..., all rows)
+    """Compute a fused projection, and save what `projection_gradients` needs."""
+    weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() > 1)
+    narrow = tuple(stored_as_rows(weight, transposed) for weight in narrow)
+    flat = x.reshape(-1, x.shape[-1])
+    ctx.x = SavedInput(ctx, flat, normed, narrow)
+    ctx.learned = WeightGradients(weights, transposed)
+    ctx.biases = [(bias.shape[0], bias.dtype) for bias in weights_and_biases[len(weights) :]]
+    out = linear_concat(flat, narrow, bias)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def projection_gradients(
+    ctx: Any,
+    grad: Tensor,  # (..., all rows)
+    bias_sums: Tensor | None = None,  # (all rows,)
+) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of an autograd Function that has called `project`.
+    `bias_sums` are those of the biases, if a kernel has summed them."""
+    x, narrow, _ = ctx.x.restore(ctx)
+    flat = grad.reshape(-1, grad.shape[-1])
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
+    end = len(ctx.needs_input_grad) - len(ctx.biases)
+    of_biases = bias_gradients(flat, ctx.biases, ctx.needs_input_grad[end:], bias_sums)
+    of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[FIRST_WEIGHT:end])
+    return grad_x, None, None, None, None, *of_weights, *of_biases
 
 
 def bias_gradients(
     grad: Tensor,  # (tokens, all rows)
     biases: Sequence[tuple[int, torch.dtype]],
     needed: Sequence[bool],
+    total: Tensor | None = None,  # (all rows,)
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of biases, given by length and dtype: sums over all tokens."""
+    """Return the gradients of biases, given by length and dtype: sums over all tokens, which may be
+    known as `total`."""
     if not any(needed):
         return (None,) * len(biases)
-    total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    if total is None:
+        total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
     parts = torch.split(total, [rows for rows, _ in biases])
     return tuple(part.to(dtype) for part, (_, dtype) in zip(parts, biases, strict=True))
 
@@ -140,7 +169,7 @@ class WeightGradients:
 
     def __init__(self, weights: Weights, transposed: bool = False) -> None:
         self._dtype, self._transposed = weights[0].dtype, transposed
-        self._rows = [weight.shape[0] for weight in weights]
+        self._shapes = [weight.shape for weight in weights]
         # Weak references: weights gathered from several ranks must be freed before the backward
         # pass.
         self._owners = [weakref.ref(weight) for weight in weights]
@@ -164,7 +193,8 @@ class WeightGradients:
     def _matmul(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         if self._transposed:
             return (matmul_to_dtype(x.T, grad, dtype),)
-        return torch.split(matmul_to_dtype(grad.T, x, dtype), self._rows)
+        rows = torch.split(matmul_to_dtype(grad.T, x, dtype), [shape[0] for shape in self._shapes])
+        return tuple(part.view(shape) for part, shape in zip(rows, self._shapes, strict=True))
 
 
 def linear_concat(x: Tensor, narrow: Weights, bias: Tensor | None = None) -> Tensor:

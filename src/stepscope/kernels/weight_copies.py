@@ -3,7 +3,8 @@
 Under autocast every matmul casts its weight at every step: 6 bytes of traffic per parameter. Here
 the cast is cached, and repeated only if the weight has changed. An optimizer that writes the copy
 together with the weight (`FusedAdamW`) makes even that unnecessary. Weights of matmuls that read
-the same input are concatenated along their rows, so that one matmul serves them all.
+the same input are concatenated along their rows, so that one matmul serves them all. Their biases
+are cached likewise.
 
 A change is detected by a tensor's version counter or its memory address. A write through `.data`
 changes neither, nor does the replay of a captured optimizer that writes no copy. After such a
@@ -50,6 +51,13 @@ class WeightCopies:
             group = self._create(key, weights, dtype)
         group.update(weights)
         return (group.concatenated,)
+
+    def narrow_bias(self, biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+        """Return the biases of such weights side by side in that dtype; None if there are none."""
+        if not biases:
+            return None
+        narrow = self.narrow(tuple(biases), dtype)
+        return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
 
     def find(self, weight: Tensor) -> Tensor | None:
         """Return the copy of this weight, for an optimizer to update; None if there is not exactly
@@ -120,7 +128,7 @@ class _Group:
         # The first caller may run in inference mode, and training cannot save inference tensors.
         with torch.inference_mode(False):
             self.concatenated = torch.empty(
-                sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
+                sum(rows), *weights[0].shape[1:], device=weights[0].device, dtype=dtype
             )
             self.rows: Sequence[Tensor] = torch.split(self.concatenated, rows)
         self._versions: list[_Version | None] = [None] * len(weights)

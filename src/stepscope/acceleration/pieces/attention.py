@@ -11,6 +11,7 @@ projection, and the rest as it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
     for name, module in model.named_modules():
         if not all(hasattr(module, layer) for layer in (*_LAYERS, "head_dim")):
             continue
+        if not hasattr(_modeling(module), "apply_rotary_pos_emb"):
+            continue
         if reason := _refused(module):
             left.append(Left(PIECE, name, reason))
         else:
@@ -56,8 +59,6 @@ def _refused(module: Any) -> str:
         return "it has hooks"
     if len({layer.bias is None for layer in layers[:3]}) != 1:
         return "only some of its projections have a bias"
-    if not hasattr(_modeling(module), "apply_rotary_pos_emb"):
-        return "it has no rotary positions of the known form"
     known = {*_LAYERS, *_NORMS, "rotary_emb", "rotary_fn"}
     if unknown := [name for name, _ in module.named_children() if name not in known]:
         return f"it has other parts: {', '.join(unknown)}"
@@ -68,6 +69,15 @@ def _modeling(module: nn.Module) -> Any:
     """Return the Python module that defines the class: it has the functions that its forward
     calls."""
     return sys.modules[type(module).__module__]
+
+
+def attention_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the function of a Hugging Face model that its configuration names."""
+    modeling, name = _modeling(module), module.config._attn_implementation
+    function: Callable[..., tuple[Tensor, Any]] = modeling.eager_attention_forward
+    if name != "eager":
+        function = modeling.ALL_ATTENTION_FUNCTIONS[name]
+    return function
 
 
 class RotaryTables:
@@ -170,13 +180,9 @@ class _Attention:
             causal = getattr(module, "is_causal", True) if causal is None else causal
             out = attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=causal, scale=module.scaling)
             return out.transpose(1, 2), None
-        modeling = _modeling(module)
-        function = modeling.eager_attention_forward
-        if name != "eager":
-            function = modeling.ALL_ATTENTION_FUNCTIONS[name]
         window = getattr(module, "sliding_window", None)
         extra = {} if window is None else {"sliding_window": window}
-        result: tuple[Tensor, Any] = function(
+        result: tuple[Tensor, Any] = attention_function(module)(
             module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **extra, **kwargs
         )
         return result

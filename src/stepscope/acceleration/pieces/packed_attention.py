@@ -1,0 +1,375 @@
+"""Self-attention without rotary positions: Q, K and V as one matmul, heads as views of it, one
+gradient of all three, and the fastest attention kernel.
+
+A module whose linear layers have matching shapes (one that returns q, k and v, or three; and the
+output projection, or none) is compared with these formulas in float32 on a small input with random
+weights: with every number of heads and order of q, k and v, causal or not. The layers may be
+`nn.Linear` or the `Conv1D` of transformers. Calls with other arguments than the input run the
+original, except for masks and empty caches of Hugging Face models, which are passed to the
+attention function that the model's configuration names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.acceleration.pieces.attention import PIECE, attention_function
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    drops,
+    has_hooks,
+    is_linear,
+    is_transposed,
+)
+from stepscope.attention import attention
+from stepscope.attention.packed import split_heads
+from stepscope.kernels.matmul import fused_linear
+from stepscope.kernels.qkv import projected_heads
+from stepscope.kernels.weight_copies import WeightCopies
+
+_TOLERANCE = 1e-5
+_BATCH, _LENGTH = 2, 7
+_MASKS = ("attention_mask", "attn_mask")
+_CACHES = ("past_key_values", "layer_past")
+_WITHOUT_EFFECT = ("use_cache", "cache_position", "position_ids", "num_items_in_batch")
+"""Arguments of Hugging Face models that self-attention without rotary positions does not read."""
+_OF_THE_LAYER = ("layer_idx", "training")
+"""Settings that differ between equal modules."""
+_WINDOWS = ("window", "sliding", "local", "chunk")
+
+
+class Names(NamedTuple):
+    """Attributes of the layers: one that returns q, k and v, or three; and the last, if any."""
+
+    projections: tuple[str, ...]
+    output: str | None
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.projections if self.output is None else (*self.projections, self.output)
+
+
+class Match(NamedTuple):
+    """What a module computes."""
+
+    names: Names
+    heads: int
+    by_head: bool
+    causal: bool
+    scale: float
+    nones: int | None
+    """Length of the tuple that it returns, without the output; None if it returns a tensor."""
+
+
+def find(model: nn.Module, copies: WeightCopies) -> Found:
+    replacements, left = [], []
+    known: dict[Any, Match | str] = {}
+    for name, module in model.named_modules():
+        candidates = list(_candidates(module))
+        if not candidates:
+            continue
+        if any(map(has_hooks, module.modules())):
+            left.append(Left(PIECE, name, "it has hooks"))
+            continue
+        key = _structure(module)
+        if key not in known:
+            known[key] = _match(module, candidates)
+        match = known[key]
+        if isinstance(match, Match):
+            fused = _Attention(module, match, copies)
+            replacements.append(Replacement(PIECE, name, module, fused.forward))
+        elif match:
+            left.append(Left(PIECE, name, match))
+    return replacements, left
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: child
+        for name, child in module.named_children()
+        if is_linear(child) or is_transposed(child)
+    }
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """Return outputs and inputs of a layer."""
+    rows, columns = layer.weight.shape
+    return (columns, rows) if is_transposed(layer) else (rows, columns)
+
+
+def _candidates(module: nn.Module) -> Iterator[Names]:
+    """Yield the possible roles of linear layers whose shapes fit an attention and which have all
+    parameters of the module."""
+    layers = _layers(module)
+    if not 1 <= len(layers) <= 4 or len({id(child) for child in layers.values()}) != len(layers):
+        return
+    owned = {id(p) for layer in layers.values() for p in layer.parameters()}
+    if any(id(p) not in owned for p in module.parameters()):
+        return
+    if len({is_transposed(child) for child in layers.values()}) != 1:
+        return
+    shapes = {name: _shape(child) for name, child in layers.items()}
+    packed = len(layers) < 3
+    for order in permutations(layers):
+        projections, output = order[: 1 if packed else 3], order[1 if packed else 3 :]
+        rows, columns = shapes[projections[0]]
+        width, rest = divmod(rows, 3) if packed else (rows, 0)
+        if packed and not output and width != columns:
+            # Any layer could be one that returns q, k and v.
+            continue
+        same = len({shapes[name] for name in projections}) == 1
+        with_bias = len({layers[name].bias is None for name in projections}) == 1
+        transposed = is_transposed(layers[projections[0]]) and not packed
+        fits = all(shapes[name][1] == width for name in output)
+        if not rest and same and with_bias and fits and not transposed:
+            yield Names(tuple(projections), output[0] if output else None)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, flags and names of a module that its forward may read."""
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_THE_LAYER and isinstance(value, bool | int | float | str)
+    }
+    config = getattr(module, "config", None)
+    return values | {"_attn_implementation": getattr(config, "_attn_implementation", None)}
+
+
+def _structure(module: nn.Module) -> Any:
+    """Return what tells apart modules that compute something else."""
+    shapes = tuple((name, _shape(child)) for name, child in _layers(module).items())
+    biases = tuple(child.bias is None for child in _layers(module).values())
+    dropped = tuple((name, drops(child)) for name, child in module.named_children())
+    buffers = tuple((name, tuple(b.shape), _is_causal(b)) for name, b in module.named_buffers())
+    settings = tuple(sorted((name, repr(value)) for name, value in _settings(module).items()))
+    return type(module), shapes, biases, dropped, buffers, settings
+
+
+def _is_causal(buffer: Tensor) -> bool:
+    """Return whether a square buffer shows all keys up to each query and no others."""
+    if buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or buffer.is_meta:
+        return False
+    mask = buffer.detach().reshape(-1, *buffer.shape[-2:])[0] != 0
+    return torch.equal(mask, torch.ones_like(mask).tril())
+
+
+def _limited(module: nn.Module) -> str:
+    """Return why a short input does not show what the module computes of a long one."""
+    for name, value in _settings(module).items():
+        if value and any(word in name.lower() for word in _WINDOWS):
+            return f"it has a {name}"
+    for name, buffer in module.named_buffers():
+        is_square = buffer.dim() > 1 and buffer.shape[-1] == buffer.shape[-2] > 1
+        if is_square and not _is_causal(buffer):
+            return f"its buffer {name} is not a causal mask"
+    return ""
+
+
+@torch.no_grad()
+def _match(module: nn.Module, candidates: list[Names]) -> Match | str:
+    """Return the formula that the module computes in float32, or why it is left; an empty string if
+    it is no attention."""
+    generator = torch.Generator().manual_seed(0)
+    width = _shape(getattr(module, candidates[0].projections[0]))[1]
+    x = torch.randn(_BATCH, _LENGTH, width, generator=generator)
+    try:
+        small = _with_random_weights(module, candidates[0], generator)
+        actual, trained = (_run(small, x, training) for training in (False, True))
+    except Exception:
+        # It is not a function of one tensor, or does not run on a CPU.
+        return ""
+    out = actual[0] if isinstance(actual, tuple) and actual else actual
+    if not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1]:
+        return ""
+    match = _formula(small, candidates, x, out)
+    if match is None:
+        return ""
+    if isinstance(actual, tuple):
+        if any(one is not None for one in actual[1:]):
+            return "it returns attention weights"
+        match = match._replace(nones=len(actual) - 1)
+    if reason := _limited(module):
+        return reason
+    trained = trained[0] if isinstance(trained, tuple) else trained
+    return match if _equal(trained, out) else "it has dropout"
+
+
+def _run(module: Any, x: Tensor, training: bool) -> Any:
+    with torch.random.fork_rng(devices=()), torch.autocast("cpu", enabled=False):
+        torch.manual_seed(0)
+        return module.train(training)(x)
+
+
+def _with_random_weights(module: nn.Module, names: Names, generator: torch.Generator) -> Any:
+    """Return a copy on the CPU whose scores have a standard deviation of one."""
+    shared = {id(p): p for p in module.parameters()}
+    config = getattr(module, "config", None)
+    small: Any = copy.deepcopy(module, shared | {id(config): config})
+    for name in names.all:
+        layer = getattr(small, name)
+        weight = torch.randn(layer.weight.shape, generator=generator)
+        layer.weight = nn.Parameter(weight / math.sqrt(_shape(layer)[1]))
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(torch.randn(layer.bias.shape, generator=generator))
+    return small.cpu()
+
+
+def _formula(small: Any, candidates: list[Names], x: Tensor, actual: Tensor) -> Match | None:
+    settings = _settings(small)
+    scales = [
+        float(value)
+        for name, value in settings.items()
+        if "scal" in name and not isinstance(value, str | bool) and value > 0
+    ]
+    for names in candidates:
+        projected = torch.cat(
+            [_linear(getattr(small, name), x) for name in names.projections], dim=-1
+        )
+        width = projected.shape[-1] // 3
+        last = None if names.output is None else getattr(small, names.output)
+        if actual.shape[-1] != (width if last is None else _shape(last)[0]):
+            continue
+        numbers = {n for n in settings.values() if type(n) is int and n > 0 and width % n == 0}
+        divisors = (n for n in range(1, width + 1) if width % n == 0 and n not in numbers)
+        for heads in (*sorted(numbers), *divisors):
+            scale = 1 / math.sqrt(width // heads)
+            others = {one for one in (*scales, 1.0) if not math.isclose(one, scale)}
+            for by_head in (False, True)[: 2 if len(names.projections) == 1 else 1]:
+                q, k, v = split_heads(projected, heads, by_head)
+                for factor in (scale, *sorted(others)):
+                    for causal in (False, True):
+                        out = functional.scaled_dot_product_attention(
+                            q, k, v, is_causal=causal, scale=factor
+                        )
+                        out = out.transpose(1, 2).flatten(2)
+                        out = out if last is None else _linear(last, out)
+                        if _equal(actual, out):
+                            return Match(names, heads, by_head, causal, factor, None)
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).norm() <= _TOLERANCE * b.norm())
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    weight = layer.weight.T if is_transposed(layer) else layer.weight
+    return functional.linear(x, weight, layer.bias)
+
+
+class _Attention:
+    """The fused forward of one attention module."""
+
+    def __init__(self, module: Any, match: Match, copies: WeightCopies) -> None:
+        self._original, self._match, self._copies = module.forward, match, copies
+        layers = [getattr(module, name) for name in match.names.all]
+        self._kinds = [type(layer) for layer in layers]
+        self._weights = [layer.weight for layer in layers]
+        self._transposed = is_transposed(layers[0])
+        self._settings = _settings(module)
+        named = inspect.signature(module.forward).parameters.values()
+        self._parameters = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        self._takes_more = any(p.kind == p.VAR_KEYWORD for p in named)
+        self._has_function = hasattr(
+            sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"
+        )
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(module, args, kwargs)
+        if call is None or not self._applies(module, call.x):
+            return self._original(*args, **kwargs)
+        match = self._match
+        layers = [getattr(module, name) for name in match.names.all]
+        projections = layers[: len(match.names.projections)]
+        q, k, v = projected_heads(
+            call.x,
+            tuple(layer.weight for layer in projections),
+            self._copies,
+            [layer.bias for layer in projections if layer.bias is not None],
+            heads=match.heads,
+            by_head=match.by_head,
+            transposed=self._transposed,
+        )
+        if call.cache is not None:
+            k, v = call.cache.update(k, v, module.layer_idx)
+        if call.mask is None:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            out = attention(q, k, v, is_causal=match.causal, scale=match.scale).transpose(1, 2)
+        else:
+            out, _ = attention_function(module)(
+                module, q, k, v, call.mask, dropout=0.0, scaling=match.scale, **call.rest
+            )
+        out = out.flatten(2)
+        if match.names.output is not None:
+            output = layers[-1]
+            biases = () if output.bias is None else (output.bias,)
+            out = fused_linear(
+                out, (output.weight,), self._copies, biases, transposed=self._transposed
+            )
+        return out if match.nones is None else (out, *[None] * match.nones)
+
+    def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Return the arguments of a call; None if it is another one than the formula's."""
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        unknown = not self._takes_more and not given.keys() <= {*self._parameters}
+        if unknown or len(args) > len(self._parameters) or not self._parameters:
+            return None
+        x = given.pop(self._parameters[0], None)
+        given = {name: value for name, value in given.items() if not _is_neutral(value)}
+        mask = next((given.pop(name) for name in _MASKS if name in given), None)
+        cache = next((given.pop(name) for name in _CACHES if name in given), None)
+        rest = {name: given.pop(name) for name in _WITHOUT_EFFECT if name in given}
+        if given or not isinstance(x, Tensor):
+            return None
+        if mask is not None and (not self._has_function or type(mask) is not Tensor):
+            return None
+        if cache is not None and not self._is_empty(module, cache):
+            return None
+        return _Call(x, mask, cache, rest)
+
+    def _is_empty(self, module: Any, cache: Any) -> bool:
+        """Return whether this is a cache of self-attention in which nothing was generated."""
+        if not self._has_function or hasattr(cache, "self_attention_cache"):
+            return False
+        return hasattr(cache, "update") and cache.get_seq_length(module.layer_idx) == 0
+
+    def _applies(self, module: Any, x: Tensor) -> bool:
+        """Return whether the module is as it was compared: no other layers (an adapter), parameters
+        (sharded), hooks, settings or dropout."""
+        layers = [getattr(module, name) for name in self._match.names.all]
+        same = all(
+            type(layer) is kind and layer.weight is weight and not has_hooks(layer)
+            for layer, kind, weight in zip(layers, self._kinds, self._weights, strict=True)
+        )
+        return (
+            same
+            and x.dim() == 3
+            and x.is_floating_point()
+            and len({weight.dtype for weight in self._weights}) == 1
+            and not (module.training and any(map(drops, module.children())))
+            and _settings(module) == self._settings
+        )
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    mask: Tensor | None
+    cache: Any
+    rest: dict[str, Any]
+
+
+def _is_neutral(value: Any) -> bool:
+    return value is None or value is False
