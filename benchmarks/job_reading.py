@@ -3,11 +3,12 @@
     python benchmarks/job_reading.py TRACE.json.gz [--ranks 64] [--megabytes 130] [--plain]
         [--folder FOLDER] [--out results/job-reading_cpu.jsonl]
 
-Repeats the steps of a real trace of torch.profiler in time until a file has the requested size, and
-writes one such file per rank, gzipped unless --plain, each with its own clock. Then the command runs
-on the folder as a user would run it, and its time, the CPU time of its processes and their peak of
-resident memory are measured. With --folder the files stay there and are used again. With --out, the
-result is appended to that file, from which `scripts/make_docs.py` makes the table in docs/traces.md.
+Repeats the steps of a real trace of torch.profiler in time until a file has the requested size,
+and writes one such file per rank, gzipped unless --plain, each with its own clock. Then the command
+runs on the folder as a user would run it, and its time, the CPU time of its processes and their
+peak of resident memory are measured. With --folder the files stay there and are used again. With
+--out, the result is appended to that file, from which `scripts/make_docs.py` makes the table in
+docs/traces.md.
 """
 
 from __future__ import annotations
@@ -98,9 +99,8 @@ def write_job(source: dict[str, Any], folder: Path, options: argparse.Namespace)
     """Write the traces of all ranks."""
     template = Template(source, options.megabytes)
     for rank in range(options.ranks):
-        name = folder / (f"rank{rank}.json" + ("" if options.plain else ".gz"))
-        file = name.open("wt") if options.plain else gzip.open(name, "wt", compresslevel=6)
-        with file:
+        path = folder / (f"rank{rank}.json" + ("" if options.plain else ".gz"))
+        with path.open("wt") if options.plain else gzip.open(path, "wt", compresslevel=6) as file:
             file.writelines(template.text(rank, options.ranks))
 
 

@@ -213,9 +213,10 @@ def _operators(trace: Trace, host: Host) -> DeviceWork:
 
 
 def _collectives_of_gloo(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the intervals in which threads of gloo run collectives whose operator has ended, the
-    operators, and the threads. Both are in the same order; nothing is returned if their numbers
-    differ, as in a trace that begins within a collective."""
+    """Return the intervals from the end of each operator that issues a collective to the end of the
+    range in which a thread of gloo runs it, the operators, and the threads. Operators and ranges
+    are in the same order; nothing is returned if their numbers differ, as in a trace that begins
+    within a collective."""
     spans = trace.spans
     names = {n: trace.names[n] for n in np.unique(spans.name).tolist()}
     issuing = [n for n, name in names.items() if name.startswith(_COLLECTIVE)]
@@ -229,9 +230,9 @@ def _collectives_of_gloo(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints, In
         first = ranges = first[:0]
     first = first[np.argsort(spans.start[first], kind="stable")]
     ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
-    start = np.maximum(spans.start[ranges], spans.end[first])
-    longer = spans.end[ranges] > start
-    return start[longer], spans.end[ranges][longer], first[longer], spans.thread[ranges][longer]
+    start, end, thread = spans.end[first], spans.end[ranges], spans.thread[ranges]
+    longer = end > start
+    return start[longer], end[longer], first[longer], thread[longer]
 
 
 def _self_time(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
