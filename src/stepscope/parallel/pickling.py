@@ -195,7 +195,9 @@ class _Namespace:
 
 
 def _open_namespace(name: str, of_module: bool) -> dict[str, Any]:
-    variables = vars(importlib.import_module(name)) if of_module else {"__name__": name}
+    variables: dict[str, Any] = {"__name__": name}
+    if of_module:
+        variables = vars(importlib.import_module(name))
     # `__main__` of a rank may lack them, but an import in C code looks them up in the globals.
     variables.setdefault("__builtins__", builtins)
     return variables
