@@ -55,7 +55,7 @@ browser:
 	@touch .venv/.use $@
 
 .venv/.integrations: .venv/.dev
-	@echo 'installing transformers, Accelerate, PEFT, Lightning, timm and torchvision'
+	@echo 'installing transformers, Accelerate, PEFT, Lightning, timm, torchvision and a notebook kernel'
 	$(PIP) -e '.[dev,integrations]'
 	@touch $@
 

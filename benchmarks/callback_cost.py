@@ -1,14 +1,20 @@
-"""Cost of a callback in a training step that is not recorded, per library.
+"""Cost of a callback, per library.
 
-    python benchmarks/callback_cost.py
+    python benchmarks/callback_cost.py [--out results/callback-cost_cpu.jsonl]
 
 The trainer's calls of one more callback in a step are timed without a model, after the recording
-and during its warm-up, as is the optimizer's update with the hooks of the recording. The cost is
-their sum, shown as a share of a step of 100 ms.
+and during its warm-up, as is the optimizer's update with the hooks of the recording. The cost of a
+step that is not recorded is their sum. The model of `examples/callbacks_hf.py` is recorded too, and
+the analysis after its last recorded step is timed. All times are CPU time. With --out, the
+lines are written to that file, from which `scripts/make_docs.py` makes the table in
+docs/integrations.md.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,26 +22,73 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+import stepscope
 from stepscope.integrations import StepscopeCallback, StepscopeLightningCallback
+from stepscope.measure.device import CpuDevice
+from stepscope.measure.environment import describe
+from stepscope.studies.program.rows import ProgramRecord
 
+Line = dict[str, Any]
 CALLS, REPEATS, FOREVER = 2_000, 9, 1_000_000
-STEP_S = 0.1
+VOCAB, LENGTH, BATCH = 1000, 64, 8
 EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    lines: list[Line] = []
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        for name, plan in (
-            ("recorded", {"warmup": 0, "steps": 1, "traced": 1, "memory": False}),
-            ("warm-up", {"warmup": FOREVER}),
+        # First, so that the imports of the analysis count.
+        analysis = _analysis(page)
+        for when, plan in (
+            ("after the recording", {"warmup": 0, "steps": 1, "traced": 1, "memory": False}),
+            ("during the warm-up", {"warmup": FOREVER}),
         ):
-            _print(f"transformers, {name}", *_hugging_face(plan | {"page": page}))
-            _print(f"Lightning, {name}", *_lightning(plan | {"page": page}))
+            for library, cost in (("transformers", _hugging_face), ("Lightning", _lightning)):
+                calls_s, update_s = cost(plan | {"page": page})
+                seconds = calls_s + max(0.0, update_s)
+                lines.append({"library": library, "when": when, "microseconds": seconds * 1e6})
+        lines.append(analysis)
+    about = {
+        "processor": describe(CpuDevice()).cpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    text = "\n".join(json.dumps(line | about) for line in lines)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+
+
+def _analysis(page: Path) -> Line:
+    """Time what a callback does after its last recorded step."""
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4, use_cache=False
+    )
+    model = GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scope = stepscope.Scope(model, optimizer)
+    while not scope.done:
+        with scope.step():
+            ids = torch.randint(VOCAB, (BATCH, LENGTH))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    began = time.process_time()
+    record = scope.record()
+    scope.verdict()
+    scope.report(page)
+    seconds = time.process_time() - began
+    summary = ProgramRecord(record).summary
+    assert summary is not None
+    return {"when": "analysis", "seconds": seconds, "operators": summary.launches}
 
 
 def _hugging_face(options: dict[str, Any]) -> tuple[float, float]:
@@ -122,14 +175,6 @@ def _each(run: Callable[[], object]) -> float:
             run()
         best = min(best, (time.thread_time() - start) / CALLS)
     return best
-
-
-def _print(name: str, calls_s: float, update_s: float) -> None:
-    total = calls_s + max(0.0, update_s)
-    print(
-        f"{name:<24} calls {calls_s * 1e6:6.2f} µs, hooks of the update {update_s * 1e6:6.2f} µs:"
-        f" {total / STEP_S:.4%} of a step of {STEP_S * 1e3:.0f} ms"
-    )
 
 
 if __name__ == "__main__":

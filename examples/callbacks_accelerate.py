@@ -30,7 +30,15 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4)
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=LENGTH,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     loader = DataLoader(TensorDataset(torch.randint(VOCAB, (4096, LENGTH))), 4)

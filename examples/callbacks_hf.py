@@ -36,7 +36,14 @@ def main() -> None:
     given = parser.parse_args()
     set_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4, use_cache=False
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     callback = StepscopeCallback(accelerate=given.accelerate)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from page_parts import replaced
+
 from stepscope.report.tables import col, table
 from stepscope.report.text import markdown
 
@@ -17,7 +19,6 @@ PAGE = "docs/accelerate.md"
 BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
 SPEEDS = "acceleration_h200.jsonl"
 BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
-END = "<!-- until here -->"
 _MODELS = {
     "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",
     "hf_llama_1b_short": "Hugging Face Llama 1B, 1 × 512",
@@ -42,17 +43,11 @@ Line = dict[str, Any]
 def with_tables(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
     lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
-    return _replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(lines))
+    return replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(lines))
 
 
 def with_matrix(page: str, results: Path) -> str:
-    return _replaced(page, BEGIN, _matrix(read(results)))
-
-
-def _replaced(page: str, begin: str, text: str) -> str:
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(END)
-    return f"{before}{begin}\n{text}\n{END}{after}"
+    return replaced(page, BEGIN, _matrix(read(results)))
 
 
 class _Speed(NamedTuple):

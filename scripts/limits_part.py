@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from page_parts import replaced
+
 from stepscope.report.blocks import Cell, Interval
 from stepscope.report.tables import col, table
 from stepscope.report.text import markdown
@@ -15,14 +17,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from goals import NOT_MEASURED, REACHED, Judged, judge, read_evidence, read_goals  # noqa: E402
 
-BEGIN, END = "<!-- goals: made by scripts/make_docs.py -->", "<!-- until here -->"
+BEGIN = "<!-- goals: made by scripts/make_docs.py -->"
 
 
 def with_goals(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_goals(results)}\n{END}{after}"
+    return replaced(page, BEGIN, _goals(results))
 
 
 def _goals(results: Path) -> str:

@@ -20,6 +20,8 @@ from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
 from limits_part import with_goals
 from long_pages import walkable
+from loop_parts import PAGES as LOOPS
+from loop_parts import loop_pages
 from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
@@ -38,7 +40,8 @@ from stepscope.studies.benchmark.rows import BenchmarkRow, rows_of
 from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
-README, LIMITS = PARTLY_GENERATED = ("README.md", "docs/limits.md")
+README, LIMITS = "README.md", "docs/limits.md"
+PARTLY_GENERATED = (README, LIMITS, *LOOPS)
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
 PUBLISHED = "src/stepscope/published/h200.toml"
@@ -216,6 +219,7 @@ def main() -> int:
         LIMITS: with_goals((ROOT / LIMITS).read_text(), ROOT / "results"),
         ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
+        **loop_pages(ROOT),
         "docs/cs336.md": course_page(ROOT / "results"),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),

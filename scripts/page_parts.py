@@ -14,6 +14,17 @@ from stepscope.report.svg import standalone_svg
 from stepscope.report.text import markdown
 
 FIGURES = "figures"
+END = "<!-- until here -->"
+"""Comment after a generated part of a page."""
+
+
+def replaced(page: str, begin: str, text: str) -> str:
+    """Return the page with the lines between a comment and the next `END` replaced."""
+    before, found, rest = page.partition(begin)
+    if not found:
+        raise ValueError(f"the page has no comment {begin}")
+    _, _, after = rest.partition(END)
+    return f"{before}{begin}\n{text}\n{END}{after}"
 
 
 def origin(name: str, records: Sequence[Record]) -> str:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import sys
 import termios
@@ -128,7 +129,6 @@ class SlowData(torch.utils.data.Dataset[torch.Tensor]):
 
 SCRIPT = """
 import sys, time
-from pathlib import Path
 import torch
 from watched_models import Network, train
 model = Network()
@@ -136,11 +136,13 @@ optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(20):
     train(model, optimizer)
 print("hello", input("name? "))
-while not Path(sys.argv[1]).exists():
-    train(model, optimizer)
-    time.sleep(0.01)
-print("closed by its own decision")
-sys.exit(7)
+try:
+    while True:
+        train(model, optimizer)
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    print("closed by its own decision")
+    sys.exit(7)
 """
 
 
@@ -151,7 +153,8 @@ class Terminal:
         self, command: CommandLine, *words: str, rows: int = 30, columns: int = 100
     ) -> None:
         arguments = command.command(words)
-        environment = command.environment | {"TERM": "xterm"}
+        # A thread of numpy, which must not take Ctrl-C.
+        environment = command.environment | {"TERM": "xterm", "OPENBLAS_NUM_THREADS": "2"}
         self.pid, self.end = pty.fork()
         if self.pid == 0:
             os.execve(sys.executable, arguments, environment)
@@ -168,6 +171,10 @@ class Terminal:
     def enter(self, text: str) -> None:
         os.write(self.end, f"{text}\n".encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.write(self.end, b"\x03")
+
     def wait(self) -> int:
         while True:
             try:
@@ -179,12 +186,26 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_closing_the_view_does_not_touch_the_script(tmp_path: Path) -> None:
-    script, ending = tmp_path / "train.py", tmp_path / "end"
+def threads_that_take(number: signal.Signals, process: int) -> list[str]:
+    """Return the threads, but for the main one, that do not block a signal of the process."""
+    tasks = [path for path in Path(f"/proc/{process}/task").glob("*") if path.name != str(process)]
+    blocked = {
+        path.name: re.search(r"SigBlk:\s*(\w+)", (path / "status").read_text()) for path in tasks
+    }
+    return [
+        name
+        for name, found in blocked.items()
+        if found is not None and not int(found[1], 16) >> (number - 1) & 1
+    ]
+
+
+@pytest.mark.usefixtures("cold_start")
+def test_closing_the_view_and_an_interrupt_leave_the_script_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = CommandLine(tmp_path)
     plan = ("--warmup", "1", "--steps", "3", "--traced", "1", "--no-memory")
-    terminal = Terminal(command, "inspect", "--watch", *plan, str(script), str(ending))
+    terminal = Terminal(command, "inspect", "--watch", *plan, str(script))
     terminal.read_until("q Enter: close this view")
     terminal.read_until("name? ")
     terminal.enter("Ada")
@@ -192,10 +213,11 @@ def test_closing_the_view_does_not_touch_the_script(tmp_path: Path) -> None:
     terminal.read_until("(median")
     assert re.search(r"step    [\d.]+ .s \(median", terminal.output)
     assert "\x1b[1;23r" in terminal.output
+    assert not threads_that_take(signal.SIGINT, terminal.pid)
     terminal.enter("q")
     terminal.read_until("\x1b[r")
     seen = len(terminal.output)
-    ending.touch()
+    terminal.interrupt()
     assert terminal.wait() == 7
     after = terminal.output[seen:]
     assert "closed by its own decision" in after

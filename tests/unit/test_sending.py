@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import pickle
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -222,3 +223,16 @@ def test_a_cycle_that_cannot_be_sent_terminates() -> None:
 def test_tensors_are_pickled_as_usual() -> None:
     tensor = torch.arange(4.0)
     assert torch.equal(pickle.loads(pickle.dumps(sent(tensor))), tensor)
+
+
+def test_globals_of_a_received_function_have_builtins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import within C code looks them up there; `__main__` of a rank may not have them."""
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    exec("def work(): return 1", vars(notebook))
+    data = dumps(vars(notebook)["work"], "none")
+    rank = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", rank)
+    assert "__builtins__" not in vars(rank)
+    assert "__builtins__" in loads(data).__globals__
+    assert loads(data).__globals__ is vars(rank)

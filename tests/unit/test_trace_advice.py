@@ -97,6 +97,14 @@ def test_exposed_communication_of_several_ranks() -> None:
     assert buckets.gain_ms == pytest.approx(1.5)
 
 
+def test_messages_of_unknown_size_have_no_advice_on_buckets() -> None:
+    """Traces of older versions of torch do not contain the sizes of messages."""
+    summary = matmuls(end=6_990.0, communication=3_000.0)
+    advice = advise_from_trace(summary, ranks=8)
+    assert "bucket-size" not in codes(advice)
+    assert any("parameters" in line and "gradient buckets" in line for line in advice.unknown)
+
+
 def test_nothing_is_ranked_if_the_ledger_does_not_close() -> None:
     summary = replace(recorded("float32"), doubt="3 % of the time is unattributed")
     advice = advise_from_trace(summary)

@@ -107,7 +107,7 @@ class TrainerRecording:
                 timed=effort.timed,
                 traced=effort.traced,
                 memory=effort.memory,
-                name=Path(sys.argv[0]).name or type(model).__name__,
+                name=_program_name() or type(model).__name__,
             )
 
     def _next_step(self, log_metrics: Callable[[Metrics], None]) -> None:
@@ -152,6 +152,11 @@ def metrics_of(record: Record) -> Metrics:
         "peak_memory_bytes": record.quantity("peak_bytes"),
     }
     return {f"{PREFIX}{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def _program_name() -> str:
+    """Name of the running script; empty in a notebook, whose `sys.argv` is that of the kernel."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").name
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

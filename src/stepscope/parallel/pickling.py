@@ -195,9 +195,12 @@ class _Namespace:
 
 
 def _open_namespace(name: str, of_module: bool) -> dict[str, Any]:
+    variables: dict[str, Any] = {"__name__": name}
     if of_module:
-        return vars(importlib.import_module(name))
-    return {"__name__": name, "__builtins__": builtins}
+        variables = vars(importlib.import_module(name))
+    # `__main__` of a rank may lack them, but an import in C code looks them up in the globals.
+    variables.setdefault("__builtins__", builtins)
+    return variables
 
 
 def _make_function(

@@ -58,8 +58,9 @@ TALL_FROM = 40
 MAX_FIGURE_ROWS = 60
 LONG_TEXT = 28
 _MAX_WARNINGS = 3
-_VERDICT_PX, _TABLE_PX, _ROW_PX, _MARGIN_PX = 480, 110, 36, 40
-"""Heights in the frame of a notebook, which does not adapt to its content."""
+_VERDICT_PX, _CHANGE_PX, _TABLE_PX, _ROW_PX, _NOTE_PX, _MARGIN_PX = 340, 90, 150, 52, 40, 20
+"""Heights in the frame of a notebook, which does not adapt to its content: those of a column of
+700 px. A narrower frame scrolls."""
 _LEAST_FRAME = 5e-4
 """Frames below this share of their flame graph are not drawn."""
 
@@ -274,10 +275,17 @@ def html_frame(verdict: Verdict | None = None, table: Table | None = None, note:
         note=note,
     )
     rows = 0 if table is None else min(len(table.rows), TALL_FROM)
-    height = (_VERDICT_PX if verdict else 0) + (_TABLE_PX + rows * _ROW_PX if table else 0)
+    height = sum(
+        (
+            _VERDICT_PX + _CHANGE_PX * len(verdict.changes) if verdict else 0,
+            _TABLE_PX + _ROW_PX * rows if table else 0,
+            _NOTE_PX if note else 0,
+            _MARGIN_PX,
+        )
+    )
     return (
         f'<iframe srcdoc="{escape(content)}" sandbox="allow-scripts" title="Stepscope"'
-        f' width="100%" height="{height + _MARGIN_PX}" frameborder="0"></iframe>'
+        f' width="100%" height="{height}" frameborder="0"></iframe>'
     )
 
 

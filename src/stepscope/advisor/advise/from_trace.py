@@ -92,8 +92,12 @@ def _unknown(summary: Summary, facts: Facts) -> Iterator[str]:
     for name, titles in missing.items():
         why = f": the data sheet of {summary.device or 'this device'} is not known"
         yield f"{name}{why if name == RATES or facts.bandwidth is None else ''} ({_listed(titles)})"
-    if facts.bandwidth and not facts.parameters and not facts.fused_optimizer:
-        yield "the number of parameters (fused optimizer)"
+    needed = [
+        *(["fused optimizer"] if facts.bandwidth and not facts.fused_optimizer else []),
+        *(["gradient buckets"] if facts.ranks > 1 and facts.exposed_ms > 0 else []),
+    ]
+    if needed and not facts.parameters:
+        yield f"the number of parameters ({_listed(needed)})"
     yield "memory: peak, batch size and activation checkpointing"
     yield "the loss: whether a change alters it"
 

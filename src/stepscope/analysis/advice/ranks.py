@@ -23,6 +23,8 @@ def _buckets(facts: Facts) -> Prediction | str:
     if facts.micro_batches > 1:
         # Each backward pass may send all gradients, or only the last one may.
         return "with gradient accumulation the messages of a step are not known"
+    if not facts.parameters:
+        return "the size of its messages is not known"
     each = 4 * facts.parameters / facts.messages
     if each >= _LARGE:
         # The last bucket has no backward left to overlap with: half its size ends half as late.

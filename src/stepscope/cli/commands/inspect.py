@@ -149,10 +149,19 @@ def _page_of_this_machine(page: Path) -> Path:
 
 def _run(order: Order, shared: SharedDirectory, page: Path | None, options: InspectOptions) -> int:
     from stepscope.advisor.inspect.child import Child, describe_end, end_alike
+
+    folder = shared.folder
+    text = msgspec.json.encode(order).decode()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    child = Child(
+        [sys.executable, *flags, "-m", "stepscope.advisor.scope.launch", str(folder), text]
+    )
+    # After the child has blocked its signals in this thread: the threads that numpy starts inherit
+    # that. One that does not block Ctrl-C would take it, and this process would end before the
+    # script does.
     from stepscope.advisor.inspect.gather import parts
     from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
 
-    folder = shared.folder
     ranks = 1 if shared.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     writing: Background[Outcome] | None = None
     view: LiveView | None = None
@@ -170,11 +179,6 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
         if read_progress(folder).complete:
             writing = Background(partial(_write, folder, page, options, order.command, view=view))
 
-    text = msgspec.json.encode(order).decode()
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    child = Child(
-        [sys.executable, *flags, "-m", "stepscope.advisor.scope.launch", str(folder), text]
-    )
     if options.watch and page is not None:
         from stepscope.cli.live_view import live_view
 

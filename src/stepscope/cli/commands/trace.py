@@ -65,6 +65,7 @@ def main(words: list[str]) -> int:
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
             "stepscope trace traces/",
+            "stepscope trace after/ --against before/",
             "nsys export --type sqlite report.nsys-rep; stepscope trace report.sqlite",
         ),
     )
