@@ -49,6 +49,7 @@ class Fp8(Study[Fp8Flags, Fp8Case]):
         rowwise = msgspec.structs.replace(full, size=("small",), part=("training",))
         return {
             "quick": (quick,),
+            **dict.fromkeys(("seeds", "cs336-2026"), (quick,)),
             "h200": (full, msgspec.structs.replace(rowwise, scaling=("rowwise",))),
             "full": (full, msgspec.structs.replace(rowwise, scaling=("rowwise", "blockwise"))),
         }

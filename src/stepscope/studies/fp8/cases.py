@@ -91,7 +91,9 @@ class TensorsCase(Workload, frozen=True, kw_only=True, tag_field="part", tag="te
     def probed_steps(self) -> tuple[int, ...]:
         """The steps to examine, counted from 1."""
         last = self.probes - 1
-        spread = [1 + round(index * (self.steps - 1) / last) for index in range(last)] if last else ()
+        spread = (
+            [1 + round(index * (self.steps - 1) / last) for index in range(last)] if last else ()
+        )
         return tuple(dict.fromkeys((*spread, self.steps)))
 
 

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -14,22 +15,16 @@ if TYPE_CHECKING:
 VOCAB = 256
 """Tokens are bytes."""
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_MOST = 32 << 20
-"""Bytes of text: more than a training of these studies reads once."""
 
 
 @cache
 def library_text() -> bytes:
-    """Return the sources, one file after the other, in the order of their paths."""
-    root = Path(sysconfig.get_path("stdlib"))
-    parts, size = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if _LEFT_OUT & set(path.relative_to(root).parts):
-            continue
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size >= _MOST:
-            break
+    """Return the sources, one file after the other, in a fixed order."""
+    parts: list[bytes] = []
+    for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = sorted(set(inner) - _LEFT_OUT)
+        sources = sorted(name for name in files if name.endswith(".py"))
+        parts += [Path(folder, name).read_bytes() for name in sources]
     return b"\n".join(parts)
 
 
