@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.kernels.fp8.recipe import (
-    BLOCKWISE,
     DELAYED,
     E4M3,
     Recipe,
@@ -213,18 +212,17 @@ def cast_losses(tensors: Mapping[str, Tensor]) -> Casts:
     """What casts of each tensor lose, along the dimension that its first GEMM contracts."""
     return {
         role: {
-            dtype: {scaling: _cast_loss(role, tensor, dtype, scaling) for scaling in CURRENT}
+            dtype: {scaling: _cast_loss(tensor, dtype, scaling) for scaling in CURRENT}
             for dtype in DTYPES
         }
         for role, tensor in tensors.items()
     }
 
 
-def _cast_loss(role: str, tensor: Tensor, dtype: str, scaling: str) -> CastLoss:
+def _cast_loss(tensor: Tensor, dtype: str, scaling: str) -> CastLoss:
     from stepscope.kernels.fp8.reference import cast, counts
 
-    dim = None if (role, scaling) == ("weight", BLOCKWISE) else 1
-    result = cast(tensor, dtype, scaling, dim)
+    result = cast(tensor, dtype, scaling, 1)
     lost = counts(tensor, result, dtype).underflowed / max(1, int((tensor != 0).sum()))
     return CastLoss(error=_distance(result.dequantized(), tensor), underflow=lost)
 
@@ -241,7 +239,7 @@ def gemm_losses(x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, GemmLo
 
 def _gemm_loss(name: str, a: Tensor, dim_a: int, b: Tensor, dim_b: int) -> GemmLoss:
     """Compare a GEMM that contracts these dimensions of its operands."""
-    from stepscope.kernels.fp8.reference import cast, weight_dim
+    from stepscope.kernels.fp8.reference import cast
 
     chosen = slice(0, a.shape[1 - dim_a], max(1, a.shape[1 - dim_a] // _SAMPLED))
 
@@ -260,10 +258,8 @@ def _gemm_loss(name: str, a: Tensor, dim_a: int, b: Tensor, dim_b: int) -> GemmL
     for dtype in (E4M3,) if name == "forward" else DTYPES:
         fp8[dtype] = {}
         for scaling in CURRENT:
-            # The weight is the second operand of the first two GEMMs.
-            of_b = dim_b if name == "dW" else weight_dim(Recipe(scaling), dim_b)
             left = cast(a, dtype, scaling, dim_a).dequantized()
-            right = cast(b, E4M3, scaling, of_b).dequantized()
+            right = cast(b, E4M3, scaling, dim_b).dequantized()
             fp8[dtype][scaling] = _distance(multiplied(left, right).bfloat16(), exact)
     return GemmLoss(bf16=_distance(narrow, exact), fp8=fp8)
 

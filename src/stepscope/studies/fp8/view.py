@@ -440,7 +440,7 @@ def _casts_table(subject: Subject, examined: Examined, at: str) -> Table:
             ),
         ],
         caption="Scales from the current values, along the dimension that the first GEMM of the"
-        " tensor contracts; weights have a scale per 128×128 values in the last column.",
+        " tensor contracts.",
     )
 
 
