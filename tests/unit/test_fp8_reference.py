@@ -108,11 +108,9 @@ def test_groups_of_each_scaling() -> None:
     assert amax_of(x, ROWWISE, 0).shape == (1, 260)
     assert amax_of(x, BLOCKWISE, 1).shape == (130, 3)
     assert amax_of(x, BLOCKWISE, 0).shape == (2, 260)
-    blocks = amax_of(x, BLOCKWISE)
-    assert blocks.shape == (2, 3)
-    assert blocks[0, 0] == x[127, 127]
-    assert blocks[1, 2] == x[129, 259]
-    for scaling, dim in ((ROWWISE, 0), (BLOCKWISE, 0), (BLOCKWISE, 1), (BLOCKWISE, None)):
+    assert amax_of(x, BLOCKWISE, 1)[129, 2] == x[129, 259]
+    assert amax_of(x, BLOCKWISE, 0)[0, 259] == x[127, 259]
+    for scaling, dim in ((ROWWISE, 0), (BLOCKWISE, 0), (BLOCKWISE, 1)):
         back = cast(x, E4M3, scaling, dim).dequantized()
         torch.testing.assert_close(back, x, rtol=0.0626, atol=1.0)
 
@@ -146,7 +144,7 @@ def test_delayed_scales_follow_the_history() -> None:
     scales = DelayedScales.of(recipe).x
     values = [scales.scale(torch.full((1, 1), v), E4M3).item() for v in (4.0, 8.0, 1.0, 1.0, 0.0)]
     # First its own, then the largest of the last two.
-    assert values == [448 / 4, 448 / 4, 448 / 8, 448 / 8, 448]
+    assert values == [448 / 4, 448 / 4, 448 / 8, 448 / 8, 448 / 1]
     with pytest.raises(ValueError, match="histories"):
         fp8_linear_reference(torch.ones(1, 16), torch.ones(16, 16), recipe=recipe)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.kernels.fp8.noted import note_amax
 from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
@@ -84,6 +85,7 @@ def normed_sum(
     bias: Tensor | None = None,
     centered: bool = False,
     through: bool = False,
+    amax: bool = False,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
     LayerNorm, which may have a bias.
@@ -93,6 +95,9 @@ def normed_sum(
 
     With `units` the unit rows are saved for backward in the output dtype instead of the residual
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
+
+    With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
+    an FP8 cast (`kernels.fp8.noted`).
     """
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
@@ -111,15 +116,17 @@ def normed_sum(
         return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
     added, offset = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
-    stream, normed, unit = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, offset, eps, dtype, units, centered, through
+    stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), added, weight, offset, eps, dtype, units, centered, through, amax
     )
+    note_amax(normed, largest)
     return x if stream is None else stream, Normed(normed, unit, weight.detach())
 
 
 class _AddNorm(torch.autograd.Function):
-    """Returns the stream, its norm and, if requested, the unit rows. Without a branch the stream is
-    x; unless `through`, its gradient does not pass through here, and None is returned for it."""
+    """Returns the stream, its norm and, if requested, the unit rows and largest magnitudes. Without
+    a branch the stream is x; unless `through`, its gradient does not pass through here, and None is
+    returned for it."""
 
     @staticmethod
     def forward(
@@ -133,10 +140,11 @@ class _AddNorm(torch.autograd.Function):
         units: bool,
         centered: bool,
         through: bool,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        amax: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered)
+        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered, amax)
         ctx.save_for_backward(
             result.stream if result.unit is None else result.unit,
             weight,
@@ -146,17 +154,17 @@ class _AddNorm(torch.autograd.Function):
         ctx.bias = bias is not None
         ctx.stream = result.stream.dtype
         ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
-        ctx.added, ctx.units = branch is not None, units
+        ctx.added, ctx.units, ctx.amax = branch is not None, units, amax
         ctx.set_materialize_grads(False)
-        if result.unit is not None:
-            ctx.mark_non_differentiable(result.unit)
+        fixed = [one for one in (result.unit, result.amax) if one is not None]
+        ctx.mark_non_differentiable(*fixed)
         stream = result.stream if ctx.added else x.detach() if through else None
-        return stream, result.normed, result.unit
+        return stream, result.normed, result.unit, result.amax
 
     @staticmethod
     @differentiable_once("the fused norm", "fused=False")
     def backward(
-        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, _: Tensor | None
+        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         from stepscope.kernels.triton import norm as triton_norm
 
@@ -165,7 +173,7 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 9
+                return (None,) * 10
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
@@ -180,6 +188,7 @@ class _AddNorm(torch.autograd.Function):
                 units=ctx.units,
                 mean=mean,
                 bias=ctx.bias,
+                amax=ctx.amax and ctx.added,
             )
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, None, None, None, None, None
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 6

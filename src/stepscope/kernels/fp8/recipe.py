@@ -21,8 +21,7 @@ SCALINGS = (TENSORWISE, DELAYED, ROWWISE, BLOCKWISE)
 """`tensorwise`: one scale per tensor, from its current largest absolute value (amax). `delayed`:
 one scale per tensor, from the amax of earlier steps, so that one pass over the values is enough.
 `rowwise`: one scale per row of the GEMM operand, so a tensor has other scales for each GEMM that
-contracts over another dimension. `blockwise`: one scale per 1×128 values of activations and
-gradients along the contracted dimension, and per 128×128 values of weights."""
+contracts over another dimension. `blockwise`: one scale per 128 values of a row of the operand."""
 E4M3, E5M2 = "e4m3", "e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57_344.0}
 """Largest finite value of each dtype."""

@@ -80,23 +80,20 @@ def scale_of(amax: Tensor, dtype: str) -> Tensor:
 def amax_of(x: Tensor, scaling: str = TENSORWISE, dim: int | None = None) -> Tensor:
     """Return the largest finite absolute value of a (rows, columns) tensor in the groups of a
     scaling: of all values; along `dim`, the dimension that the GEMM contracts; in blocks of 128
-    along it, or of 128×128 without a `dim`."""
+    along it."""
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     if scaling in (TENSORWISE, DELAYED):
         return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
+    if dim is None:
+        raise ValueError(f"{scaling} scales need the contracted dimension")
     if scaling == ROWWISE:
-        if dim is None:
-            raise ValueError("rowwise scales need the contracted dimension")
         return magnitude.amax(dim, keepdim=True)
     if scaling != BLOCKWISE:
         raise ValueError(f"scaling {scaling!r} does not exist")
-    rows, columns = magnitude.shape
-    block_rows, block_columns = _block_shape(dim)
-    padding = (0, -columns % block_columns, 0, -rows % block_rows)
-    padded = torch.nn.functional.pad(magnitude, padding)
-    shape = padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, -1
-    return padded.view(shape).amax((1, 3))
+    missing = -magnitude.shape[dim] % BLOCK
+    padded = torch.nn.functional.pad(magnitude, (0, missing) if dim else (0, 0, 0, missing))
+    return padded.unflatten(dim, (-1, BLOCK)).amax(dim + 1)
 
 
 def cast(
@@ -146,8 +143,6 @@ class Scales:
         """Return the scale for x from earlier tensors (the first has its own), and record x."""
         current = amax_of(x)
         known = torch.stack(self._amax or [current]).amax()
-        # An all-zero tensor says nothing about the next one.
-        known = torch.where(known == 0, current, known)
         self._amax = [current, *self._amax][: self._length]
         return scale_of(known, dtype)
 
@@ -198,7 +193,7 @@ class _Fp8Linear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         scale = scales.x.scale(flat, E4M3) if scales else None
         read = cast(flat, E4M3, recipe.scaling, 1, scale)
-        of_weight = cast(weight, E4M3, recipe.scaling, weight_dim(recipe, 1))
+        of_weight = cast(weight, E4M3, recipe.scaling, 1)
         out = read.dequantized(wide) @ of_weight.dequantized(wide).T
         if bias is not None:
             out = out + bias.to(wide)
@@ -218,7 +213,7 @@ class _Fp8Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             of_grad = cast(flat, recipe.gradient_dtype, recipe.scaling, 1, scale)
-            of_weight = cast(weight, E4M3, recipe.scaling, weight_dim(recipe, 0))
+            of_weight = cast(weight, E4M3, recipe.scaling, 0)
             grad_x = of_grad.dequantized(wide) @ of_weight.dequantized(wide)
             grad_x = grad_x.to(x_dtype).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
@@ -234,11 +229,6 @@ class _Fp8Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def weight_dim(recipe: Recipe, contracted: int) -> int | None:
-    """Return the `dim` of a weight's scales: blocks of 128×128 serve both GEMMs that read it."""
-    return None if recipe.scaling == BLOCKWISE else contracted
-
-
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     # Scaled in float32 as in the kernels, except that float64 values keep their precision.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -251,7 +241,3 @@ def _expanded(scale: Tensor, shape: torch.Size) -> Tensor:
         if scale.shape[dim] not in (1, shape[dim]):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
     return scale
-
-
-def _block_shape(dim: int | None) -> tuple[int, int]:
-    return (BLOCK if dim in (None, 0) else 1), (BLOCK if dim in (None, 1) else 1)
