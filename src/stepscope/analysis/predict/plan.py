@@ -86,6 +86,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unpredictable()
 
     def _refuse_unpredictable(self) -> None:
+        if precision(self.dtype).fp8:
+            raise UsageError(
+                f"the memory of a step in {self.dtype} is not predicted",
+                "predict bfloat16 instead",
+            )
         if self.attention in _UNKNOWN_ATTENTIONS:
             raise UsageError(
                 f"the memory of attention {self.attention} {_UNKNOWN_ATTENTIONS[self.attention]}",

@@ -46,7 +46,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
     fused-pieces, fused-projections, fused-optimizer, in-backward, graph, autotune-gemms,
-    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master,
+    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master, fp8,
     checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
