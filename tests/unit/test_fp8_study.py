@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_on_cpu import pretend_fp8
 from fp8_records import probe, tensors_record, training_record
 from quiet_bench import QuietBench
 from stepscope.errors import UsageError
+from stepscope.kernels.fp8 import recipe as recipes
 from stepscope.kernels.fp8.recipe import Recipe
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
@@ -24,6 +26,7 @@ from stepscope.studies.fp8.layers import (
     emulate_fp8,
     gemm_losses,
     linears_of,
+    use_fp8,
 )
 from stepscope.studies.registry import find_study
 from stepscope.studies.training.text import VOCAB, TextBatches, library_text
@@ -154,6 +157,25 @@ class TestLayers:
                 for scaling in gemm.fp8.get(dtype, {}):
                     assert gemm.fp8[dtype][scaling] == pytest.approx(error, rel=0.2)
             assert gemm.bf16 == pytest.approx(0.0029, rel=0.3)
+
+    @pytest.mark.parametrize("scaling", ["tensorwise", "delayed"])
+    def test_kernels_are_used_where_the_device_has_them(
+        self, scaling: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pretend_fp8(monkeypatch)
+        monkeypatch.setattr(recipes, "unavailable", lambda *_: None)
+        monkeypatch.setattr("stepscope.kernels.launch.is_interpreted", lambda: False)
+        torch.manual_seed(0)
+        x, weight, gradient = torch.randn(32, 32), torch.randn(16, 32), torch.randn(32, 16)
+        for gemm in gemm_losses(x, weight, gradient).values():
+            assert gemm.kernel is not None
+            assert gemm.kernel == pytest.approx(gemm.fp8["e4m3"]["tensorwise"], rel=0.05)
+        layer = nn.Linear(32, 16)
+        used = use_fp8({"layer": layer}, Recipe(scaling), torch.device("cpu"))
+        assert used == ("emulated" if scaling == "delayed" else "kernels")
+        exact = nn.functional.linear(x, layer.weight, layer.bias)
+        error = float(((layer(x.bfloat16()) - exact).norm() / exact.norm()).detach())
+        assert 0.005 < error < 0.08
 
     def test_a_growing_tensor_saturates_under_delayed_scaling(self) -> None:
         torch.manual_seed(0)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stepscope.kernels.fp8.reference import DelayedScales, Scales
+    from stepscope.kernels.weight_copies import WeightCopies
 
+EMULATED, KERNELS = "emulated", "kernels"
 _SAMPLED = 256
 """Rows of a GEMM's result that are compared with float64; casts and sums cover all values."""
 
@@ -81,6 +83,27 @@ def linears_of(model: nn.Module, forward: Callable[[], object]) -> Linears:
         else:
             eligible[name] = layer
     return Linears(eligible, left_out)
+
+
+def use_fp8(layers: Mapping[str, nn.Linear], recipe: Recipe, device: torch.device) -> str:
+    """Let each layer compute in FP8: with the kernels of the device, else emulated. Return which.
+    The kernels keep the histories of delayed scaling for fused layers only."""
+    from stepscope.kernels.fp8 import recipe as recipes
+    from stepscope.kernels.weight_copies import WeightCopies
+
+    if recipe.scaling == DELAYED or recipes.unavailable(device, recipe) is not None:
+        emulate_fp8(layers, recipe)
+        return EMULATED
+    copies = WeightCopies()
+    for layer in layers.values():
+        layer.forward = partial(_by_kernel, layer, recipe, copies)  # type: ignore[method-assign]
+    return KERNELS
+
+
+def _by_kernel(layer: nn.Linear, recipe: Recipe, copies: WeightCopies, x: Tensor) -> Tensor:
+    from stepscope.kernels.fp8.linear import fp8_linear
+
+    return fp8_linear(x, layer.weight, layer.bias, recipe=recipe, copies=copies)
 
 
 def emulate_fp8(layers: Mapping[str, nn.Linear], recipe: Recipe) -> None:
@@ -234,10 +257,32 @@ def gemm_losses(x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, GemmLo
         "dX": (gradient, 1, weight, 0),
         "dW": (gradient, 0, x, 0),
     }
-    return {name: _gemm_loss(name, *operands) for name, operands in gemms.items()}
+    kernels = _by_kernels(x, weight, gradient)
+    return {
+        name: _gemm_loss(name, *operands, kernels.get(name)) for name, operands in gemms.items()
+    }
 
 
-def _gemm_loss(name: str, a: Tensor, dim_a: int, b: Tensor, dim_b: int) -> GemmLoss:
+def _by_kernels(x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Results of the three GEMMs with the kernels of the device; empty if it has none."""
+    import torch
+
+    from stepscope.kernels.fp8 import recipe as recipes
+    from stepscope.kernels.fp8.linear import fp8_linear
+
+    if recipes.unavailable(x.device) is not None:
+        return {}
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        narrow = x.bfloat16().requires_grad_()
+        learned = weight.detach().clone().requires_grad_()
+        out = fp8_linear(narrow, learned)
+        of_x, of_weight = torch.autograd.grad(out, (narrow, learned), gradient.bfloat16())
+    return {"forward": out.detach(), "dX": of_x, "dW": of_weight}
+
+
+def _gemm_loss(
+    name: str, a: Tensor, dim_a: int, b: Tensor, dim_b: int, by_kernel: Tensor | None
+) -> GemmLoss:
     """Compare a GEMM that contracts these dimensions of its operands."""
     from stepscope.kernels.fp8.reference import cast
 
@@ -261,7 +306,8 @@ def _gemm_loss(name: str, a: Tensor, dim_a: int, b: Tensor, dim_b: int) -> GemmL
             left = cast(a, dtype, scaling, dim_a).dequantized()
             right = cast(b, E4M3, scaling, dim_b).dequantized()
             fp8[dtype][scaling] = _distance(multiplied(left, right).bfloat16(), exact)
-    return GemmLoss(bf16=_distance(narrow, exact), fp8=fp8)
+    kernel = None if by_kernel is None else _distance(by_kernel[chosen], exact)
+    return GemmLoss(bf16=_distance(narrow, exact), fp8=fp8, kernel=kernel)
 
 
 def _noise(x: Tensor, gradient: Tensor) -> float | None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.studies.fp8.layers import Linears
 
-EMULATED, KERNELS = "emulated", "kernels"
-
 
 def measure(case: Fp8Case, bench: Bench) -> Measurement:
     if isinstance(case, TensorsCase):
@@ -49,14 +47,17 @@ def _tensors(case: TensorsCase, bench: Bench) -> Measurement:
 
 
 def _training(case: TrainingCase, bench: Bench) -> Measurement:
-    from stepscope.studies.fp8.layers import emulate_fp8
+    from stepscope.studies.fp8.layers import use_fp8
 
     series = []
+    notes: dict[str, str] = {}
     diverged: tuple[Quantity, ...] = ()
     for at, variant in enumerate(("bf16", "fp8")):
         trained = _Trained(case, bench.device, seed=case.seed)
         if variant == "fp8":
-            emulate_fp8(trained.linears.eligible, case.recipe())
+            notes["arithmetic"] = use_fp8(
+                trained.linears.eligible, case.recipe(), bench.device.torch_device
+            )
         losses = []
         for step in range(1, case.steps + 1):
             loss = trained.train(step)
@@ -72,7 +73,7 @@ def _training(case: TrainingCase, bench: Bench) -> Measurement:
     return Measurement(
         series=tuple(series),
         quantities=(*trained.quantities(), *diverged),
-        notes={"arithmetic": EMULATED} | trained.notes(),
+        notes=notes | trained.notes(),
         attachments={"left_out": trained.linears.left_out},
     )
 
@@ -113,7 +114,7 @@ class _Trained:
         return float(self._step.loss.detach())
 
     def notes(self) -> dict[str, str]:
-        return {"bfloat16": EMULATED} if self.emulates_bf16 else {}
+        return {"bfloat16": "emulated"} if self.emulates_bf16 else {}
 
     def quantities(self) -> tuple[Quantity, ...]:
         parameters = sum(p.numel() for p in self._step.model.parameters())

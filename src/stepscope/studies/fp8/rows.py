@@ -50,6 +50,16 @@ class Layer:
     def bf16_error(self, gemm: str) -> float:
         return max(probe.gemms[gemm].bf16 for probe in self.probes)
 
+    def kernel_error(self) -> float | None:
+        """Largest error of its three GEMMs with the kernels of the device."""
+        errors = [
+            gemm.kernel
+            for probe in self.probes
+            for gemm in probe.gemms.values()
+            if gemm.kernel is not None
+        ]
+        return max(errors, default=None)
+
     def error(self, scaling: str = TENSORWISE, dtype: str = E4M3) -> float:
         """Largest error of its three GEMMs."""
         return max(self.gemm_error(gemm, scaling, dtype) for gemm in GEMMS)

@@ -458,6 +458,11 @@ def _layers_table(subject: Subject, examined: Examined, at: str) -> Table:
         [
             col("layer", lambda layer: layer.name, "code"),
             *cols(GEMMS, lambda layer, name: layer.gemm_error(name), "percent"),
+            *(
+                [col("FP8 kernels", Layer.kernel_error, "percent", hint="the largest of the three")]
+                if any(layer.kernel_error() is not None for layer in shown)
+                else []
+            ),
             col("bf16", lambda layer: max(map(layer.bf16_error, GEMMS)), "percent"),
             col(
                 "dW of a half batch",
