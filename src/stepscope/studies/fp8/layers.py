@@ -182,20 +182,19 @@ class Observer:
             for handle in handles:
                 handle.remove()
 
-    def _called(
-        self, name: str, layer: nn.Module, arguments: tuple[Any, ...], output: Tensor
-    ) -> None:
+    def _called(self, name: str, _: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(self._reached, name, layer, arguments[0].detach()))
+            reached = partial(self._reached, name, arguments[0].detach())
+            output.register_hook(reached)  # type: ignore[no-untyped-call]
 
-    def _reached(self, name: str, layer: nn.Linear, x: Tensor, gradient: Tensor) -> None:
+    def _reached(self, name: str, x: Tensor, gradient: Tensor) -> None:
         """Take the tensors when the backward pass has the gradient of the output."""
         import torch
 
         with torch.no_grad():
             tensors = {
                 "input": _rows(x),
-                "weight": layer.weight.detach().float(),
+                "weight": self._layers[name].weight.detach().float(),
                 "gradient": _rows(gradient),
             }
             most = self._saturated[name]

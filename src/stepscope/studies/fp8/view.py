@@ -21,7 +21,7 @@ from stepscope.studies.fp8.rows import (
     Trained,
     subjects,
 )
-from stepscope.studies.views.builders import curve, finding, some, suffix
+from stepscope.studies.views.builders import Source, curve, finding, some, suffix
 
 _DRAWN = 12
 """Layers in a figure."""
@@ -70,7 +70,8 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
         if subject.examined is not None
         else []
     )
-    rows = [*trained.pairs, *([subject.examined] if subject.examined is not None else [])]
+    rows: list[Source] = [*trained.pairs]
+    rows += [subject.examined] if subject.examined is not None else []
     values: dict[str, Value] = {
         "model": subject.name,
         "recipe": str(recipe),
@@ -193,23 +194,32 @@ def _cast_finding(subject: Subject, examined: Examined) -> Finding:
         f" layers, norm of the error over norm): {listed}. With a scale per 1×128 values the"
         f" gradients lose {percent(finest)} in e4m3.",
         examined,
-        {"model": subject.name, "gradient_blockwise": finest}
-        | {
-            f"{role}_{dtype}": error
-            for role, each in errors.items()
-            for dtype, error in each.items()
+        {
+            "model": subject.name,
+            "gradient_blockwise": finest,
+            **{
+                f"{role}_{dtype}": error
+                for role, each in errors.items()
+                for dtype, error in each.items()
+            },
         },
         timed=False,
     )
 
 
+def _typical_error(examined: Examined, gemm: str) -> float:
+    return examined.typical(lambda layer: layer.gemm_error(gemm))
+
+
+def _typical_bf16_error(examined: Examined, gemm: str) -> float:
+    return examined.typical(lambda layer: layer.bf16_error(gemm))
+
+
 def _gemm_finding(subject: Subject, examined: Examined) -> Finding:
     worst = examined.ranked[0]
     gemm = worst.worst_gemm()
-    typical = {
-        name: examined.typical(lambda layer, name=name: layer.gemm_error(name)) for name in GEMMS
-    }
-    bf16 = max(examined.typical(lambda layer, name=name: layer.bf16_error(name)) for name in GEMMS)
+    typical = {name: _typical_error(examined, name) for name in GEMMS}
+    bf16 = max(_typical_bf16_error(examined, name) for name in GEMMS)
     listed = ", ".join(f"{percent(error)} of the {GEMMS[name]}" for name, error in typical.items())
     noise = worst.noise
     text = (
@@ -233,8 +243,8 @@ def _gemm_finding(subject: Subject, examined: Examined) -> Finding:
             "worst_error": worst.error(),
             "bf16": bf16,
             "noise": noise,
-        }
-        | typical,
+            **typical,
+        },
         tone="warn" if worst.error() > TOO_MUCH else "info",
         timed=False,
     )

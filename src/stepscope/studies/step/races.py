@@ -217,7 +217,7 @@ def _fp8_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
     fused = msgspec.structs.replace(ours, fused=True, fused_projections=True, optimizer=IN_BACKWARD)
     if spec.checkpoint != NONE:
         first = msgspec.structs.replace(fused, activation_policy=f"{INPUTS}-{spec.thrifty}")
-        policies = (f"{INPUTS}-{spec.thrifty}", INPUTS)
+        policies: tuple[str, ...] = (f"{INPUTS}-{spec.thrifty}", INPUTS)
     else:
         policy = GATES if spec.less_memory else ALL
         first = msgspec.structs.replace(fused, activation_policy=policy, graph=True)
