@@ -333,7 +333,11 @@ class TestFindings:
             [tensors_record(), training_record(), training_record(scaling="rowwise", fp8=2.2)]
         )
         figures = {block.name: block for block in blocks if isinstance(block, Figure)}
-        assert set(figures) == {"fp8-loss", "fp8-gemms", "fp8-underflow", "fp8-amax"}
+        assert set(figures) == {
+            *("fp8-loss", "fp8-difference", "fp8-gemms", "fp8-underflow", "fp8-amax"),
+        }
+        last = [curve.y[-1] for curve in figures["fp8-difference"].curves]
+        assert last == pytest.approx([0.0, 0.1])
         labels = [curve.label for curve in figures["fp8-loss"].curves]
         assert labels == ["bf16", "FP8 tensorwise", "FP8 rowwise"]
         tables = {block.name: block for block in blocks if isinstance(block, Table)}

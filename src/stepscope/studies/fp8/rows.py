@@ -122,9 +122,9 @@ class Pair:
 
     @property
     def change(self) -> float | None:
-        """FP8's final loss over bfloat16's, minus 1."""
+        """Difference of FP8's final loss from bfloat16's, relative to it."""
         fp8, bf16 = self.final("fp8"), self.final("bf16")
-        return None if fp8 is None or not bf16 else fp8 / bf16 - 1
+        return None if fp8 is None or not bf16 else (fp8 - bf16) / abs(bf16)
 
     @property
     def diverged(self) -> bool:
@@ -163,7 +163,7 @@ class Trained:
     def spread(self) -> float | None:
         """Standard deviation of bfloat16's final loss over seeds, relative to its mean."""
         finals = [loss for pair in self.pairs if (loss := pair.final("bf16")) is not None]
-        return stdev(finals) / fmean(finals) if len(finals) > 1 else None
+        return stdev(finals) / abs(fmean(finals)) if len(finals) > 1 and any(finals) else None
 
     @property
     def same(self) -> bool:

@@ -42,7 +42,8 @@ def view(results: Sequence[Result[Fp8Case]]) -> tuple[Block, ...]:
         if subject.examined is not None:
             blocks += _examined_findings(subject, subject.examined)
         if subject.trained:
-            blocks += [_loss_figure(subject, at), _training_table(subject, at)]
+            blocks += [_loss_figure(subject, at), _difference_figure(subject, at)]
+            blocks.append(_training_table(subject, at))
         if subject.examined is not None:
             blocks += _examined_blocks(subject, subject.examined, at)
     return (*blocks, *failed_table("fp8", [result.record for result in results]))
@@ -317,10 +318,33 @@ def _loss_figure(subject: Subject, at: str) -> Figure:
         name=f"fp8-loss{at}",
         title=f"Training loss of {subject.name} in bfloat16 and FP8",
         kind="lines",
-        curves=tuple(curves),
+        curves=tuple(each for each in curves if each.x),
         x_label="step",
         y_label="loss, nats",
         caption="Pairs with the same weights and data; running mean of a tenth of the steps.",
+    )
+
+
+def _difference_figure(subject: Subject, at: str) -> Figure:
+    curves = []
+    for style, trained in enumerate(subject.trained):
+        for pair in trained.pairs:
+            seed = "" if pair is trained.pairs[0] else f", seed {pair.case.seed}"
+            both = zip(_smoothed(pair, "fp8"), _smoothed(pair, "bf16"), strict=False)
+            points = (
+                (float(step), (fp8 - bf16) / abs(bf16))
+                for step, (fp8, bf16) in enumerate(both, 1)
+                if bf16
+            )
+            curves.append(curve(f"{trained.recipe}{seed}", points, style))
+    return Figure(
+        name=f"fp8-difference{at}",
+        title=f"Loss of {subject.name} in FP8 relative to bfloat16",
+        kind="lines",
+        curves=tuple(each for each in curves if each.x),
+        x_label="step",
+        y_label="FP8 minus bfloat16, relative",
+        caption="The same running means.",
     )
 
 
