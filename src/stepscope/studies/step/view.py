@@ -260,8 +260,8 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         " power-limited clock recovers between them. Dtypes are the same, except in rows with"
         " narrower dtypes: there the gradients of the blocks' matmuls reach the optimizer in the"
         " dtype of the matmuls, to which PyTorch's are rounded before they become float32, and"
-        " with a low-precision stream the residual stream has that dtype too, and in rows with FP8:"
-        " there the linear layers of the blocks run in FP8. MFU counts the"
+        " with a low-precision stream the residual stream has that dtype too. In rows with FP8 the"
+        " linear layers of the blocks run in FP8. MFU counts the"
         " visible half of causal attention and no recomputation.",
     )
 
