@@ -43,7 +43,7 @@ class Fp8(Study[Fp8Flags, Fp8Case]):
     def presets(self, environment: Environment) -> Mapping[str, Sequence[Fp8Flags]]:
         full = Fp8Flags(size=("small", "medium"), context=512, steps=300, seeds=3)
         if environment.device_kind == "cpu":
-            quick = Fp8Flags(size=("tiny",), context=64, batch=4, steps=24, seeds=2)
+            quick = Fp8Flags(size=("tiny",), context=32, batch=4, steps=20, probes=3, seeds=2)
         else:
             quick = Fp8Flags(size=("small",), context=256, steps=60, seeds=2)
         rowwise = msgspec.structs.replace(full, size=("small",), part=("training",))
