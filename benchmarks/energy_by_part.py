@@ -66,7 +66,9 @@ from stepscope.studies.training.workload import Workload
 
 WINDOW_S = 2.0
 RACES = tuple(
-    name for name, spec in ALL_RACES.items() if spec.dtype == "bfloat16" and spec.checkpoint == NONE
+    name
+    for name, spec in ALL_RACES.items()
+    if spec.dtype == "bfloat16" and spec.checkpoint == NONE and not spec.fp8
 )
 OURS, NARROW_FORMATS = "stepscope", "low-precision"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")

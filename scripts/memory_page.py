@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_page import learning_part
 from page_parts import bullets, figure_files, origin, shown
 
 from stepscope.records.jsonl import read_records
@@ -53,15 +54,18 @@ PRECISION = (
         leaves_out=("autocast-operators-small", "autocast-operators-large"),
     ),
     Section("accumulation", "accumulation_h200.jsonl", "What a sum loses"),
+    Section("fp8", "fp8_h200.jsonl", "What FP8 loses"),
 )
 
 
 def memory_pages(results: Path) -> dict[str, str]:
     """Return paths under docs/ and texts of both pages and their figures."""
     extras = [*_planted(results / PLANTED), *_recording(results / RECORDING)]
+    learned, figures = learning_part(results)
     return {
         **_page(results, "memory.md", "Where the memory goes, on one H200", MEMORY, extras),
-        **_page(results, "precision.md", "What precision does, on one H200", PRECISION, []),
+        **_page(results, "precision.md", "What precision does, on one H200", PRECISION, learned),
+        **figures,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from fp8_records import tensors_record, training_record
 from own_records import inspected_record, own_record, tried
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
@@ -129,6 +130,15 @@ def mixed_records() -> dict[str, list[Record]]:
             dot_record("tf32", status="skipped", reason=FAILURES["skipped"]),
             square_record("float32", status="error", reason=FAILURES["error"]),
             square_record("bfloat16", status="timeout", reason=FAILURES["timeout"]),
+        ],
+        "fp8": [
+            tensors_record(),
+            training_record(),
+            training_record(1, diverged_at=2),
+            *(
+                training_record(size=size, status=status, reason=FAILURES[status])
+                for size, status in zip(("medium", "large", "tiny", "xl"), FAILURES, strict=True)
+            ),
         ],
         "autocast": [
             autocast_record(),

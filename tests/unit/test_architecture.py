@@ -30,6 +30,8 @@ LEAVES = {
     "stepscope.model.config",
     "stepscope.model.cost",
     "stepscope.kernels.activation_policy",
+    "stepscope.kernels.fp8.choice",
+    "stepscope.kernels.fp8.recipe",
     "stepscope.kernels.loss_chunks",
     "stepscope.model.sizes",
     "stepscope.attention.cost",

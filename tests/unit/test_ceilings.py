@@ -118,6 +118,24 @@ def test_a_known_device_also_has_datasheet_ceilings(measured: list[Ceiling]) -> 
     assert datasheet_ceilings("NVIDIA H2000") == ()
 
 
+def test_fp8_is_in_the_datasheet_of_devices_that_have_it() -> None:
+    rates = {c.name: c.value for c in datasheet_ceilings("NVIDIA H200")}
+    assert rates["matmul.fp8"] == pytest.approx(2 * rates["matmul.bfloat16"], rel=1e-3)
+    assert "matmul.fp8" not in {c.name for c in datasheet_ceilings("NVIDIA A100-SXM4-80GB")}
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8"])
+def test_matmuls_of_a_ceiling_multiply(name: str) -> None:
+    """torch multiplies FP8 matrices on a CPU too, slowly: not a rate, but the same call."""
+    calls = module._matmuls(name, 32, torch.device("cpu"))
+    assert set(calls) == ({"nt"} if name == "fp8" else {"nn", "nt"})
+    for multiply in calls.values():
+        result = multiply()
+        assert isinstance(result, torch.Tensor)
+        assert result.shape == (32, 32)
+        assert result.abs().sum() > 0
+
+
 def test_all_ceilings_of_the_device_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MATRIX_SIZES", {"cpu": (16,)})
     monkeypatch.setattr(module, "_COPY_BYTES", {"cpu": 1 << 16})

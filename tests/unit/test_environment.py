@@ -136,10 +136,12 @@ def test_an_old_gpu_lacks_dtypes(
 ) -> None:
     missing = fake_gpu(monkeypatch, 7, 5).lacks()
     assert missing == {
+        "fp8": "Tesla T4 has compute capability 7.5, FP8 matmuls need 8.9; use bfloat16",
         "tf32": "Tesla T4 has compute capability 7.5, TF32 needs 8.0; use float32",
         "bfloat16": "Tesla T4 has compute capability 7.5, bfloat16 needs 8.0; use float16",
     }
-    assert fake_gpu(monkeypatch, 8, 0).lacks() == {}
+    assert set(fake_gpu(monkeypatch, 8, 0).lacks()) == {"fp8"}
+    assert fake_gpu(monkeypatch, 8, 9).lacks() == {}
     assert fake_gpu(monkeypatch, 10, 0).lacks() == {}
 
 
@@ -182,7 +184,7 @@ def test_bfloat16_support_of_a_cpu_is_read_from_cpuinfo(
 
 
 def test_a_cpu_lacks_the_features_of_a_gpu() -> None:
-    assert set(CpuDevice().lacks()) >= {"tf32", "graph", "cublas", "kernels"}
+    assert set(CpuDevice().lacks()) >= {"tf32", "fp8", "graph", "cublas", "kernels"}
     assert "use float32" in CpuDevice().lacks()["tf32"]
 
 

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton import embedding as triton_embedding
+from stepscope.kernels.triton import fp8 as triton_fp8
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
@@ -75,12 +76,12 @@ print("scale", wide_loads(triton_scale.scale_unless_one_kernel, [x, f, f, i, i],
 for kind, units, layer in (("rms", False, False), ("units", True, False), ("layer", False, True)):
     kept, how = x if units else f, {"CENTERED": layer, "BIAS": layer, "UNITS": units}
     print("norm forward", kind, wide_loads(
-        triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, "fp32", "fp32", i],
-        ADD=True, BLOCK_D=4096, **how))
+        triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, f, "fp32", "fp32", i],
+        ADD=True, AMAX=True, BLOCK_D=4096, **how))
     for learned in (True, False):
         print("norm backward", kind, learned, wide_loads(
-            triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, "fp32", i, i, i],
-            THROUGH=True, SPLIT=True, LEARNED=learned, BLOCK_D=4096, warps=16, **how))
+            triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, f, "fp32", i, i, i],
+            THROUGH=True, SPLIT=True, LEARNED=learned, AMAX=True, BLOCK_D=4096, warps=16, **how))
 print("norm weight", wide_loads(
     triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
@@ -92,12 +93,13 @@ print("embedding", wide_loads(
 print("norm again", wide_loads(triton_norm.norm_scaled_kernel, [x, f, x, i], BLOCK_D=4096))
 for kind in ("silu", "gelu", "gelu_tanh", "relu"):
     for gated in (False, True):
-        how = {"ACTIVATION": kind, "GATED": gated, "EXACT": False}
+        how = {"ACTIVATION": kind, "GATED": gated, "EXACT": False, "AMAX": kind == "silu"}
         print("activation forward", kind, gated, wide_loads(
-            triton_activation.activation_forward_kernel, [x, x, x, i, i], BLOCK=2048, **how))
+            triton_activation.activation_forward_kernel, [x, x, x, f, i, i], BLOCK=2048, **how))
         print("activation backward", kind, gated, wide_loads(
-            triton_activation.activation_backward_kernel, [x] * 6 + [f] + [i] * 4, RECOMPUTE=True,
-            SUMMED=not gated, BLOCK=2048 if gated else 1024, warps=8 if gated else 4, **how))
+            triton_activation.activation_backward_kernel, [x] * 6 + [f, f] + [i] * 4,
+            RECOMPUTE=True, SUMMED=not gated, BLOCK=2048 if gated else 1024,
+            warps=8 if gated else 4, **how))
 print("rotary", wide_loads(
     triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(
@@ -106,6 +108,22 @@ for summed in (False, True):
     print("heads gathered", summed, wide_loads(
         triton_qkv.gather_heads_kernel, [x] * 4 + [f] + [i] * 15, D=64, SUMMED=summed,
         BLOCK_ROWS=4, BLOCK=1024, warps=4, odd=("S", "rows", "rows_per_program")))
+for by_row in (False, True):
+    print("fp8 amax", by_row, wide_loads(
+        triton_fp8.fp8_amax_kernel, [x, f, f, i, i, i], BY_ROW=by_row, BLOCK_R=128, BLOCK_C=128))
+print("fp8 scale", wide_loads(
+    triton_fp8.fp8_scale_kernel, [f, f, f, i, "fp32"], BLOCK_PARTS=4096))
+print("fp8 row scales", wide_loads(
+    triton_fp8.fp8_row_scales_kernel, [f, f, f, i, i, "fp32"], BLOCK_PARTS=32, BLOCK_N=128))
+for source, scaling, e4m3 in (
+    (x, 0, True), (f, 0, True), (x, 0, False), (x, 1, True), (x, 2, True)
+):
+    out = "*fp8e4nv" if e4m3 else "*fp8e5"
+    print("fp8 cast", source, scaling, e4m3, wide_loads(
+        triton_fp8.fp8_cast_kernel,
+        [source, out, out, f, f, f, "*i32"] + [i] * 5 + ["fp32", "fp32"], SCALING=scaling,
+        ROWS=True, COLUMNS=True, PENDING=scaling == 0, COUNT=not e4m3, E4M3=e4m3, BITS=False,
+        BLOCK_R=128, BLOCK_C=128))
 for name, moments, chance, copied in (
     ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
     ("chance", tl.uint16, True, False),
@@ -130,5 +148,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 48
+    assert len(loads) == 57
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -15,6 +15,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.time_limit import TookTooLong
 from stepscope.measure.timer import Timing
+from stepscope.model.config import precision
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
@@ -35,7 +36,7 @@ class TestRacers:
         for name, spec in RACES.items():
             variants = racers(name)
             assert len({racer.name for racer in variants}) == len(variants)
-            same = [racer for racer in variants if racer.side != "low-precision"]
+            same = [racer for racer in variants if racer.side not in ("low-precision", "fp8")]
             assert {racer.workload.dtype for racer in same} == {spec.dtype}
             assert {r.workload.optimizer for r in variants if r.side == "baseline"} == {
                 "torch-fused"
@@ -52,6 +53,17 @@ class TestRacers:
     def test_order_is_one_baseline_then_stepscope_then_the_rest(self) -> None:
         sides = [side for side, _ in itertools.groupby(racers("2.7b-2048"), lambda r: r.side)]
         assert sides == ["baseline", "stepscope", "low-precision", "low-memory", "baseline"]
+
+    def test_fp8_races_have_variants_in_fp8_next_to_one_in_the_dtype_of_pytorch(self) -> None:
+        for name in ("2.7b-2048-fp8", "xl-2048-fp8", "8b-32768-fp8"):
+            variants = [racer for racer in racers(name) if racer.side != "baseline"]
+            first, *others = variants
+            assert first.side == "stepscope"
+            assert {racer.side for racer in others} == {"fp8"}
+            assert all(precision(racer.workload.dtype).fp8 for racer in others)
+            (case,) = STUDY.cases(StepFlags(part=("race",), race=(name,)))
+            assert "fp8" in case.needs
+        assert not any("fp8" in name for name in StepFlags().race)
 
     def test_variants_are_selected_by_substrings_of_their_names(self) -> None:
         selected = racers("small-512", forms=("block default sdpa_cudnn", "optimizer-in-backward"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fp8_records import training_record
 from mixed_records import COLD, FAILURES, mixed_records
 from own_records import inspected_record, own_record, tried
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
@@ -134,6 +135,7 @@ class TestViews:
             "checkpointing": checkpointing_record,
             "accumulation": sum_record,
             "autocast": autocast_record,
+            "fp8": training_record,
             "flash": flash_record,
             "compile": compile_record,
             "step": rung_record,
@@ -193,6 +195,7 @@ def test_the_page_of_viewables_has_their_sections_in_order() -> None:
         "checkpointing",
         "accumulation",
         "autocast",
+        "fp8",
         "attention",
         "flash",
         "compile",

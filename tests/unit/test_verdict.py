@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from own_records import inspected_record
 from stepscope.advisor.verdict import breakdown, program_verdict
-from stepscope.analysis.limits import fastest_dtype, hardware_limit
+from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.analysis.verdict import (
     IDEAL,
@@ -24,12 +24,15 @@ from stepscope.analysis.verdict import (
     ranked,
 )
 from stepscope.records.jsonl import read_records
-from stepscope.records.schema import FailedCheck
+from stepscope.records.schema import Ceiling, FailedCheck
 from stepscope.report.blocks import Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
 from stepscope.report.verdict import MAX_LINES, WIDTH, segments, sentences, verdict_lines
 from stepscope.studies.page import make_page, study_answers, verdict_of
+from stepscope.studies.registry import find_study
+from stepscope.studies.views.verdict import step_limit
+from study_records import benchmark_record, matrix_ceiling
 
 RESULTS = Path(__file__).parents[2] / "results"
 ADVISED = [*sorted(RESULTS.glob("advise-*_h200.jsonl")), RESULTS / "advise-slow_cpu.jsonl"]
@@ -228,3 +231,32 @@ def test_a_hostile_subject_is_escaped() -> None:
     html = html_page(Page(title="x", subtitle="", headline=table, sections=(), verdict=verdict))
     assert "<script>alert" not in html
     assert "\x1b" not in "".join(verdict_lines(verdict))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_limit_has_fp8_matmuls_where_a_change_could_apply_them(dtype: str) -> None:
+    """float16 does not become FP8: that would be two changes of the training."""
+    bandwidth = Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured")
+    rates = {"float32": 5e13, "bfloat16": 1e14, "float16": 1e14}
+    known = [matrix_ceiling(name, rate) for name, rate in rates.items()]
+    usual, with_fp8 = (
+        benchmark_record(dtype=dtype, ceilings=(*known, bandwidth, *more))
+        for more in ((), (matrix_ceiling("fp8", 2e14),))
+    )
+    ((_, workload),) = find_study("benchmark").results([usual])
+    before, after = step_limit(usual, workload), step_limit(with_fp8, workload)
+    assert before is not None
+    assert after is not None
+    if dtype == "float16":
+        assert after == before
+    else:
+        assert after.dtype == "FP8 and bfloat16"
+        assert 0.5 * before.matmul_ms < after.matmul_ms < before.matmul_ms
+    assert after.update_ms == before.update_ms
+
+
+def test_a_step_in_fp8_is_compared_with_the_fp8_rate() -> None:
+    record = benchmark_record(dtype="bfloat16", ceilings=(matrix_ceiling("fp8", 2e14),))
+    assert mfu(record) is None
+    in_fp8 = msgspec.structs.replace(record, config=record.config | {"dtype": "fp8"})
+    assert mfu(in_fp8) == pytest.approx(1e12 / 0.1 / 2e14)

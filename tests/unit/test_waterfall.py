@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from sample_records import environment
 from step_records import CEILINGS
-from stepscope.analysis.ideal import ideal_ms, operations
+from stepscope.analysis.ideal import Rates, ideal_ms, operations
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import LedgerLine, Summary, Use
 from stepscope.analysis.waterfall import CAUSES, Step, waterfall
@@ -46,6 +46,14 @@ class TestIdeal:
         listed = operations(find_size("xl"), 4, 512, AUTOCAST)
         counted = sum(o.instances * o.flops for o in listed if o.kind == "attention")
         assert counted == 3.5 * flops(find_size("xl"), 4, 512).forward_attention
+
+    def test_fp8_applies_to_the_linear_layers_of_the_blocks(self) -> None:
+        listed = operations(find_size("xl"), 4, 512, AUTOCAST)
+        usual, fp8 = Rates(1e12, 1e15), Rates(1e12, 1e15, fp8=2e12)
+        for operation in listed:
+            in_fp8 = operation.name in ("attention projections", "feed-forward")
+            assert fp8.ms(operation) == usual.ms(operation) / (2 if in_fp8 else 1)
+        assert ideal_ms(listed, fp8)["attention"] == ideal_ms(listed, usual)["attention"]
 
     def test_each_operation_takes_the_longer_of_compute_and_traffic(self) -> None:
         listed = operations(MODEL, 1, 4, FLOAT32)
@@ -108,8 +116,8 @@ class TestWaterfall:
             __unattributed=0.25,
         )
         step = Step(MODEL, 1, 4, FLOAT32)
-        water = waterfall(summary, step, rate=1e9, bandwidth=1e9)
-        ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), 1e9, 1e9)
+        water = waterfall(summary, step, Rates(1e9, 1e9))
+        ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), Rates(1e9, 1e9))
         assert water.ideal == ideal
         assert water.parts == pytest.approx(
             {
@@ -131,7 +139,7 @@ class TestWaterfall:
         step = Step(MODEL, 1, 4, FLOAT32)
 
         def gaps(measured: float) -> tuple[float, float]:
-            parts = waterfall(summary, step, 1e12, 1e12, measured).parts
+            parts = waterfall(summary, step, Rates(1e12, 1e12), measured).parts
             return parts["launch gaps"], parts["unattributed"]
 
         assert gaps(13.0) == pytest.approx((3.0, 0.0))
@@ -141,7 +149,7 @@ class TestWaterfall:
     def test_recomputed_blocks_cost_their_forward(self) -> None:
         summary = summarize(training_step(blocks=2).read())
         once, none = (
-            waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), 1e15, 1e15)
+            waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), Rates(1e15, 1e15))
             for again in (1.0, 0.0)
         )
         # Each of the two blocks: a matmul of 40 µs and an addition of 10 µs.
@@ -167,7 +175,9 @@ class TestWaterfall:
             "__unattributed",
         )
         summary = planted(**dict(zip(names, times, strict=True)))
-        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)
+        water = waterfall(
+            summary, Step(MODEL, 2, 4, AUTOCAST, again=again), Rates(rate, 1e12), measured
+        )
         assert set(water.parts) == set(CAUSES)
         total = water.ideal_ms + sum(water.parts.values())
         size = max(1.0, water.ideal_ms, *map(abs, water.parts.values()))
@@ -177,13 +187,13 @@ class TestWaterfall:
 
     def test_recomputation_does_not_exceed_the_measured_time(self) -> None:
         summary = planted(forward__matmul=0.0, idle__host=1.0)
-        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), 1e15, 1e12)
+        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), Rates(1e15, 1e12))
         assert water.parts["recomputation"] == 0.0
 
     def test_no_part_is_longer_than_the_step(self) -> None:
         """Traced while the machine was busy: one part alone took 142 % of the timed step."""
         summary = planted(forward__matmul=3.0, backward__elementwise=14.2, idle__host=6.0)
-        water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), 1e12, 1e12, 10.0)
+        water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(1e12, 1e12), 10.0)
         assert water.parts["memory-bound operations"] == pytest.approx(10 * 14.2 / 17.2, rel=0.01)
         assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(10.0)
         assert water.traced_over_timed == pytest.approx(1.72)
@@ -198,7 +208,7 @@ class TestAttentionsPart:
         """Attention's lost share of a matmul time with a negligible ideal."""
         traced = replace(planted(forward__matmul=100.0), uses=uses)
         step = self.STEP._replace(context=context)
-        return waterfall(traced, step, 1e30, 1e30).attention_lost_ms / 100.0
+        return waterfall(traced, step, Rates(1e30, 1e30)).attention_lost_ms / 100.0
 
     def test_it_is_the_time_of_its_ranges(self) -> None:
         core, linear = (
@@ -335,7 +345,7 @@ def test_an_ideal_above_the_measured_time_is_explained(
         optimizer__optimizer=3.0 * scale,
         idle__host=6.0 * scale,
     )
-    water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), rate=rate, bandwidth=bandwidth)
+    water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(rate, bandwidth))
     assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(water.measured_ms)
     beyond = sum(ms for ms in water.parts.values() if ms > 0)
     assert water.faster_ms == pytest.approx(

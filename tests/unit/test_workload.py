@@ -12,6 +12,8 @@ import torch
 
 from sample_records import value_of
 from stepscope.errors import UsageError
+from stepscope.kernels.fp8 import layers as fp8_layers
+from stepscope.kernels.fp8 import recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
 from stepscope.studies.base import CaseSkipped, PlannedCase
@@ -28,11 +30,13 @@ from stepscope.studies.training.workload import (
 )
 
 SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
+WITHOUT_FP8 = tuple(name for name, policy in PRECISIONS.items() if not policy.fp8)
+"""Dtypes that need no fused projections."""
 EVERYTHING = WorkloadFlags(
     size=("small", "xl", "tiny"),
     context=(128, 512),
     batch=(1, 4),
-    dtype=tuple(PRECISIONS),
+    dtype=WITHOUT_FP8,
     attention=("reference", "sdpa"),
     compile=COMPILE,
     optimizer=OPTIMIZERS,
@@ -52,7 +56,7 @@ def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
 
 def test_keys_are_safe_and_distinct() -> None:
     keys = [each.key for each in workloads(EVERYTHING, ("train-step",))]
-    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * len(OPTIMIZERS) * 3
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(WITHOUT_FP8) * 2 * 3 * len(OPTIMIZERS) * 3
     assert all(SAFE.fullmatch(key) for key in keys)
 
 
@@ -141,6 +145,8 @@ def test_needs_follow_from_dtype_and_compilation() -> None:
     assert workload(dtype=("bfloat16-pure",)).needs == ("bfloat16",)
     assert workload(compile=("block",)).needs == ("float32", "compiler")
     assert workload(graph=True).needs == ("float32", "graph")
+    in_fp8 = workload(dtype=("fp8",), fused=True, fused_projections=True)
+    assert in_fp8.needs == ("bfloat16", "fp8")
     eager, own = (
         workload(compile=("block",), compile_mode=(m,)) for m in ("default", "reduce-overhead")
     )
@@ -168,7 +174,7 @@ def test_the_phases_of_a_mode_in_their_order(mode: Mode, names: list[str]) -> No
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("dtype", [name for name in PRECISIONS if name != "tf32"])
+@pytest.mark.parametrize("dtype", [name for name in WITHOUT_FP8 if name != "tf32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
     if optimizer in WITHIN_BACKWARD and dtype == "float16":
@@ -187,6 +193,20 @@ def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
     # A gain of 1 in bfloat16 is too coarse for one step to move it.
     assert all(not torch.equal(old, new) for old, new in pairs if new.ndim > 1)
     assert step.gradients_missing() == 0
+
+
+def test_a_step_in_fp8_is_skipped_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_fp8 = workload(dtype=("fp8",), fused=True, fused_projections=True)
+    with pytest.raises(CaseSkipped, match="FP8 GEMMs need an NVIDIA GPU; the device is cpu"):
+        TransformerStep(in_fp8, CpuDevice())
+    for module in (recipe, fp8_layers):
+        monkeypatch.setattr(module, "unavailable", lambda *_: None)
+    # A small step would be one in bfloat16 under the name of FP8.
+    with pytest.raises(CaseSkipped, match="no layer would run in FP8: the casts cost more than"):
+        TransformerStep(in_fp8, CpuDevice())
+    monkeypatch.setattr(fp8_layers.choice, "not_worth_it", lambda *_: None)
+    step = TransformerStep(in_fp8, CpuDevice())
+    assert step.model.copies.fp8 is not None  # type: ignore[union-attr]
 
 
 def test_missing_gradients_are_counted() -> None:
@@ -296,6 +316,7 @@ def test_fused_projections_give_the_loss_of_the_plain_step(dtype: str, policy: s
         ({"fused_projections": True}, "add --fused"),
         ({"fused": True, "activation_policy": "gates"}, "needs fused projections"),
         ({"fused": True, "autotune_gemms": True}, "autotuned GEMMs need fused projections"),
+        ({"fused": True, "dtype": ("fp8",)}, "fp8 runs the fused projections in FP8"),
         (
             {"fused": True, "fused_projections": True, "compile": ("block",)},
             "a compiled model has no fused projections",

@@ -17,6 +17,8 @@ from stepscope.model.config import ModelConfig, Precision
 from stepscope.model.cost import parameters
 
 Kind = Literal["matmul", "attention", "memory", "optimizer"]
+FP8_OPERATIONS = ("attention projections", "feed-forward")
+"""Matmuls that FP8 applies to: the linear layers of the blocks, not the head."""
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = 4
 _PHASES = {
@@ -55,11 +57,28 @@ def operations(
     return tuple(operation for operation in every if operation.phase in _PHASES[mode])
 
 
-def ideal_ms(listed: tuple[Operation, ...], rate: float, bandwidth: float) -> dict[Kind, float]:
+class Rates(NamedTuple):
+    """Measured rates of a machine for one step."""
+
+    matmul: float
+    """FLOP/s in the dtype of the matmuls."""
+    bandwidth: float
+    """B/s."""
+    fp8: float | None = None
+    """FLOP/s of the matmuls that FP8 applies to; None where they stay in the dtype of the others.
+    """
+
+    def ms(self, operation: Operation) -> float:
+        """Ideal time of an operation."""
+        narrow = self.fp8 if operation.name in FP8_OPERATIONS else None
+        return operation.ms(narrow or self.matmul, self.bandwidth)
+
+
+def ideal_ms(listed: tuple[Operation, ...], rates: Rates) -> dict[Kind, float]:
     """Sum the ideal times by kind; the step's ideal time is the sum of all kinds."""
     totals: dict[Kind, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "optimizer": 0.0}
     for operation in listed:
-        totals[operation.kind] += operation.ms(rate, bandwidth)
+        totals[operation.kind] += rates.ms(operation)
     return totals
 
 

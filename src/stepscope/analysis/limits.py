@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 
+from stepscope.analysis.ideal import Rates
 from stepscope.analysis.verdict import Limit
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
@@ -74,12 +75,25 @@ def tokens_per_second(record: Record) -> float | None:
 
 
 def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
-    """Matmul rate of this record's compute dtype: measured, or from the data sheet."""
+    """Matmul rate of this record's compute dtype, or of its FP8 layers: measured, or from the data
+    sheet."""
     try:
-        compute = precision(str(record.config.get("dtype"))).compute
+        policy = precision(str(record.config.get("dtype")))
     except UsageError:
         return None
-    return record.ceiling(f"matmul.{compute}", measured=measured)
+    return record.ceiling(f"matmul.{policy.fastest}", measured=measured)
+
+
+def step_rates(record: Record, dtype: str, *, fp8: bool) -> Rates | None:
+    """Measured rates of a step's matmuls in that dtype, with the eligible ones in FP8 if asked for
+    and if the machine has it; None without a measured rate or bandwidth."""
+    matmul, bandwidth, narrow = (
+        record.ceiling(name) for name in (f"matmul.{dtype}", "memory.copy", "matmul.fp8")
+    )
+    if matmul is None or bandwidth is None or matmul.value <= 0 or bandwidth.value <= 0:
+        return None
+    in_fp8 = fp8 and narrow is not None and narrow.value > 0
+    return Rates(matmul.value, bandwidth.value, narrow.value if in_fp8 and narrow else None)
 
 
 def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:

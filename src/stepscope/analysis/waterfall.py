@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal, NamedTuple
 
-from stepscope.analysis.ideal import Kind, ideal_ms, operations
+from stepscope.analysis.ideal import Kind, Rates, ideal_ms, operations
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.model.config import ModelConfig, Precision
 from stepscope.model.cost import flops
@@ -84,13 +84,10 @@ class Waterfall(NamedTuple):
 
 
 def waterfall(
-    summary: Summary, step: Step, rate: float, bandwidth: float, measured_ms: float | None = None
+    summary: Summary, step: Step, rates: Rates, measured_ms: float | None = None
 ) -> Waterfall:
-    """Compute the waterfall; `rate` (FLOP/s of the step's dtype) and `bandwidth` (B/s) are measured
-    on that machine."""
-    ideal = ideal_ms(
-        operations(step.model, step.batch, step.context, step.form, step.mode), rate, bandwidth
-    )
+    """Compute the waterfall; the rates are measured on that machine."""
+    ideal = ideal_ms(operations(step.model, step.batch, step.context, step.form, step.mode), rates)
     spent: defaultdict[str, float] = defaultdict(float)
     for line in summary.lines:
         spent[_group(line)] += line.ms

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepscope.kernels.cross_entropy import linear_cross_entropy
     from stepscope.kernels.embedding import embedded
+    from stepscope.kernels.fp8.linear import fp8_linear
     from stepscope.kernels.glu import swiglu
     from stepscope.kernels.norm import add_rms_norm, rms_norm
     from stepscope.kernels.rope import rotated_heads_
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_rms_norm",
     "embedded",
+    "fp8_linear",
     "linear_cross_entropy",
     "rms_norm",
     "rotated_heads_",
@@ -25,6 +27,7 @@ __all__ = [
 _MODULES = {
     "add_rms_norm": "norm",
     "embedded": "embedding",
+    "fp8_linear": "fp8.linear",
     "linear_cross_entropy": "cross_entropy",
     "rms_norm": "norm",
     "rotated_heads_": "rope",

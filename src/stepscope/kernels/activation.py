@@ -21,12 +21,15 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 """torch's functions, by name."""
 
 
-def activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:  # (rows, width)
-    """Return the activation of the gate, times `up` if it is given."""
+def activated(
+    gate: Tensor, up: Tensor | None, activation: str, amax: bool = False
+) -> Tensor:  # (rows, width)
+    """Return the activation of the gate, times `up` if it is given. With `amax` the kernel notes
+    its largest magnitudes for an FP8 cast (`kernels.fp8.noted`)."""
     if kernels_take(gate):
         from stepscope.kernels.triton import activation as triton_activation
 
-        return triton_activation.forward(gate, up, activation)
+        return triton_activation.forward(gate, up, activation, amax)
     out = PLAIN[activation](gate)
     return out if up is None else out * up
 
@@ -40,17 +43,17 @@ def write_gradients(
     activation: str,
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
-) -> None:
+    amax: bool = False,
+) -> Tensor | None:
     """Write the gradients of gate and up, possibly over these tensors; the output of `activated`
     into `recomputed` and the sum of the gate's gradient over the rows into `grad_bias`, unless they
-    are None."""
+    are None. With `amax` the kernel returns largest magnitudes of parts of the gradients."""
     if kernels_take(gate, grad):
         from stepscope.kernels.triton import activation as triton_activation
 
-        triton_activation.backward(
-            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias
+        return triton_activation.backward(
+            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias, amax
         )
-        return
     if recomputed is not None:
         recomputed.copy_(activated(gate, up, activation))
     wide = torch.promote_types(gate.dtype, torch.float32)
@@ -63,6 +66,7 @@ def write_gradients(
     grad_gate.copy_(of_gate)
     if grad_bias is not None:
         grad_bias.copy_(of_gate.sum(0))
+    return None
 
 
 def _times_slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -68,6 +68,12 @@ def mlp(
         hidden = PLAIN[activation](gate) if up is None else PLAIN[activation](gate) * up
         bias = None if out_bias is None else out_bias.to(dtype)
         return functional.linear(hidden, stored_as_rows(second, transposed).to(dtype), bias)
+    if copies.fp8 is not None:
+        in_fp8 = copies.fp8.mlp(
+            x, first, second, copies, activation, biases, out_bias, transposed, policy
+        )
+        if in_fp8 is not None:
+            return in_fp8
     narrow, (narrow_second,) = copies.narrow(first, dtype), copies.narrow((second,), dtype)
     settings = _Settings(activation, policy, len(first), len(biases), transposed)
     normed = x if isinstance(x, Normed) else None

@@ -44,6 +44,10 @@ def fused_linear(
             torch.cat([stored_as_rows(weight, transposed).to(dtype) for weight in weights]),
             torch.cat([bias.to(dtype) for bias in biases]) if biases else None,
         )
+    if copies.fp8 is not None and weights[0].dim() == 2:
+        in_fp8 = copies.fp8.linear(x, weights, copies, biases, transposed)
+        if in_fp8 is not None:
+            return in_fp8
     normed = x if isinstance(x, Normed) else None
     out: Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
         read.to(dtype),
@@ -179,21 +183,31 @@ class WeightGradients:
     ) -> tuple[Tensor | None, ...]:
         """Return the row ranges of one matmul, or None for weights that need no gradient or whose
         gradient was consumed by an optimizer. Nothing may read the weights after this."""
+
+        def matmul(dtype: torch.dtype) -> Tensor:
+            a, b = (x.T, grad) if self._transposed else (grad.T, x)
+            return matmul_to_dtype(a, b, dtype)
+
+        return self.computed(matmul, x.dtype, needed)
+
+    def computed(
+        self, matmul: Callable[[torch.dtype], Tensor], narrow: torch.dtype, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the same with a function that returns the gradient of all weights in a dtype: that
+        of the weights, or `narrow`, in which an optimizer may consume it."""
         if not any(needed):
             return (None,) * len(self._owners)
         weights = [owner() for owner in self._owners]
-        consumer = gradient_consumer(weights, x.dtype)
+        consumer = gradient_consumer(weights, narrow)
         if consumer is None:
-            return self._matmul(grad, x, self._dtype)
-        for weight, gradient in zip(weights, self._matmul(grad, x, x.dtype), strict=True):
+            return self._split(matmul(self._dtype))
+        for weight, gradient in zip(weights, self._split(matmul(narrow)), strict=True):
             assert weight is not None
             consumer.take(weight, gradient)
         return (None,) * len(weights)
 
-    def _matmul(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        if self._transposed:
-            return (matmul_to_dtype(x.T, grad, dtype),)
-        rows = torch.split(matmul_to_dtype(grad.T, x, dtype), [shape[0] for shape in self._shapes])
+    def _split(self, gradients: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.split(gradients, [shape[0] for shape in self._shapes])
         return tuple(part.view(shape) for part, shape in zip(rows, self._shapes, strict=True))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.kernels.fp8.noted import note_amax
 from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
@@ -85,6 +86,7 @@ def normed_sum(
     offset: float = 0.0,
     centered: bool = False,
     through: bool = False,
+    amax: bool = False,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
     LayerNorm, which may have a bias. `offset` is added to the weight in float32.
@@ -94,6 +96,9 @@ def normed_sum(
 
     With `units` the unit rows are saved for backward in the output dtype instead of the residual
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
+
+    With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
+    an FP8 cast (`kernels.fp8.noted`).
     """
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
@@ -116,15 +121,17 @@ def normed_sum(
         return stream, Normed(plain_rms_norm(stream, scale, eps).to(dtype))
     added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
-    stream, normed, unit = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, shift, eps, dtype, units, offset, centered, through
+    stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), added, weight, shift, eps, dtype, units, offset, centered, through, amax
     )
+    note_amax(normed, largest)
     return x if stream is None else stream, Normed(normed, unit, weight.detach())
 
 
 class _AddNorm(torch.autograd.Function):
-    """Returns the stream, its norm and, if requested, the unit rows. Without a branch the stream is
-    x; unless `through`, its gradient does not pass through here, and None is returned for it."""
+    """Returns the stream, its norm and, if requested, the unit rows and largest magnitudes. Without
+    a branch the stream is x; unless `through`, its gradient does not pass through here, and None is
+    returned for it."""
 
     @staticmethod
     def forward(
@@ -139,10 +146,13 @@ class _AddNorm(torch.autograd.Function):
         offset: float,
         centered: bool,
         through: bool,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        amax: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(x, branch, weight, eps, dtype, units, bias, centered, offset)
+        result = triton_norm.forward(
+            x, branch, weight, eps, dtype, units, bias, centered, offset, amax
+        )
         ctx.save_for_backward(
             result.stream if result.unit is None else result.unit,
             weight,
@@ -152,17 +162,17 @@ class _AddNorm(torch.autograd.Function):
         ctx.bias, ctx.offset = bias is not None, offset
         ctx.stream = result.stream.dtype
         ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
-        ctx.added, ctx.units = branch is not None, units
+        ctx.added, ctx.units, ctx.amax = branch is not None, units, amax
         ctx.set_materialize_grads(False)
-        if result.unit is not None:
-            ctx.mark_non_differentiable(result.unit)
+        fixed = [one for one in (result.unit, result.amax) if one is not None]
+        ctx.mark_non_differentiable(*fixed)
         stream = result.stream if ctx.added else x.detach() if through else None
-        return stream, result.normed, result.unit
+        return stream, result.normed, result.unit, result.amax
 
     @staticmethod
     @differentiable_once("the fused norm", "fused=False")
     def backward(
-        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, _: Tensor | None
+        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         from stepscope.kernels.triton import norm as triton_norm
 
@@ -170,7 +180,7 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 10
+                return (None,) * 11
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             # Not before: without this gradient, they may have been written to since.
@@ -189,6 +199,7 @@ class _AddNorm(torch.autograd.Function):
                 bias=ctx.bias,
                 offset=ctx.offset,
                 learned=any(ctx.needs_input_grad[2:4]),
+                amax=ctx.amax and ctx.added,
             )
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 6
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 7

@@ -1,4 +1,4 @@
-"""Copies of the weights in the matmul dtype, cached from step to step.
+"""Copies of the weights in the matmul dtype or in FP8, cached from step to step.
 
 Under autocast every matmul casts its weight at every step: 6 bytes of traffic per parameter. Here
 the cast is cached, and repeated only if the weight has changed. An optimizer that writes the copy
@@ -15,28 +15,49 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepscope.kernels.fp8.casts import Quantized, quantize_weights
+from stepscope.kernels.fp8.recipe import E4M3, Recipe
+from stepscope.kernels.fp8.reference import DTYPES
+
+if TYPE_CHECKING:
+    from stepscope.kernels.fp8.layers import Fp8Layers
+
 Weights = tuple[Tensor, ...]
+_Key = tuple[Recipe | None, tuple[int, ...]]
+"""The recipe of copies in FP8, and the identities of the weights."""
 
 
 class WeightCopies:
     """The copies of one model, or of several that share their weights. With `cached`, only these
     weights are: a wrapper that shards a model later shows gathered weights in their place, and
-    writes these without a change of their version."""
+    writes these without a change of their version.
 
-    def __init__(self, cached: Iterable[Tensor] | None = None) -> None:
+    `fp8` decides which linear layers that read these copies use FP8 GEMMs; None for no layer.
+    """
+
+    def __init__(
+        self, cached: Iterable[Tensor] | None = None, fp8: Fp8Layers | None = None
+    ) -> None:
+        self.fp8 = fp8
         self._cached = None if cached is None else WeakTensorKeyDictionary()
         for weight in cached or ():
             assert self._cached is not None
             self._cached[weight] = True
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[_Key, _Group] = {}
         self._positions: dict[int, list[_Position]] = {}
+
+    def shared(self, fp8: Fp8Layers | None) -> WeightCopies:
+        """Return the same copies for a model that may have other layers in FP8."""
+        view = WeightCopies(fp8=fp8)
+        view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
+        return view
 
     def narrow(self, weights: Weights, dtype: torch.dtype) -> Weights:
         """Return what matmuls in that dtype read: the weights themselves if they have the dtype,
@@ -45,10 +66,10 @@ class WeightCopies:
             return tuple(weight.detach() for weight in weights)
         if self._cached is not None and any(weight not in self._cached for weight in weights):
             return (torch.cat([weight.detach().to(dtype) for weight in weights]),)
-        key = tuple(map(id, weights))
+        key = (None, tuple(map(id, weights)))
         group = self._groups.get(key)
         if group is None or not group.fits(weights, dtype):
-            group = self._create(key, weights, dtype)
+            group = self._create(key, _Group(weights, dtype))
         group.update(weights)
         return (group.concatenated,)
 
@@ -58,6 +79,19 @@ class WeightCopies:
             return None
         narrow = self.narrow(tuple(biases), dtype)
         return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
+
+    def quantized(self, weights: Weights, recipe: Recipe) -> Quantized:
+        """Return the rows of all these weights as operands of FP8 GEMMs, and their columns."""
+        if self._cached is not None and any(weight not in self._cached for weight in weights):
+            return quantize_weights(tuple(weight.detach() for weight in weights), recipe)
+        key = (recipe, tuple(map(id, weights)))
+        group = self._groups.get(key)
+        if not isinstance(group, _Fp8Group) or not group.fits(weights, DTYPES[E4M3]):
+            group = _Fp8Group(weights, recipe)
+            self._create(key, group)
+        group.update(weights)
+        assert group.operands is not None
+        return group.operands
 
     def find(self, weight: Tensor) -> Tensor | None:
         """Return the copy of this weight, for an optimizer to update; None if there is not exactly
@@ -81,7 +115,9 @@ class WeightCopies:
         positions = self._positions.get(id(weight), ())
         # The id may have been reused by another tensor.
         valid = [
-            position for position in positions if position.group.holds(position.member, weight)
+            position
+            for position in positions
+            if position.group.is_narrow and position.group.holds(position.member, weight)
         ]
         return valid[0] if len(valid) == 1 else None
 
@@ -98,18 +134,18 @@ class WeightCopies:
         self._groups.clear()
         self._positions.clear()
 
-    def __reduce__(self) -> tuple[type[WeightCopies], tuple[()]]:
+    def __reduce__(self) -> tuple[type[WeightCopies], tuple[None, Fp8Layers | None]]:
         """Pickle and copy as empty: the copies belong to these weights."""
-        return WeightCopies, ()
+        return WeightCopies, (None, self.fp8)
 
-    def _create(self, key: tuple[int, ...], weights: Weights, dtype: torch.dtype) -> _Group:
-        self._groups = {
-            k: other for k, other in self._groups.items() if other.weights() is not None
-        }
-        group = self._groups[key] = _Group(weights, dtype)
-        self._positions = {}
-        for k, other in self._groups.items():
-            for index, owner in enumerate(k):
+    def _create(self, key: _Key, group: _Group) -> _Group:
+        for old, other in [*self._groups.items()]:
+            if other.weights() is None:
+                del self._groups[old]
+        self._groups[key] = group
+        self._positions.clear()
+        for (_, owners), other in self._groups.items():
+            for index, owner in enumerate(owners):
                 self._positions.setdefault(owner, []).append(_Position(other, index))
         return group
 
@@ -122,6 +158,9 @@ class _Position(NamedTuple):
 
 
 class _Group:
+    is_narrow = True
+    """An optimizer can write the copies: they are the weights in another dtype."""
+
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._owners = [weakref.ref(weight) for weight in weights]
         rows = [weight.shape[0] for weight in weights]
@@ -160,11 +199,32 @@ class _Group:
             version is not None and version.matches(weight)
             for version, weight in zip(self._versions, weights, strict=True)
         )
-        if force or not current:
-            torch._foreach_copy_(list(self.rows), list(weights))
+        capturing = self.concatenated.is_cuda and torch.cuda.is_current_stream_capturing()
+        # The captured update of an optimizer writes narrow copies only.
+        if force or not current or (capturing and not self.is_narrow):
+            self._copy(weights)
             # A captured copy has not run yet, and runs again at every replay.
-            if not (self.concatenated.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if not capturing:
                 self._versions = [_Version.of(weight) for weight in weights]
+
+    def _copy(self, weights: Weights) -> None:
+        torch._foreach_copy_(list(self.rows), list(weights))
+
+
+class _Fp8Group(_Group):
+    """Weights in FP8: `concatenated` has their rows, `columns` is transposed."""
+
+    is_narrow = False
+
+    def __init__(self, weights: Weights, recipe: Recipe) -> None:
+        super().__init__(weights, DTYPES[E4M3])
+        self._recipe = recipe
+        with torch.inference_mode(False):
+            self._columns = self.concatenated.new_empty(self.concatenated.shape[::-1])
+        self.operands: Quantized | None = None
+
+    def _copy(self, weights: Weights) -> None:
+        self.operands = quantize_weights(weights, self._recipe, self.concatenated, self._columns)
 
 
 class _Version(NamedTuple):

@@ -24,7 +24,7 @@ from stepscope.measure.device import Device
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment
 
-_DTYPES = ("float32", "tf32", "float16", "bfloat16")
+_DTYPES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 _MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (128, 512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 _FILLED_BYTES = 4 << 20
@@ -118,7 +118,6 @@ def _seconds_per_call(
 
 
 def _matmul_rate(device: Device, name: str) -> Ceiling:
-    dtype = getattr(torch, "float32" if name == "tf32" else name)
     budget = _SECONDS_PER_SHAPE[device.kind]
     best = 0.0
     shape = ""
@@ -129,22 +128,35 @@ def _matmul_rate(device: Device, name: str) -> Ceiling:
             if best and 2 * n**3 / best > budget:
                 break
             try:
-                a = torch.randn(n, n, device=device.torch_device).to(dtype)
-                b = torch.randn(n, n, device=device.torch_device).to(dtype)
-                torch.mm(a, b)
+                calls = _matmuls(name, n, device.torch_device)
+                calls["nt"]()
             except torch.OutOfMemoryError:
                 # A small or shared GPU: the smaller shapes have given a rate.
                 break
-            # Some libraries are fast for one layout only; a linear layer multiplies by a transpose.
-            for layout, right in (("nn", b), ("nt", b.t())):
+            for layout, multiply in calls.items():
                 hopeless_s = _HOPELESS * 2 * n**3 / best if best else math.inf
-                multiply = partial(torch.mm, a, right)
                 rate = 2 * n**3 / _seconds_per_call(device, multiply, budget, hopeless_s)
                 if rate > best:
                     best, shape = rate, f"{n}×{n}×{n} {layout}"
     return Ceiling(
         name=f"matmul.{name}", value=best, unit="FLOP/s", source="measured", detail=shape
     )
+
+
+def _matmuls(name: str, n: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Matmuls of two n×n matrices by layout: some libraries are fast for one layout only, and a
+    linear layer multiplies by a transpose. FP8 tensor cores take that layout only."""
+    a, b = torch.randn(2, n, n, device=device)
+    if name == "fp8":
+        one = torch.ones((), device=device)
+        a, b = (matrix.to(torch.float8_e4m3fn) for matrix in (a, b))
+        scaled = partial(
+            torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return {"nt": scaled}
+    dtype = getattr(torch, "float32" if name == "tf32" else name)
+    a, b = a.to(dtype), b.to(dtype)
+    return {"nn": partial(torch.mm, a, b), "nt": partial(torch.mm, a, b.t())}
 
 
 def _copy_rate(device: Device) -> Ceiling:
@@ -201,6 +213,7 @@ def _cache_file(environment: Environment) -> Path:
         environment.torch,
         environment.driver,
         environment.power_limit_w,
+        _DTYPES,
     ]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -22,6 +22,7 @@ _CYCLES_PER_MS = 2_000_000
 """About the highest clock of current GPUs; a slower GPU stays busy for longer."""
 _COMMON_POOL = (0, 0)
 """Pool id of ordinary allocations; each captured CUDA graph has a private pool."""
+_FP8_FROM = (8, 9)
 
 
 class Timestamp:
@@ -138,6 +139,8 @@ class CpuDevice(Device):
         )
         return units | {
             "tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32",
+            "fp8": "FP8 matmuls exist on NVIDIA GPUs from Ada on, not on a CPU; `stepscope run fp8`"
+            " emulates their rounding",
             "graph": "CUDA graphs exist on NVIDIA GPUs, not on a CPU",
             "cublas": "cuBLAS runs on NVIDIA GPUs, not on a CPU",
             "kernels": "the Triton kernels need an NVIDIA GPU; a CPU runs the PyTorch version",
@@ -208,13 +211,18 @@ class CudaDevice(Device):
 
     def lacks(self) -> dict[str, str]:
         major, minor = self.capability
-        if major >= 8:
-            return {}
         capability = f"{self.name} has compute capability {major}.{minor}"
-        return {
-            "tf32": f"{capability}, TF32 needs 8.0; use float32",
-            "bfloat16": f"{capability}, bfloat16 needs 8.0; use float16",
-        }
+        missing = {}
+        if torch.version.hip is not None:
+            missing["fp8"] = "FP8 matmuls are implemented for NVIDIA GPUs; use bfloat16"
+        elif (major, minor) < _FP8_FROM:
+            missing["fp8"] = f"{capability}, FP8 matmuls need 8.9; use bfloat16"
+        if major < 8:
+            missing |= {
+                "tf32": f"{capability}, TF32 needs 8.0; use float32",
+                "bfloat16": f"{capability}, bfloat16 needs 8.0; use float16",
+            }
+        return missing
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -45,13 +45,20 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     weights: str
     compute: str
-    """Dtype of the matmuls; it also names the ceiling that the step is compared with."""
+    """Dtype of the matmuls."""
     autocast: bool
     help: str
     master: bool = False
     """The optimizer keeps a float32 copy of the weights and updates that one."""
     narrow_stream: bool = False
     """The residual stream has the dtype of the matmuls, not that of the weights."""
+    fp8: bool = False
+    """Linear layers of the blocks that gain from it run in FP8; all other matmuls in `compute`."""
+
+    @property
+    def fastest(self) -> str:
+        """The dtype of its fastest matmuls; it names the ceiling that the step is compared with."""
+        return "fp8" if self.fp8 else self.compute
 
     @property
     def stream(self) -> str:
@@ -111,6 +118,31 @@ PRECISIONS: dict[str, Precision] = {
             autocast=False,
             master=True,
             help="bfloat16 weights and gradients, float32 master weights and optimizer state",
+        ),
+        Precision(
+            name="fp8",
+            weights="float32",
+            compute="bfloat16",
+            autocast=True,
+            fp8=True,
+            help="bfloat16 autocast, linear layers of the blocks in FP8",
+        ),
+        Precision(
+            name="fp8-stream",
+            weights="float32",
+            compute="bfloat16",
+            autocast=True,
+            narrow_stream=True,
+            fp8=True,
+            help="the same with the residual stream in bfloat16",
+        ),
+        Precision(
+            name="fp8-pure",
+            weights="bfloat16",
+            compute="bfloat16",
+            autocast=False,
+            fp8=True,
+            help="weights, gradients and optimizer state in bfloat16, linear layers in FP8",
         ),
     )
 }

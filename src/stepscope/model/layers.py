@@ -105,11 +105,12 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
     def norm_for_projection(
-        self, x: Tensor, branch: Tensor | None, policy: str
+        self, x: Tensor, branch: Tensor | None, policy: str, amax: bool = False
     ) -> tuple[Tensor, Normed]:
-        """Return x + branch (or x, if branch is None) and its norm for a fused projection."""
+        """Return x + branch (or x, if branch is None) and its norm for a fused projection. `amax`
+        is for projections in FP8."""
         stream, normed = normed_sum(
-            x, branch, self.weight, self.eps, matmul_dtype(x), units=policy != ALL
+            x, branch, self.weight, self.eps, matmul_dtype(x), units=policy != ALL, amax=amax
         )
         return stream, Normed(normed.value) if policy == NORMS else normed
 

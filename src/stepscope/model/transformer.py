@@ -16,6 +16,8 @@ from stepscope.attention import attention as default_attention
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import linear_cross_entropy
 from stepscope.kernels.activation_policy import ALL
+from stepscope.kernels.fp8.layers import Fp8Layers
+from stepscope.kernels.fp8.recipe import Recipe
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model.config import ModelConfig
 from stepscope.model.layers import (
@@ -83,12 +85,13 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Forward with fused projections. The last branch is not added to the residual stream yet:
         the next norm adds it in the same pass. Takes and returns such a stream."""
+        amax = copies.fp8 is not None and copies.fp8.notes_amax
         with named("norm"):
-            x, read = self.attention_norm.norm_for_projection(x, branch, policy)
+            x, read = self.attention_norm.norm_for_projection(x, branch, policy, amax)
         with named("attention"):
             branch = self.attention.with_fused_projections(read, copies)
         with named("norm"):
-            x, read = self.feed_forward_norm.norm_for_projection(x, branch, policy)
+            x, read = self.feed_forward_norm.norm_for_projection(x, branch, policy, amax)
         with named("feed-forward"):
             return x, self.feed_forward.with_fused_projections(read, copies, policy)
 
@@ -116,7 +119,9 @@ class TransformerLM(nn.Module):
     `fused` uses the kernels of `stepscope.kernels` between the matmuls. `fused_projections` also
     uses fused QKV and gate/up projections from cached copies of the weights in the matmul dtype
     (`copies`); `activation_policy` then says for each block what is saved for backward
-    (`kernels.activation_policy`). `checkpoint` has the blocks per checkpointed segment of each
+    (`kernels.activation_policy`). `fp8`, a recipe of `kernels.fp8` or `Fp8Layers`, runs those fused
+    projections in FP8 that gain from it; weights, norms, embedding and head stay as they are.
+    `checkpoint` has the blocks per checkpointed segment of each
     level, outermost first (`model.checkpointing`).
     """
 
@@ -132,6 +137,7 @@ class TransformerLM(nn.Module):
         fused_projections: bool = False,
         activation_policy: tuple[str, ...] = (),
         narrow_stream: bool = False,
+        fp8: Fp8Layers | Recipe | str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -154,6 +160,15 @@ class TransformerLM(nn.Module):
         )
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
         self.head = Head(config.d_model, config.vocab, device=device, dtype=dtype)
+        self.set_fp8(fp8)
+
+    def set_fp8(self, fp8: Fp8Layers | Recipe | str | None) -> None:
+        """Run fused projections in FP8 by a recipe, or by `Fp8Layers` with settings for layers;
+        None turns it off. Without fused projections it has no effect."""
+        layers = fp8 if fp8 is None or isinstance(fp8, Fp8Layers) else Fp8Layers(fp8)
+        if layers is not None:
+            layers.name(self.named_parameters())
+        self.copies.fp8 = layers
 
     def set_fused(self, on: bool) -> None:
         """Switch the fused layers and fused projections on or off."""
@@ -184,9 +199,13 @@ class TransformerLM(nn.Module):
             x, None, 0, len(self.blocks), self.checkpoint, fused_projections
         )
         with named("norm"):
-            x = self.norm(x) if branch is None else self.norm.add_and_norm(x, branch)[1]
+            x = self.norm(x) if branch is None else self._last_norm(x, branch)
         out: Tensor = self.head(x, targets, self.copies if fused_projections else None)
         return out
+
+    def _last_norm(self, x: Tensor, branch: Tensor) -> Tensor:
+        amax = self.copies.fp8 is not None and self.copies.fp8.notes_amax
+        return self.norm.norm_for_projection(x, branch, ALL, amax)[1].value
 
     def _through_blocks(
         self,

@@ -32,6 +32,7 @@ _ORDER = (
     "checkpointing",
     "accumulation",
     "autocast",
+    "fp8",
     "attention",
     "flash",
     "compile",

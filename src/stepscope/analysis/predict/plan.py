@@ -86,6 +86,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_unpredictable()
 
     def _refuse_unpredictable(self) -> None:
+        if precision(self.dtype).fp8 and not self.fused_projections:
+            raise UsageError(
+                f"{self.dtype} runs the fused projections in FP8",
+                "add --fused --fused-projections",
+            )
         if self.attention in _UNKNOWN_ATTENTIONS:
             raise UsageError(
                 f"the memory of attention {self.attention} {_UNKNOWN_ATTENTIONS[self.attention]}",

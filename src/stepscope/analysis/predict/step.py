@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator, OutOfBlocks
 from stepscope.analysis.predict.deferred_frees import DeferredFrees
+from stepscope.analysis.predict.fp8_layers import Fp8ProjectionLayers
 from stepscope.analysis.predict.fused_layers import FusedLayers, FusedProjectionLayers
 from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape
@@ -99,7 +100,9 @@ class StepSimulation:
             heads=model.n_heads,
         )
         kind = (
-            FusedProjectionLayers
+            Fp8ProjectionLayers
+            if dtypes.fp8
+            else FusedProjectionLayers
             if plan.fused_projections
             else FusedLayers
             if plan.fused

@@ -21,11 +21,12 @@ from stepscope.studies.runner.process import WorkerProcess
 Verdict = Literal["ok", "missing", "not applicable", "broken"]
 
 
-_OF_OTHER_DEVICES = ("bfloat16-units", "tf32", "graph", "cublas", "kernels")
+_OF_OTHER_DEVICES = ("bfloat16-units", "tf32", "fp8", "graph", "cublas", "kernels")
 """Capabilities of hardware that this machine does not have: nothing can be installed for them."""
 _NAMES = {
     "bfloat16-units": "bfloat16 matmuls",
     "tf32": "TF32 matmuls",
+    "fp8": "FP8 matmuls",
     "graph": "CUDA graphs",
     "cublas": "cuBLAS",
     "kernels": "Triton kernels",

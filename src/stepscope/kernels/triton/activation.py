@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.attention.triton.softmax import exponential
+from stepscope.kernels.fp8.noted import note_amax
+from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.kernels.triton.norm import add_up
 from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
@@ -74,14 +76,17 @@ def activation_forward_kernel(
     gate_ptr,
     up_ptr,
     out_ptr,
+    amax_ptr,
     width,
     stride,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Activation of one block of (BLOCK,) of a row, times `up` if GATED."""
+    """Activation of one block of (BLOCK,) of a row, times `up` if GATED. AMAX: also store its
+    largest magnitude."""
     chunks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     row, offs_col = pid // chunks, (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
@@ -91,6 +96,9 @@ def activation_forward_kernel(
     if GATED:
         b_up = tl.load(up_ptr + row * stride + offs_col, mask=mask, other=0.0).to(tl.float32)
         b_out = b_out * b_up
+    if AMAX:
+        b_abs = tl.where(mask, stored_magnitude(b_out, out_ptr), 0.0)
+        tl.store(amax_ptr + pid, tl.max(b_abs, 0))
     tl.store(out_ptr + row * width + offs_col, b_out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -111,7 +119,8 @@ def _write_gradients(
     RECOMPUTE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write the gradients of one block of a row, and return that of the gate."""
+    """Write the gradients of one block of a row. Return that of the gate, and the magnitudes of
+    both."""
     offs, offs_packed, mask = row * stride + offs_col, row * width + offs_col, offs_col < width
     b_do = tl.load(grad_ptr + offs_packed, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -119,15 +128,20 @@ def _write_gradients(
     if GATED:
         b_up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         b_dup = b_do * b_y
+        b_abs = stored_magnitude(b_dup, grad_up_ptr)
         tl.store(grad_up_ptr + offs, b_dup.to(grad_up_ptr.dtype.element_ty), mask=mask)
         b_do = b_do * b_up
         b_y = b_y * b_up
     b_dgate = b_do * b_slope
+    if GATED:
+        b_abs = tl.maximum(b_abs, stored_magnitude(b_dgate, grad_gate_ptr))
+    else:
+        b_abs = stored_magnitude(b_dgate, grad_gate_ptr)
     tl.store(grad_gate_ptr + offs, b_dgate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
     if RECOMPUTE:
         b_y = b_y.to(recomputed_ptr.dtype.element_ty)
         tl.store(recomputed_ptr + offs_packed, b_y, mask=mask)
-    return b_dgate
+    return b_dgate, tl.where(mask, b_abs, 0.0)
 
 
 @triton.jit
@@ -139,6 +153,7 @@ def activation_backward_kernel(
     grad_up_ptr,
     recomputed_ptr,
     partial_ptr,
+    amax_ptr,
     rows,
     rows_per_program,
     width,
@@ -147,50 +162,60 @@ def activation_backward_kernel(
     GATED: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     SUMMED: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Gradients of gate and up of one block of (BLOCK,) of a row. RECOMPUTE: also recompute the
     output of the forward pass. SUMMED: of consecutive rows, and write the sum of the gradient of
-    the gate over them."""
+    the gate over them. AMAX: also store the largest magnitude of both gradients."""
     chunks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     part, offs_col = pid // chunks, (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
     if SUMMED:
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+        b_abs = tl.zeros([BLOCK], dtype=tl.float32)
         start = part * rows_per_program
         for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
-            b_sum += _write_gradients(
+            b_dgate, b_of_row = _write_gradients(
                 grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, recomputed_ptr, start + i,
                 offs_col, width, stride, ACTIVATION, GATED, RECOMPUTE, EXACT,
             )  # fmt: skip
+            b_sum += b_dgate
+            b_abs = tl.maximum(b_abs, b_of_row)
         tl.store(partial_ptr + part * width + offs_col, b_sum, mask=offs_col < width)
     else:
-        _write_gradients(
+        _, b_abs = _write_gradients(
             grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, recomputed_ptr, part, offs_col,
             width, stride, ACTIVATION, GATED, RECOMPUTE, EXACT,
         )  # fmt: skip
+    if AMAX:
+        tl.store(amax_ptr + pid, tl.max(b_abs, 0))
 
 
 @on_its_device
-def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def forward(gate: Tensor, up: Tensor | None, activation: str, amax: bool = False) -> Tensor:
     """Return the activation of (rows, width) gates, times `up` if it is given, which has the same
-    stride between rows."""
+    stride between rows. With `amax` its largest magnitudes are noted on it."""
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     rows, width = gate.shape
-    activation_forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+    programs = rows * triton.cdiv(width, _BLOCK)
+    largest = torch.empty(programs, device=gate.device, dtype=torch.float32) if amax else None
+    activation_forward_kernel[(programs,)](
         gate,
         up,
         out,
+        largest,
         width,
         gate.stride(0),
         ACTIVATION=activation,
         GATED=up is not None,
+        AMAX=amax,
         BLOCK=_BLOCK,
         EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS,
     )
-    return out
+    return note_amax(out, largest)
 
 
 @on_its_device
@@ -203,10 +228,12 @@ def backward(
     activation: str,
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
-) -> None:
+    amax: bool = False,
+) -> Tensor | None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
     themselves; the output of the forward pass into `recomputed` and the sum of the gate's gradient
-    over the rows into `grad_bias`, unless they are None."""
+    over the rows into `grad_bias`, unless they are None. With `amax` return largest magnitudes of
+    parts of the gradients."""
     rows, width = gate.shape
     summed = grad_bias is not None
     block = _BLOCK_SUMMED if summed else _BLOCK
@@ -216,6 +243,9 @@ def backward(
     partial = None
     if summed:
         partial = torch.empty(parts, width, device=gate.device, dtype=torch.float32)
+    largest = None
+    if amax:
+        largest = torch.empty(parts * chunks, device=gate.device, dtype=torch.float32)
     activation_backward_kernel[(parts * chunks,)](
         grad,
         gate,
@@ -224,6 +254,7 @@ def backward(
         grad_up,
         recomputed,
         partial,
+        largest,
         rows,
         rows_each,
         width,
@@ -232,6 +263,7 @@ def backward(
         GATED=up is not None,
         RECOMPUTE=recomputed is not None,
         SUMMED=summed,
+        AMAX=amax,
         BLOCK=block,
         EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS_SUMMED if summed else _WARPS,
@@ -239,6 +271,7 @@ def backward(
     if partial is not None and grad_bias is not None:
         total, parts_of_it = grad_bias, partial
         run_overlapped(gate.device, lambda: add_up(parts_of_it, total), partial)
+    return largest
 
 
 def _programs(device: torch.device) -> int:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.kernels.fp8.noted import note_amax
+from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
 
@@ -40,6 +42,7 @@ def norm_forward_kernel(
     unit_ptr,
     inverse_ptr,
     mean_ptr,
+    amax_ptr,
     eps,
     offset,
     D,
@@ -47,11 +50,12 @@ def norm_forward_kernel(
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
     UNITS: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Residual add (if ADD) and norm of one row; all blocks are (BLOCK_D,), an entire row.
 
-    UNITS: also store the unit row.
+    UNITS: also store the unit row. AMAX: also store the largest magnitude of the norm.
     """
     pid = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -82,6 +86,8 @@ def norm_forward_kernel(
     b_out = b_out * b_w
     if BIAS:
         b_out += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if AMAX:
+        tl.store(amax_ptr + pid, tl.max(stored_magnitude(b_out, normed_ptr), 0))
     tl.store(normed_ptr + offs, b_out.to(normed_ptr.dtype.element_ty), mask=mask_d)
 
 
@@ -96,6 +102,7 @@ def norm_backward_kernel(
     grad_sum_ptr,
     grad_branch_ptr,
     partial_ptr,
+    amax_ptr,
     offset,
     rows,
     rows_per_program,
@@ -106,13 +113,15 @@ def norm_backward_kernel(
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
     UNITS: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Gradients of consecutive rows and partial sums of the gradients of weight and bias, side by
     side; blocks are (BLOCK_D,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
-    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved.
+    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved. AMAX: also store the
+    largest magnitude of the branch's gradient.
     """
     pid = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -120,6 +129,7 @@ def norm_backward_kernel(
     b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + offset
     b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_db = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_amax = tl.zeros([BLOCK_D], dtype=tl.float32)
     start = pid * rows_per_program
     for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
         row = start + i
@@ -146,6 +156,10 @@ def norm_backward_kernel(
         tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
             tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
+        if AMAX:
+            b_amax = tl.maximum(b_amax, stored_magnitude(b_dx, grad_branch_ptr))
+    if AMAX:
+        tl.store(amax_ptr + pid, tl.max(tl.where(mask_d, b_amax, 0.0), 0))
     if LEARNED:
         if BIAS:
             partial_ptrs = partial_ptr + pid * 2 * D + offs_d
@@ -192,6 +206,8 @@ class NormOutputs(NamedTuple):
     """The inverse root mean square of each row, centered in a LayerNorm."""
     mean: Tensor | None
     """The mean of each row in a LayerNorm."""
+    amax: Tensor | None = None
+    """The largest magnitude of each row of the norm."""
 
 
 @on_its_device
@@ -205,9 +221,11 @@ def forward(
     bias: Tensor | None = None,
     centered: bool = False,
     offset: float = 0.0,
+    amax: bool = False,
 ) -> NormOutputs:
     """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs. With
-    `centered` it is a LayerNorm. `offset` is added to the weight."""
+    `centered` it is a LayerNorm. `offset` is added to the weight. `amax` adds the largest magnitude
+    of each row of the norm."""
     stream = x
     if branch is not None:
         stream = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
@@ -215,6 +233,7 @@ def forward(
     unit = torch.empty_like(normed) if units else None
     inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     mean = torch.empty_like(inverse) if centered else None
+    largest = torch.empty_like(inverse).view(-1) if amax else None
     block = triton.next_power_of_2(x.shape[-1])
     norm_forward_kernel[(inverse.numel(),)](
         x,
@@ -226,6 +245,7 @@ def forward(
         unit,
         inverse,
         mean,
+        largest,
         eps,
         offset,
         x.shape[-1],
@@ -233,10 +253,11 @@ def forward(
         CENTERED=centered,
         BIAS=bias is not None,
         UNITS=units,
+        AMAX=amax,
         BLOCK_D=block,
         num_warps=_warps(block),
     )
-    return NormOutputs(stream, normed, unit, inverse, mean)
+    return NormOutputs(stream, normed, unit, inverse, mean, largest)
 
 
 @on_its_device
@@ -254,10 +275,12 @@ def backward(
     bias: bool = False,
     offset: float = 0.0,
     learned: bool = True,
+    amax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
     and, if `learned`, of the weight, and of the bias if there is one, in the dtype of the weight.
-    `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm."""
+    `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm. With `amax`
+    the largest magnitudes of the gradient of the branch are noted on it."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -270,6 +293,7 @@ def backward(
     programs = triton.cdiv(rows, rows_each)
     width = 2 * d if bias else d
     partial = inverse.new_empty(programs, width) if learned else None
+    largest = inverse.new_empty(programs) if amax else None
     norm_backward_kernel[(programs,)](
         grad_normed,
         grad_stream,
@@ -280,6 +304,7 @@ def backward(
         grad_sum,
         grad_branch,
         partial,
+        largest,
         offset,
         rows,
         rows_each,
@@ -290,9 +315,11 @@ def backward(
         CENTERED=mean is not None,
         BIAS=bias,
         UNITS=units,
+        AMAX=amax,
         BLOCK_D=block,
         num_warps=warps,
     )
+    note_amax(grad_branch, largest)
     if partial is None:
         return grad_sum, grad_branch, None, None
     grads = weight.new_empty(width)

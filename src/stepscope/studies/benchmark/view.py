@@ -84,7 +84,7 @@ def _mine(row: BenchmarkRow) -> Iterator[Mine]:
         conditions.pop("mode")
         parts = {name: row.summary(name) for name in ("forward", "backward", "both", "step")}
         values = {name: part.median if part else None for name, part in parts.items()}
-        ceiling = f"matmul.{precision(row.workload.dtype).compute}"
+        ceiling = f"matmul.{precision(row.workload.dtype).fastest}"
         yield Mine(row.done[-1], conditions, values, ceiling)
 
 

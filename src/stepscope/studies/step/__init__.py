@@ -134,6 +134,12 @@ def published() -> tuple[StepFlags, ...]:
     return (
         StepFlags(part=("race",), race=("small-512", "xl-512")),
         StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
+        StepFlags(
+            part=("race",),
+            race=("2.7b-2048-fp8", "xl-2048-fp8", "8b-32768-fp8"),
+            scopes=("block",),
+            modes=("default",),
+        ),
         # Compiling the full model would exceed the time limit of a case.
         StepFlags(
             part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",), rounds=3

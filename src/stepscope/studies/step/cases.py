@@ -46,13 +46,15 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes to measure, in the order of the ladder: tf32, bf16, flash, fused-loss, compile,
     fused-pieces, fused-projections, fused-optimizer, in-backward, graph, autotune-gemms,
-    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master,
+    low-precision-grads (gradients in the dtype of the matmuls), narrow-stream, master, fp8,
     checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
-    race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")
+    race: tuple[str, ...] = tuple(
+        name for name, spec in RACES.items() if name != "tiny-64" and not spec.fp8
+    )
     """Steps to compare with torch.compile: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512,
-    8b-32768, tiny-64."""
+    8b-32768, tiny-64; with variants in FP8: 2.7b-2048-fp8, xl-2048-fp8, 8b-32768-fp8."""
     scopes: tuple[str, ...] = SCOPES
     """Scope of torch.compile in a comparison: block, model."""
     modes: tuple[str, ...] = MODES
@@ -188,6 +190,8 @@ class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"
     @property
     def needs(self) -> tuple[str, ...]:
         compute = self.racers[-1].workload.needs[:1]
+        if race_spec(self.race).fp8:
+            compute = (*compute, "fp8")
         return compute if race_spec(self.race).size == "tiny" else (*compute, "compiler", "graph")
 
 

@@ -182,6 +182,11 @@ def _race(race: StepRace) -> Iterator[Finding]:
         values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
         text += f" With narrower dtypes Stepscope takes {duration(narrow_ms)}; PyTorch takes"
         text += f" {number(narrow_times, 3)} times as long."
+    fp8_ms, fp8_times = race.step_ms("fp8"), race.speedup("fp8")
+    if fp8_ms is not None and fp8_times is not None:
+        values |= {"fp8_ms": fp8_ms, "fp8_times": fp8_times}
+        text += f" In FP8 Stepscope takes {duration(fp8_ms)}; PyTorch, in {race.spec.dtype}, takes"
+        text += f" {number(fp8_times, 3)} times as long."
     # Races with fewer variants of PyTorch, or in which its fastest was slower.
     others = [(other, result) for other in race.others if (result := other.ratio()) is not None]
     for other, result in others:

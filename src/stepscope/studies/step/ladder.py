@@ -70,6 +70,12 @@ RUNGS: dict[str, Rung] = {
             stays=False,
         ),
         Rung(
+            "fp8",
+            "linear layers of the blocks in FP8",
+            {"dtype": "fp8", "fused": True, "fused_projections": True},
+            stays=False,
+        ),
+        Rung(
             "checkpoint", "activation checkpointing of each block", {"checkpoint": "1"}, stays=False
         ),
     )

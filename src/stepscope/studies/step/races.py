@@ -39,6 +39,9 @@ class RaceSpec(NamedTuple):
     less_memory: bool = False
     """True if Stepscope's variants save fewer activations than they could, one of them inputs only,
     and their peak memory is compared with PyTorch's."""
+    fp8: str = ""
+    """Dtype of Stepscope's variants in FP8, which are compared with the others in `dtype`; empty
+    for a race without them."""
 
 
 RACES: dict[str, RaceSpec] = {
@@ -48,6 +51,11 @@ RACES: dict[str, RaceSpec] = {
     "xl-2048": RaceSpec("xl", 2048, 4),
     "small-512": RaceSpec("small", 512, 4, other_attention="triton"),
     "8b-32768": RaceSpec("8b", 32_768, 1, "bfloat16-pure", "2026", checkpoint="1", thrifty=16),
+    "2.7b-2048-fp8": RaceSpec("2.7b", 2048, 4, less_memory=True, fp8="fp8"),
+    "xl-2048-fp8": RaceSpec("xl", 2048, 4, fp8="fp8"),
+    "8b-32768-fp8": RaceSpec(
+        "8b", 32_768, 1, "bfloat16-pure", "2026", checkpoint="1", thrifty=16, fp8="fp8-pure"
+    ),
     "tiny-64": RaceSpec("tiny", 64, 2, "float32"),
 }
 
@@ -68,6 +76,7 @@ SIDES = {
     "stepscope": "Stepscope",
     "low-memory": "Stepscope with fewer saved activations",
     "low-precision": "Stepscope with narrower dtypes",
+    "fp8": "Stepscope in FP8",
 }
 """Sides of a race, as records name them, in words."""
 
@@ -148,7 +157,7 @@ def racers(
             _racer("baseline", baseline, compile=scope, compile_mode=mode, attention=attention)
             for scope, mode, attention in itertools.product(scopes, modes, attentions)
         ]
-        own = list(_stepscope_variants(spec, ours))
+        own = list((_fp8_variants if spec.fp8 else _stepscope_variants)(spec, ours))
     variants = [*baselines[:1], *own, *baselines[1:]]
     left = [racer for racer in variants if not forms or any(form in racer.name for form in forms)]
     if {"baseline", "stepscope"} - {racer.side for racer in left}:
@@ -200,6 +209,31 @@ def _stepscope_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
         yield _racer("low-precision", narrow, attention=attention)
     if spec.less_memory:
         yield _racer("low-memory", overlapped, activation_policy=INPUTS)
+
+
+def _fp8_variants(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
+    """The first variant in the dtype of PyTorch's, then the same in FP8, then with more memory and
+    narrower gradients and stream."""
+    fused = msgspec.structs.replace(ours, fused=True, fused_projections=True, optimizer=IN_BACKWARD)
+    if spec.checkpoint != NONE:
+        first = msgspec.structs.replace(fused, activation_policy=f"{INPUTS}-{spec.thrifty}")
+        policies: tuple[str, ...] = (f"{INPUTS}-{spec.thrifty}", INPUTS)
+    else:
+        policy = GATES if spec.less_memory else ALL
+        first = msgspec.structs.replace(fused, activation_policy=policy, graph=True)
+        policies = (ALL, NORMS, GATES)
+    yield _racer("stepscope", first)
+    in_fp8 = msgspec.structs.replace(first, dtype=spec.fp8)
+    for policy in policies:
+        yield _racer("fp8", in_fp8, activation_policy=policy)
+    if spec.checkpoint != NONE:
+        return
+    narrow = msgspec.structs.replace(
+        in_fp8, dtype=f"{spec.fp8}-stream", optimizer=LOW_PRECISION_GRADS
+    )
+    for attention in ("auto", spec.other_attention):
+        for policy in (ALL, NORMS):
+            yield _racer("fp8", narrow, activation_policy=policy, attention=attention)
 
 
 def _racer(side: str, workload: Workload, **changes: object) -> Racer:

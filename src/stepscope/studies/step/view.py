@@ -260,7 +260,8 @@ def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         " power-limited clock recovers between them. Dtypes are the same, except in rows with"
         " narrower dtypes: there the gradients of the blocks' matmuls reach the optimizer in the"
         " dtype of the matmuls, to which PyTorch's are rounded before they become float32, and"
-        " with a low-precision stream the residual stream has that dtype too. MFU counts the"
+        " with a low-precision stream the residual stream has that dtype too. In rows with FP8 the"
+        " linear layers of the blocks run in FP8. MFU counts the"
         " visible half of causal attention and no recomputation.",
     )
 
@@ -275,6 +276,9 @@ def _speed_rows(race: StepRace) -> Iterator[SpeedRow]:
             race, "low-memory", f"{race.name}, peak memory, {race.form('low-memory')}"
         )
     yield from _time_row(race, "low-precision", f"{race.name}, narrower dtypes")
+    yield from _time_row(race, "fp8", f"{race.name}, FP8")
+    if race.spec.fp8:
+        yield from _memory_row(race, "fp8", f"{race.name}, peak memory, FP8")
 
 
 def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:

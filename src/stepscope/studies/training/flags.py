@@ -39,7 +39,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     dtype: tuple[str, ...] = ("float32",)
     """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
     residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
-    weights with float32 master weights)."""
+    weights with float32 master weights); with --fused-projections on a GPU with FP8: fp8,
+    fp8-stream and fp8-pure (the same with the linear layers of the blocks in FP8)."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's), … (see `list attentions`)."""
     compile: tuple[str, ...] = ("no",)

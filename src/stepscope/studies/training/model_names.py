@@ -21,6 +21,12 @@ def check_name(name: str) -> str:
 def check_dtype(name: str, dtype: str) -> None:
     """Reject dtypes that only the built-in models support."""
     policy = precision(dtype)
+    if policy.fp8:
+        raise UsageError(
+            f"{name} does not run in {dtype}",
+            "FP8 runs in the fused projections of the built-in models: use bfloat16, and"
+            " `stepscope run fp8 --model` for its numerics in FP8",
+        )
     if policy.master or policy.narrow_stream:
         raise UsageError(
             f"{name} does not run in {dtype}",

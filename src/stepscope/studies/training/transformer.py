@@ -62,6 +62,8 @@ class TransformerStep(TrainingStep):
         )
         if shares is not None:
             adopt_weights(self.model, shares.model)
+        if policy.fp8:
+            self._use_fp8()
         self.compile_model(workload.compile, workload.compile_mode)
         self.optimizer = make_optimizer(
             workload.optimizer, self.model, master=policy.master, capturable=workload.graph
@@ -73,6 +75,27 @@ class TransformerStep(TrainingStep):
         self.targets = torch.randint(config.vocab, shape, device=device.torch_device)
         self.logits: torch.Tensor | None = None
         self._captured: CapturedStep | None = None
+
+    def _use_fp8(self) -> None:
+        """Let the model choose its FP8 layers. Skip a step in which every layer would stay in
+        bfloat16: its time would be that of another dtype."""
+        from torch import nn
+
+        from stepscope.kernels.fp8.layers import Fp8Layers
+        from stepscope.kernels.fp8.recipe import unavailable
+
+        if reason := unavailable(self.device.torch_device):
+            raise CaseSkipped(reason)
+        layers = Fp8Layers()
+        self.model.set_fp8(layers)  # type: ignore[operator]
+        groups: dict[torch.Size, list[torch.Tensor]] = {}
+        for module in self.model.blocks[0].modules():  # type: ignore[index,union-attr]
+            if isinstance(module, nn.Linear):
+                groups.setdefault(module.weight.shape, []).append(module.weight)
+        tokens = self.workload.batch * self.workload.context
+        reasons = [layers.refused(tuple(weights), tokens) for weights in groups.values()]
+        if None not in reasons:
+            raise CaseSkipped(f"no layer would run in FP8: {reasons[0]}")
 
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:

@@ -98,6 +98,11 @@ class Workload(Case, frozen=True, kw_only=True):
             raise UsageError(f"{self.optimizer} is for the built-in models", "use stepscope-fused")
         self.kept()
         check_layer_options(self.fused, self.fused_projections, self.activation_policy)
+        if precision(self.dtype).fp8 and not self.fused_projections:
+            raise UsageError(
+                f"{self.dtype} runs the fused projections in FP8",
+                "add --fused --fused-projections",
+            )
         if self.autotune_gemms and not self.fused_projections:
             raise UsageError(
                 "autotuned GEMMs need fused projections", "add --fused --fused-projections"
@@ -194,9 +199,11 @@ class Workload(Case, frozen=True, kw_only=True):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Capabilities that the device must have: a dtype, a compiler, CUDA graphs, cuBLAS."""
+        """Capabilities that the device must have: dtypes, a compiler, CUDA graphs, cuBLAS."""
+        policy = precision(self.dtype)
         return (
-            precision(self.dtype).compute,
+            policy.compute,
+            *(["fp8"] if policy.fp8 else []),
             *([] if self.compile == "no" else ["compiler"]),
             *(["graph"] if self.graph or self.compile_mode == "reduce-overhead" else []),
             *(["cublas"] if self.autotune_gemms else []),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from stepscope.analysis.ideal import ideal_ms, operations
-from stepscope.analysis.limits import fastest_dtype, median_ms, mfu
+from stepscope.analysis.ideal import Rates, ideal_ms, operations
+from stepscope.analysis.limits import fastest_dtype, median_ms, mfu, step_rates
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
@@ -67,30 +67,28 @@ def step_verdict(record: Record, workload: Workload, summary: Summary | None) ->
 
 
 class _Bound(NamedTuple):
-    """Rates of the fastest dtype that a change could apply to the matmuls of a step."""
+    """Rates of the fastest dtype that a change could apply to each matmul of a step."""
 
     model: ModelConfig
     precision: Precision
     dtype: str
-    matmul: float
-    """FLOP/s."""
-    bandwidth: float
+    rates: Rates
 
 
 def _bound(record: Record, workload: Workload) -> _Bound | None:
-    """None for a user's model, whose shape is unknown, or without ceilings."""
+    """None for a user's model, whose shape is unknown, or without ceilings. On a machine with FP8
+    the linear layers of the blocks could run in it: `--dtype fp8` is the change."""
     model = workload.shape
-    bandwidth = record.ceiling("memory.copy")
-    rates = {
+    known = {
         name: ceiling.value for name in _RATES if (ceiling := record.ceiling(f"matmul.{name}"))
     }
     own = precision(workload.dtype)
-    best = fastest_dtype(own.compute, rates)
-    rate = rates.get(best, 0.0)
-    if model is None or bandwidth is None or bandwidth.value <= 0 or rate <= 0:
+    best = fastest_dtype(own.compute, known)
+    rates = step_rates(record, best, fp8=own.fp8 or best == "bfloat16")
+    if model is None or rates is None:
         return None
     form = own if best == own.compute else precision(best)
-    return _Bound(model, form, best, rate, bandwidth.value)
+    return _Bound(model, form, f"FP8 and {best}" if rates.fp8 else best, rates)
 
 
 def step_limit(record: Record, workload: Workload) -> Limit | None:
@@ -109,7 +107,7 @@ def _limit(bound: _Bound, workload: Workload) -> Limit:
     listed = operations(
         bound.model, workload.batch, workload.context, bound.precision, workload.mode
     )
-    ideal = ideal_ms(listed, bound.matmul, bound.bandwidth)
+    ideal = ideal_ms(listed, bound.rates)
     update = ideal["optimizer"]
     return Limit(matmul_ms=sum(ideal.values()) - update, update_ms=update, dtype=bound.dtype)
 
@@ -126,7 +124,7 @@ def _limited(
         return limit, ()
     step = waterfall_step(workload, bound.model, bound.precision)
     timed = median_ms(record, "replay") or step_ms
-    water = waterfall(summary, step, bound.matmul, bound.bandwidth, timed)
+    water = waterfall(summary, step, bound.rates, timed)
     spent: defaultdict[str, float] = defaultdict(float)
     spent[IDEAL] = water.ideal_ms - water.faster_ms
     for cause, ms in water.parts.items():

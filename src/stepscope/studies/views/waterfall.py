@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.analysis.limits import median_ms, step_rates
 from stepscope.analysis.power import Capped, power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
@@ -55,12 +55,13 @@ def step_waterfall(record: Record, workload: Workload, summary: Summary) -> Step
     model = workload.shape
     if model is None:
         return None
-    rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
-    if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
+    policy = precision(workload.dtype)
+    rates = step_rates(record, policy.compute, fp8=policy.fp8)
+    if rates is None:
         return None
-    step = waterfall_step(workload, model, precision(workload.dtype))
+    step = waterfall_step(workload, model, policy)
     timed = median_ms(record, "replay") or median_ms(record, "step")
-    water = waterfall(summary, step, rate.value, bandwidth.value, timed)
+    water = waterfall(summary, step, rates, timed)
     return StepWaterfall(workload, water, summary.on_device, power_capped(record), record.id)
 
 

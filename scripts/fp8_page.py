@@ -1,0 +1,158 @@
+"""The section of docs/precision.md on training in FP8, from results/fp8-learning_h200.jsonl.
+
+`python scripts/make_docs.py` generates it once there are trainings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from page_parts import commits_of, figure_files, shown
+
+from stepscope.report.blocks import Block, Curve, Figure
+from stepscope.report.tables import col, table
+
+FILE = "fp8-learning_h200.jsonl"
+_LAST = 100
+"""Steps at the end whose mean loss is compared."""
+_DRAWN = 150
+"""Points of a curve."""
+_SAME = 0.005
+
+Line = dict[str, Any]
+
+
+class Learned:
+    """The trainings of one model: pairs of bfloat16 and FP8 by seed."""
+
+    def __init__(self, model: str, lines: list[Line]) -> None:
+        self.model = model
+        by = {(line["dtype"], line["seed"]): line for line in lines}
+        seeds = sorted({line["seed"] for line in lines})
+        self.pairs = [
+            (by["bf16", seed], by["fp8", seed])
+            for seed in seeds
+            if ("bf16", seed) in by and ("fp8", seed) in by
+        ]
+
+    @property
+    def changes(self) -> list[float]:
+        """FP8's final loss over bfloat16's, minus 1, of each pair that did not diverge."""
+        return [
+            final(fp8) / final(bf16) - 1
+            for bf16, fp8 in self.pairs
+            if bf16["diverged_at"] is None and fp8["diverged_at"] is None
+        ]
+
+    @property
+    def change(self) -> float | None:
+        return fmean(self.changes) if self.changes else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of bfloat16's final loss over seeds, relative to its mean."""
+        finals = [final(bf16) for bf16, _ in self.pairs if bf16["diverged_at"] is None]
+        return stdev(finals) / fmean(finals) if len(finals) > 1 else None
+
+    @property
+    def diverged(self) -> int:
+        return sum(fp8["diverged_at"] is not None for _, fp8 in self.pairs)
+
+    @property
+    def same(self) -> bool:
+        """Within 0.5 % of bfloat16, or within its own spread over seeds."""
+        allowed = max(_SAME, self.spread or 0.0)
+        return not self.diverged and self.change is not None and abs(self.change) <= allowed
+
+
+def final(line: Line) -> float:
+    return fmean(line["losses"][-_LAST:])
+
+
+def learned(lines: list[Line]) -> list[Learned]:
+    models = dict.fromkeys(line["model"] for line in lines)
+    every = (Learned(m, [line for line in lines if line["model"] == m]) for m in models)
+    return [one for one in every if one.pairs]
+
+
+def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the paragraphs and the figure files; nothing without trainings."""
+    path = results / FILE
+    if not path.exists():
+        return [], {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    models = learned(lines)
+    if not models:
+        return [], {}
+    blocks: list[Block] = [_table(models), *map(_figure, models)]
+    first = models[0].pairs[0][1]
+    text = (
+        f"`python benchmarks/fp8_learning.py` on {first['device']}, torch {first['torch']},"
+        f" {commits_of(line['commit'] or '' for line in lines)}: FP8 ({first['recipe']}) forced on"
+        " all linear layers of the blocks, next to bfloat16, from the same weights on the same"
+        " text, the sources of Python's standard library byte by byte."
+    )
+    return ["## Does a model learn in FP8?", text, *shown(blocks)], figure_files(blocks)
+
+
+def _table(models: list[Learned]) -> Block:
+    return table(
+        "fp8-learning",
+        "Mean loss of the last 100 steps",
+        models,
+        [
+            col("model", lambda one: one.model),
+            col("parameters", lambda one: one.pairs[0][0]["parameters"], "count"),
+            col("steps", lambda one: one.pairs[0][0]["steps"], "count"),
+            col("seeds", lambda one: len(one.pairs), "count"),
+            col("bf16", lambda one: fmean(final(bf16) for bf16, _ in one.pairs), unit="nats"),
+            col("FP8", lambda one: fmean(final(fp8) for _, fp8 in one.pairs), unit="nats"),
+            col("change", lambda one: one.change, "percent", hint="mean over the seeds"),
+            col(
+                "largest change",
+                lambda one: max(one.changes, key=abs, default=None),
+                "percent",
+                hint="of one seed",
+            ),
+            col(
+                "bf16 over seeds",
+                lambda one: one.spread,
+                "percent",
+                hint="standard deviation of bfloat16's own loss over the seeds",
+            ),
+            col("diverged", lambda one: one.diverged, "count"),
+            col("the same", lambda one: "yes" if one.same else "no"),
+        ],
+        caption="The same: no divergence, and within 0.5 % of bfloat16 or within its own spread"
+        " over seeds.",
+    )
+
+
+def _figure(one: Learned) -> Figure:
+    def drawn(label: str, line: Line, style: int) -> Curve:
+        losses = line["losses"]
+        width = max(1, len(losses) // _DRAWN)
+        starts = range(0, len(losses) - width + 1, width)
+        return Curve(
+            label=label,
+            x=tuple(float(start + width) for start in starts),
+            y=tuple(fmean(losses[start : start + width]) for start in starts),
+            style=style,
+        )
+
+    curves = []
+    for index, (bf16, fp8) in enumerate(one.pairs):
+        seed = f", seed {bf16['seed']}" if index else ""
+        curves += [drawn(f"bf16{seed}", bf16, 0), drawn(f"FP8{seed}", fp8, 1)]
+    return Figure(
+        name=f"fp8-learning-{one.model}",
+        title=f"Training loss of {one.model} in bfloat16 and FP8",
+        kind="lines",
+        curves=tuple(curves),
+        x_label="step",
+        y_label="loss, nats",
+        caption="Means of neighboring steps.",
+    )

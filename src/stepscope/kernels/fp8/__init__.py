@@ -1,0 +1,1 @@
+"""Linear layers with FP8 GEMMs: recipes, plain PyTorch reference, kernels. Loads without torch."""

@@ -1,0 +1,185 @@
+"""Which linear layers of a model run in FP8, by which recipe, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stepscope.attention.inputs import matmul_dtype
+from stepscope.kernels.fp8 import choice
+from stepscope.kernels.fp8.casts import Histories
+from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
+from stepscope.kernels.fp8.linear import Layer, apply
+from stepscope.kernels.fp8.recipe import (
+    DELAYED,
+    Recipe,
+    recipe_of,
+    shape_refused,
+    unavailable,
+)
+from stepscope.kernels.norm import Normed
+from stepscope.kernels.weight_copies import WeightCopies, Weights
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Fp8Layers:
+    """The choice of FP8 for the layers that read one `WeightCopies` (its attribute `fp8`).
+
+    A layer runs in FP8 if the device has FP8 GEMMs, its shape allows them, and the rule of
+    `choice` predicts a gain for its number of tokens. `always` leaves the rule out. `keep` has
+    weights that stay in the matmul dtype. `decisions` says for each layer that has run why it
+    stayed; None for a layer in FP8.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        *,
+        always: bool = False,
+        rates: choice.Rates = choice.RATES,
+    ) -> None:
+        self.recipe = recipe_of(recipe)
+        self.always = always
+        self._rates = rates
+        self._kept = WeakTensorKeyDictionary()
+        self._overrides = WeakTensorKeyDictionary()
+        self._names = WeakTensorKeyDictionary()
+        self._histories = WeakTensorKeyDictionary()
+        self._devices: dict[torch.device, str | None] = {}
+        self.decisions: dict[str, str | None] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy the settings only: names and histories belong to the weights of one model."""
+        return _created, (self.recipe, self.always, self._rates)
+
+    @property
+    def notes_amax(self) -> bool:
+        """Whether the kernels around the GEMMs should compute largest magnitudes for casts."""
+        return self.recipe.one_scale
+
+    def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the names of weights, as `decisions` and `override` use them."""
+        for name, weight in named:
+            self._names[weight] = name
+
+    def keep(self, weight: Tensor, reason: str) -> None:
+        """Leave the layers that read this weight in the matmul dtype."""
+        self._kept[weight] = reason
+
+    def override(self, pattern: str, recipe: Recipe | str | None) -> None:
+        """Use another recipe for layers whose weights' names match, or None for no FP8, whatever
+        the rule says."""
+        matching = [weight for weight, name in self._names.items() if fnmatch(name, pattern)]
+        if not matching:
+            raise ValueError(f"no weight has a name that matches {pattern!r}")
+        for weight in matching:
+            if recipe is None:
+                self.keep(weight, "excluded")
+            else:
+                self._overrides[weight] = recipe_of(recipe)
+
+    def refused(
+        self, weights: Weights, tokens: int | None = None, transposed: bool = False
+    ) -> str | None:
+        """Return why a layer with these weights does not run in FP8; None if it does. Without a
+        number of tokens, only reasons that hold for every input."""
+        kept = [self._kept[weight] for weight in weights if weight in self._kept]
+        if kept:
+            return str(kept[0])
+        recipe, chosen = self._recipe_of(weights)
+        device = weights[0].device
+        if device not in self._devices:
+            self._devices[device] = unavailable(device, recipe)
+        if reason := self._devices[device]:
+            return reason
+        rows = sum(weight.shape[0] for weight in weights)
+        d_out, d_in = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
+        reason = shape_refused(tokens, d_in, d_out)
+        if reason is not None or tokens is None or self.always or chosen:
+            return reason
+        return choice.not_worth_it(tokens, d_in, d_out, recipe, self._rates)
+
+    def linear(
+        self,
+        x: Tensor | Normed,
+        weights: Weights,
+        copies: WeightCopies,
+        biases: Sequence[Tensor],
+        transposed: bool,
+    ) -> Tensor | None:
+        """Return the output of a fused projection in FP8; None if it stays in the matmul dtype."""
+        read = x.value if isinstance(x, Normed) else x
+        if not self._takes(weights, read, transposed):
+            return None
+        layer = self._layer(weights, transposed)
+        operands = copies.quantized(weights, layer.recipe)
+        normed = x if isinstance(x, Normed) else None
+        return apply(read.to(matmul_dtype(read)), normed, operands, layer, weights, biases)
+
+    def mlp(
+        self,
+        x: Tensor | Normed,
+        first: Weights,
+        second: Tensor,
+        copies: WeightCopies,
+        activation: str,
+        biases: Sequence[Tensor],
+        out_bias: Tensor | None,
+        transposed: bool,
+        policy: str,
+    ) -> Tensor | None:
+        """Return the output of an MLP in FP8; None if it stays in the matmul dtype. Both of its
+        layers do, or neither."""
+        read = x.value if isinstance(x, Normed) else x
+        both = [self._takes(weights, read, transposed) for weights in (first, (second,))]
+        recipe = self._recipe_of(first)[0]
+        if not all(both) or recipe != self._recipe_of((second,))[0]:
+            return None
+        settings = Settings(
+            activation,
+            policy,
+            self._layer(first, transposed),
+            self._layer((second,), transposed),
+            len(biases),
+        )
+        operands = copies.quantized(first, recipe), copies.quantized((second,), recipe)
+        normed = x if isinstance(x, Normed) else None
+        read = read.to(matmul_dtype(read))
+        return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
+
+    def _takes(self, weights: Weights, x: Tensor, transposed: bool) -> bool:
+        tokens = x.numel() // max(1, x.shape[-1])
+        reason = self.refused(weights, tokens, transposed)
+        dtype = matmul_dtype(x)
+        if reason is None and dtype not in _DTYPES:
+            reason = f"its matmuls run in {str(dtype).removeprefix('torch.')}, without autocast"
+        for weight in weights:
+            if weight in self._names:
+                self.decisions[self._names[weight]] = reason
+        return reason is None
+
+    def _recipe_of(self, weights: Weights) -> tuple[Recipe, bool]:
+        """Return the recipe of a layer, and whether it was set for it."""
+        for weight in weights:
+            if weight in self._overrides:
+                return self._overrides[weight], True
+        return self.recipe, False
+
+    def _layer(self, weights: Weights, transposed: bool) -> Layer:
+        recipe = self._recipe_of(weights)[0]
+        histories = None
+        if recipe.scaling == DELAYED:
+            histories = self._histories.get(weights[0])
+            if histories is None:
+                histories = Histories.of(recipe, weights[0].device)
+                self._histories[weights[0]] = histories
+        return Layer(recipe, histories, transposed, len(weights))
+
+
+def _created(recipe: Recipe, always: bool, rates: choice.Rates) -> Fp8Layers:
+    return Fp8Layers(recipe, always=always, rates=rates)

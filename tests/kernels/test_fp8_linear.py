@@ -1,0 +1,340 @@
+"""FP8 layers with an emulated GEMM: against the plain PyTorch reference and against float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8_on_cpu import pretend_fp8
+from stepscope.attention import reference_attention
+from stepscope.errors import UsageError
+from stepscope.kernels import fp8_linear
+from stepscope.kernels.activation_policy import KEEPS
+from stepscope.kernels.feed_forward import mlp
+from stepscope.kernels.fp8 import feed_forward, linear
+from stepscope.kernels.fp8.layers import Fp8Layers
+from stepscope.kernels.fp8.recipe import (
+    BF16,
+    DELAYED,
+    E5M2,
+    FP8,
+    ROWWISE,
+    SCALINGS,
+    TENSORWISE,
+    Recipe,
+)
+from stepscope.kernels.fp8.reference import DelayedScales, fp8_linear_reference
+from stepscope.kernels.matmul import fused_linear
+from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.model import ModelConfig, TransformerLM
+from stepscope.optim import FusedAdamW, InBackwardAdamW
+
+# The interpreter computes bfloat16 incorrectly.
+HALF = torch.float16
+FACTOR = 1.05
+"""Permitted error against float64 in units of the reference's, which has the same casts: only the
+rounding of results differs."""
+CONFIG = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=48, context=16)
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_fp8(monkeypatch)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("weight_gradient", [FP8, BF16])
+def test_error_is_that_of_the_reference_with_the_same_casts(
+    scaling: str, weight_gradient: str
+) -> None:
+    gradient = E5M2 if scaling == TENSORWISE else "e4m3"
+    recipe = Recipe(scaling, gradient_dtype=gradient, weight_gradient=weight_gradient)
+    x, grad = draw(2, 24, 144).to(HALF), draw(2, 24, 160).to(HALF)
+    weight, bias = draw(160, 144) / 12, draw(160)
+
+    def run(function: Any, dtype: torch.dtype, **how: Any) -> list[Tensor]:
+        inputs = [
+            x.to(dtype).requires_grad_(),
+            *(
+                t.to(dtype if dtype == torch.float64 else t.dtype).requires_grad_()
+                for t in (weight, bias)
+            ),
+        ]
+        out = function(*inputs, **how)
+        assert out.dtype == dtype
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
+
+    truth = run(nn.functional.linear, torch.float64)
+    scales = DelayedScales.of(recipe) if scaling == DELAYED else None
+    reference = run(fp8_linear_reference, HALF, recipe=recipe, scales=scales)
+    actual = run(fp8_linear, HALF, recipe=recipe)
+    for number, (exact, expected, found) in enumerate(zip(truth, reference, actual, strict=True)):
+        assert found.dtype == expected.dtype
+        limit = FACTOR * error(expected, exact) + 1e-3
+        assert error(found, exact) <= limit, number
+        if number in (0, 1):
+            # The casts are the same, so the results are far closer to each other than to float64.
+            assert error(found, expected.double()) < 0.1 * error(expected, exact)
+    again = run(fp8_linear, HALF, recipe=recipe)
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+def test_saved_activations_are_fp8() -> None:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x, weight = draw(64, 32).to(HALF).requires_grad_(), draw(48, 32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fp8_linear(x, weight)
+    large = [tensor for tensor in saved if tensor.numel() > 1]
+    assert {tensor.dtype for tensor in large} == {torch.float8_e4m3fn}
+    assert sum(tensor.nbytes for tensor in large) == 64 * 32 + 48 * 32
+
+
+def test_nonfinite_values_stay_in_their_rows() -> None:
+    x, weight = draw(32, 32).to(HALF), draw(48, 32).to(HALF)
+    x[3, 4], x[7, 0] = math.nan, math.inf
+    out = fp8_linear(x, weight)
+    assert (out.isfinite().all(1) == torch.tensor([i not in (3, 7) for i in range(32)])).all()
+    assert fp8_linear(torch.zeros(16, 32, dtype=HALF), weight).eq(0).all()
+
+
+def test_unsupported_shapes_fall_back_with_a_reason() -> None:
+    x, weight = draw(17, 32).to(HALF), draw(48, 32).to(HALF)
+    with pytest.warns(UserWarning, match="tokens=17"):
+        out = fp8_linear(x, weight)
+    assert torch.equal(out, nn.functional.linear(x, weight))
+    with pytest.warns(UserWarning, match="in_features=20"):
+        fp8_linear(draw(16, 20).to(HALF), draw(48, 20).to(HALF))
+
+
+def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="NVIDIA"):
+        fp8_linear(draw(16, 32), draw(48, 32))
+    copies = WeightCopies(fp8=Fp8Layers(always=True))
+    weight = draw(48, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fused_linear(draw(16, 32), (weight,), copies)
+    assert out.dtype == torch.bfloat16
+    assert copies.fp8 is not None
+    assert "NVIDIA" in (copies.fp8.refused((weight,)) or "")
+
+
+def test_cached_casts_follow_the_weight() -> None:
+    copies = WeightCopies()
+    x, weight = draw(16, 32).to(HALF), nn.Parameter(draw(48, 32))
+    first = fp8_linear(x, weight, copies=copies)
+    (group,) = copies._groups.values()
+    with torch.no_grad():
+        weight.mul_(-2)
+    second = fp8_linear(x, weight, copies=copies)
+    assert torch.equal(second, -2 * first)
+    assert [*copies._groups.values()] == [group]
+    assert copies.find(weight) is None
+    weight.data.mul_(-1)
+    assert torch.equal(fp8_linear(x, weight, copies=copies), second)
+    copies.invalidate(weight)
+    assert torch.equal(fp8_linear(x, weight, copies=copies), -second)
+    # The matmul dtype has a copy of its own.
+    assert copies.narrow((weight,), HALF)[0].dtype == HALF
+    assert len(copies._groups) == 2
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_projections_are_those_of_single_ones(scaling: str, transposed: bool) -> None:
+    recipe = Recipe(scaling)
+    copies = WeightCopies(fp8=Fp8Layers(recipe, always=True))
+    x = draw(3, 16, 144).to(HALF).requires_grad_()
+    weight, bias = draw(64, 144).requires_grad_(), draw(64).requires_grad_()
+    stored = weight.detach().T.contiguous().requires_grad_() if transposed else None
+    out = fused_linear(
+        x, (weight if stored is None else stored,), copies, (bias,), transposed=transposed
+    )
+    expected = fp8_linear(x, weight, bias, recipe=recipe)
+    assert torch.equal(out, expected)
+    grad = draw(3, 16, 64).to(HALF)
+    learned = (x, weight if stored is None else stored, bias)
+    actual = torch.autograd.grad(out, learned, grad)
+    wanted = torch.autograd.grad(expected, (x, weight, bias), grad)
+    assert torch.equal(actual[0], wanted[0])
+    assert torch.equal(actual[1].T if transposed else actual[1], wanted[1])
+    assert torch.equal(actual[2], wanted[2])
+    if not transposed:
+        parts = weight.detach()[:16].clone(), weight.detach()[16:].clone()
+        together = fused_linear(x, tuple(p.requires_grad_() for p in parts), copies, ())
+        assert error(together + bias.to(HALF), expected.detach().double()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "scaling"), [*itertools.product(KEEPS, [TENSORWISE]), ("gates", ROWWISE)]
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool) -> None:
+    copies = WeightCopies(fp8=Fp8Layers(scaling, always=True))
+    x = draw(32, 144).to(HALF).requires_grad_()
+    first = [draw(160, 144, seed=n).div(12).requires_grad_() for n in range(1 + gated)]
+    second = draw(144, 160).div(12).requires_grad_()
+    biases = [] if gated else [draw(160).requires_grad_()]
+    out = mlp(x, tuple(first), second, copies, biases=biases, policy=policy)
+    assert copies.fp8 is not None
+    gates = fused_linear(x, tuple(first), copies, biases)
+    gate, up = gates.chunk(2, -1) if gated else (gates, None)
+    hidden = nn.functional.silu(gate.float())
+    hidden = (hidden if up is None else hidden * up.float()).to(HALF)
+    expected = fused_linear(hidden, (second,), copies)
+    # Rounded differently before the casts, so that some values land on the other FP8 neighbor.
+    assert error(out.detach(), expected.detach().double()) < 5e-3
+    learned = (x, *first, second, *biases)
+    grad = draw(32, 144, seed=5).to(HALF)
+    actual = torch.autograd.grad(out, learned, grad)
+    for a, b in zip(actual, torch.autograd.grad(expected, learned, grad), strict=True):
+        assert a.dtype == b.dtype
+        assert error(a, b.double()) < 0.02
+
+
+def model(**how: Any) -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(CONFIG, reference_attention, fused=True, fused_projections=True, **how).to(
+        HALF
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(CONFIG.vocab, (2, 2, 16), generator=torch.Generator().manual_seed(1))
+    return tokens[0], tokens[1]
+
+
+class TestModel:
+    def test_blocks_run_in_fp8_and_the_head_does_not(self) -> None:
+        subject = model(fp8=Fp8Layers(always=True))
+        loss = subject(*batch())
+        loss.backward()
+        layers = subject.copies.fp8
+        assert layers is not None
+        expected = {
+            name for name, p in subject.named_parameters() if p.dim() == 2 and name[0] == "b"
+        }
+        assert {name for name, why in layers.decisions.items() if why is None} == expected
+        plain = model()
+        reference = plain(*batch())
+        reference.backward()
+        assert loss.item() == pytest.approx(reference.item(), rel=0.02)
+        assert loss.item() != reference.item()
+        for (name, p), q in zip(subject.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert error(p.grad, q.grad.double()) < 0.3, name
+
+    def test_kernels_around_the_gemms_compute_the_amax(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from stepscope.kernels.fp8 import casts
+        from stepscope.kernels.triton import fp8
+
+        passes: list[tuple[int, ...]] = []
+        original, quantize = fp8.amax, casts.quantize
+
+        def amax(x: Tensor, by_row: bool = False) -> Any:
+            passes.append(tuple(x.shape))
+            return original(x, by_row)
+
+        def checked(x: Tensor, *args: Any, partial: Tensor | None = None, **how: Any) -> Any:
+            if partial is not None:
+                assert partial.max() == x.float().abs().max()
+            return quantize(x, *args, partial=partial, **how)
+
+        monkeypatch.setattr(fp8, "amax", amax)
+        for module in (linear, feed_forward):
+            monkeypatch.setattr(module, "quantize", checked)
+        subject = model(fp8=Fp8Layers(always=True))
+        subject(*batch()).backward()
+        d, tokens = CONFIG.d_model, 32
+        # In each block: seven weights; the output of attention and the gradient of its inputs.
+        of_block = [(d, d)] * 4 + [(CONFIG.d_ff, d)] * 2 + [(d, CONFIG.d_ff)]
+        of_block += [(tokens, d), (tokens, 3 * d)]
+        assert sorted(passes) == sorted(2 * of_block)
+
+    @pytest.mark.parametrize("policy", KEEPS)
+    def test_policies_and_checkpoints_agree(self, policy: str) -> None:
+        gradients = []
+        for how in ({}, {"activation_policy": (policy,) * 2}, {"checkpoint": (1,)}):
+            subject = model(fp8=Fp8Layers(always=True), **how)
+            subject(*batch()).backward()
+            gradients.append([p.grad for p in subject.parameters()])
+        for other in gradients[1:]:
+            for a, b in zip(gradients[0], other, strict=True):
+                assert a is not None
+                assert b is not None
+                assert error(b, a.double()) < 0.05
+
+    def test_small_layers_stay_and_say_why(self) -> None:
+        subject = model(fp8="tensorwise")
+        subject(*batch())
+        layers = subject.copies.fp8
+        assert layers is not None
+        assert all("casts cost more" in (why or "") for why in layers.decisions.values())
+        assert len(layers.decisions) == 14
+
+    def test_layers_can_be_chosen_by_name(self) -> None:
+        subject = model(fp8=Fp8Layers())
+        layers = subject.copies.fp8
+        assert layers is not None
+        layers.override("blocks.0.attention.*", "rowwise")
+        layers.override("blocks.1.*", None)
+        subject(*batch())
+        on = {name for name, why in layers.decisions.items() if why is None}
+        assert on == {f"blocks.0.attention.{n}.weight" for n in ("query", "key", "value", "output")}
+        assert layers.decisions["blocks.1.feed_forward.w1.weight"] == "excluded"
+        with pytest.raises(ValueError, match="no weight"):
+            layers.override("decoder.*", None)
+
+    def test_a_copy_of_the_model_keeps_the_setting(self) -> None:
+        subject = model(fp8=Fp8Layers(ROWWISE, always=True))
+        other = copy.deepcopy(subject)
+        assert torch.equal(subject(*batch()), other(*batch()))
+        assert other.copies.fp8 is not None
+        assert other.copies.fp8.recipe == Recipe(ROWWISE)
+        other.set_fp8(None)
+        assert not torch.equal(subject(*batch()), other(*batch()))
+
+    @pytest.mark.parametrize("kind", [FusedAdamW, InBackwardAdamW])
+    def test_training_lowers_the_loss_and_refreshes_the_casts(self, kind: Any) -> None:
+        torch.manual_seed(0)
+        subject = TransformerLM(
+            CONFIG, reference_attention, fused=True, fused_projections=True,
+            fp8=Fp8Layers(always=True),
+        )  # fmt: skip
+        optimizer = kind(subject.parameters(), lr=1e-2, copies=subject.copies)
+        losses = []
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(4):
+                loss = subject(*batch())
+                if isinstance(optimizer, InBackwardAdamW):
+                    loss.backward()
+                else:
+                    loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < 0.8 * losses[0]
+        assert all(p.dtype == torch.float32 for p in subject.parameters())
