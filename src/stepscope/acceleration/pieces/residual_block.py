@@ -17,6 +17,7 @@ from stepscope.acceleration.pieces.norm import matched_norm
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.norm import normed_sum
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.saved_tensors import saved_tensors_are_hooked
 
 PIECE = "residual block"
@@ -24,7 +25,7 @@ _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def find(model: nn.Module) -> Found:
+def find(model: nn.Module, copies: WeightCopies) -> Found:
     replacements, left = [], []
     blocks: dict[nn.Module, _Block] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -38,7 +39,7 @@ def find(model: nn.Module) -> Found:
         elif any(map(has_hooks, module.modules())):
             left.append(Left(PIECE, name, "it has hooks"))
         else:
-            blocks[module] = _Block(module, first, second)
+            blocks[module] = _Block(module, first, second, copies)
     for module, following in _consecutive(model):
         if module in blocks and following in blocks:
             blocks[module].following = blocks[following]
@@ -65,11 +66,13 @@ class _Norm(NamedTuple):
         match = matched_norm(module)
         return None if match is None else cls(module, *match)
 
-    def of_sum(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return x + branch, or x, and its norm."""
+    def of_sum(
+        self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + branch, or x, and its norm. `amax` is for layers in FP8."""
         weight = self.module.weight
         weight = weight + self.offset if self.offset else weight
-        stream, normed = normed_sum(x, branch, weight, self.eps, dtype)
+        stream, normed = normed_sum(x, branch, weight, self.eps, dtype, amax=amax)
         return stream, normed.value
 
 
@@ -85,8 +88,9 @@ class _Normed(NamedTuple):
 class _Block:
     """The fused forward of one block."""
 
-    def __init__(self, module: Any, first: _Norm, second: _Norm) -> None:
+    def __init__(self, module: Any, first: _Norm, second: _Norm, copies: WeightCopies) -> None:
         self._module, self._original = module, module.forward
+        self._copies = copies
         self._first, self._second = first, second
         self._normed: _Normed | None = None
         self.following: _Block | None = None
@@ -95,16 +99,17 @@ class _Block:
         if args or has_hooks(self._first.module) or has_hooks(self._second.module):
             return self._original(hidden_states, *args, **kwargs)
         dtype = matmul_dtype(hidden_states)
+        amax = self._copies.fp8 is not None and self._copies.fp8.notes_amax
         read = self._take_normed(hidden_states, dtype)
         if read is None:
-            _, read = self._first.of_sum(hidden_states, None, dtype)
+            _, read = self._first.of_sum(hidden_states, None, dtype, amax)
         branch, _ = module.self_attn(hidden_states=read, **kwargs)
-        stream, read = self._second.of_sum(hidden_states, branch, dtype)
+        stream, read = self._second.of_sum(hidden_states, branch, dtype, amax)
         branch = module.mlp(read)
         following = self.following
         if following is None or not following.can_be_normed_early():
             return stream + branch
-        stream, read = following._first.of_sum(stream, branch, dtype)
+        stream, read = following._first.of_sum(stream, branch, dtype, amax)
         following._normed = _Normed(weakref.ref(stream), stream._version, dtype, read)
         return stream
 
