@@ -72,10 +72,12 @@ class WeightCopies:
         group.update(weights)
         return (group.concatenated,)
 
-    def quantized(self, weights: Weights, recipe: Recipe) -> Quantized:
+    def quantized(self, weights: Weights, recipe: Recipe, cached: bool = True) -> Quantized:
         """Return the rows of all these weights as operands of FP8 GEMMs, and their columns."""
+        if not cached:
+            return quantize_weights([weight.detach() for weight in weights], recipe)
         if self._cached is not None and any(weight not in self._cached for weight in weights):
-            return quantize_weights(tuple(weight.detach() for weight in weights), recipe)
+            return self.quantized(weights, recipe, cached=False)
         key = (recipe, tuple(map(id, weights)))
         group = self._groups.get(key)
         if not isinstance(group, _Fp8Group) or not group.fits(weights, DTYPES[E4M3]):

@@ -7,6 +7,9 @@ precision from the embedding on, and half the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -169,6 +172,12 @@ class TransformerLM(nn.Module):
         if layers is not None:
             layers.name(self.named_parameters())
         self.copies.fp8 = layers
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerLM:
+        """Move the model; the layers in FP8 then have new parameters."""
+        super()._apply(fn, recurse)
+        self.set_fp8(self.copies.fp8)
+        return self
 
     def set_fused(self, on: bool) -> None:
         """Switch the fused layers and fused projections on or off."""

@@ -136,7 +136,7 @@ def _plain(
             if recipe.one_scale:
                 used = 1.0 / inverse
             if dim == 0:
-                values, inverse = values.T.contiguous(), inverse.T
+                values, inverse = values.T.contiguous(), inverse.T if inverse.dim() else inverse
             if recipe.scaling == BLOCKWISE:
                 inverse = inverse.T.contiguous().T
             pair[1 - dim] = (values, inverse)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.fp8 import choice
-from stepscope.kernels.fp8.casts import Histories
+from stepscope.kernels.fp8.casts import Histories, Quantized
 from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
 from stepscope.kernels.fp8.linear import Layer, apply
 from stepscope.kernels.fp8.recipe import (
@@ -63,7 +63,8 @@ class Fp8Layers:
         return self.recipe.one_scale
 
     def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the names of weights, as `decisions` and `override` use them."""
+        """Set the names of weights, as `decisions` and `override` use them. Casts of these weights
+        are cached."""
         for name, weight in named:
             self._names[weight] = name
 
@@ -117,7 +118,7 @@ class Fp8Layers:
         if not self._takes(weights, read, transposed):
             return None
         layer = self._layer(weights, transposed)
-        operands = copies.quantized(weights, layer.recipe)
+        operands = self._operands(weights, layer.recipe, copies)
         normed = x if isinstance(x, Normed) else None
         return apply(read.to(matmul_dtype(read)), normed, operands, layer, weights, biases)
 
@@ -147,10 +148,18 @@ class Fp8Layers:
             self._layer((second,), transposed),
             len(biases),
         )
-        operands = copies.quantized(first, recipe), copies.quantized((second,), recipe)
+        operands = (
+            self._operands(first, recipe, copies),
+            self._operands((second,), recipe, copies),
+        )
         normed = x if isinstance(x, Normed) else None
         read = read.to(matmul_dtype(read))
         return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
+
+    def _operands(self, weights: Weights, recipe: Recipe, copies: WeightCopies) -> Quantized:
+        # A weight that a wrapper gathers from several ranks has no name here: it changes without a
+        # change of its version.
+        return copies.quantized(weights, recipe, cached=all(w in self._names for w in weights))
 
     def _takes(self, weights: Weights, x: Tensor, transposed: bool) -> bool:
         tokens = x.numel() // max(1, x.shape[-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _ATTRIBUTE = "_stepscope_amax"
@@ -22,5 +23,7 @@ def note_amax(x: Tensor, partial: Tensor | None) -> Tensor:
 
 def noted_amax(x: Any) -> Tensor | None:
     """Return the largest absolute values of parts of x; None if they are not known."""
+    if torch.compiler.is_compiling():
+        return None
     partial, version = getattr(x, _ATTRIBUTE, (None, -1))
     return partial if version == x._version else None

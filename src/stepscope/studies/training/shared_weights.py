@@ -16,7 +16,9 @@ def adopt_weights(model: torch.nn.Module, source: torch.nn.Module) -> None:
         module._buffers.update(same._buffers)
     # One set of copies for all: whichever step updates a weight updates its copies too.
     if hasattr(model, "copies"):
-        model.copies = source.copies.shared(model.copies.fp8)
+        fp8 = model.copies.fp8
+        model.copies = source.copies.shared(fp8)
+        model.set_fp8(fp8)
 
 
 def begin_moments(optimizer: torch.optim.Optimizer) -> None:
