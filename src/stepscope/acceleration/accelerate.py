@@ -120,7 +120,7 @@ def accelerate(
         attended = [left.name for left in report.left if left.piece == attention.PIECE]
         known = report.replaced.get(attention.PIECE, []) + attended
         report.left += unrecognized(inner, known)
-    _set_dtype(inner, compute, report)  # type: ignore[arg-type]
+    _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
     if sample is not None:

@@ -76,7 +76,8 @@ class Patch:
 
     def _difference(self, replaced: Callable[..., Any], args: Any, kwargs: Any) -> str:
         """Return how it differs: at the precision of the original, then with layers in FP8."""
-        module, fp8 = self.replacement.module, self._copies and self._copies.fp8
+        module = self.replacement.module
+        fp8 = None if self._copies is None else self._copies.fp8
         if self._copies is None or fp8 is None:
             return difference(module, self._original, replaced, args, kwargs)
         self._copies.fp8 = None

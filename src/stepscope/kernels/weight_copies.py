@@ -200,6 +200,8 @@ class _Group:
             # A captured copy has not run yet, and runs again at every replay.
             if not capturing:
                 self._versions = [_Version.of(weight) for weight in weights]
+            elif not self.is_narrow:
+                self._versions = [None] * len(weights)
 
     def _copy(self, weights: Weights) -> None:
         torch._foreach_copy_(list(self.rows), list(weights))

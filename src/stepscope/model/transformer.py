@@ -175,7 +175,7 @@ class TransformerLM(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerLM:
         """Move the model; the layers in FP8 then have new parameters."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.set_fp8(self.copies.fp8)
         return self
 

@@ -75,7 +75,7 @@ class Fp8Layers:
     def override(self, pattern: str, recipe: Recipe | str | None) -> None:
         """Use another recipe for layers whose weights' names match, or None for no FP8, whatever
         the rule says."""
-        matching = [weight for weight, name in self._names.items() if fnmatch(name, pattern)]
+        matching = [weight for weight in self._names if fnmatch(self._names[weight], pattern)]
         if not matching:
             raise ValueError(f"no weight has a name that matches {pattern!r}")
         for weight in matching:
@@ -183,10 +183,9 @@ class Fp8Layers:
         recipe = self._recipe_of(weights)[0]
         histories = None
         if recipe.scaling == DELAYED:
-            histories = self._histories.get(weights[0])
-            if histories is None:
-                histories = Histories.of(recipe, weights[0].device)
-                self._histories[weights[0]] = histories
+            if weights[0] not in self._histories:
+                self._histories[weights[0]] = Histories.of(recipe, weights[0].device)
+            histories = self._histories[weights[0]]
         return Layer(recipe, histories, transposed, len(weights))
 
 
