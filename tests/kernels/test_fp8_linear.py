@@ -306,6 +306,37 @@ class TestModel:
         assert all("casts cost more" in (why or "") for why in layers.decisions.values())
         assert len(layers.decisions) == 14
 
+    def test_saturated_values_of_delayed_scales_are_counted(self) -> None:
+        subject = model(fp8=Fp8Layers(DELAYED, always=True))
+        layers = subject.copies.fp8
+        assert layers is not None
+        subject(*batch()).backward()
+        names = {f"blocks.{n}.{part}" for n in range(2) for part in (
+            "attention.query.weight", "attention.output.weight",
+            "feed_forward.w1.weight", "feed_forward.w2.weight",
+        )}  # fmt: skip
+        # The first step has the scales of its own values.
+        assert layers.saturated() == dict.fromkeys(names, (0, 0))
+        with torch.no_grad():
+            subject.blocks[1].feed_forward_norm.weight.mul_(4)
+        subject(*batch())
+        limited = {name: inputs for name, (inputs, _) in layers.saturated().items() if inputs}
+        assert limited.keys() == {
+            "blocks.1.feed_forward.w1.weight",
+            "blocks.1.feed_forward.w2.weight",
+        }
+
+    def test_one_layer_of_an_mlp_in_bf16_keeps_the_other(self) -> None:
+        subject = model(fp8=Fp8Layers(always=True))
+        layers = subject.copies.fp8
+        assert layers is not None
+        layers.override("*.w2.weight", None)
+        subject(*batch())
+        decisions = layers.decisions
+        assert decisions["blocks.0.feed_forward.w2.weight"] == "excluded"
+        assert "other layer" in (decisions["blocks.0.feed_forward.w1.weight"] or "")
+        assert decisions["blocks.0.attention.query.weight"] is None
+
     def test_layers_can_be_chosen_by_name(self) -> None:
         subject = model(fp8=Fp8Layers())
         layers = subject.copies.fp8

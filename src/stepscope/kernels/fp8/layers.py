@@ -50,7 +50,7 @@ class Fp8Layers:
         self._overrides = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
         self._histories = WeakTensorKeyDictionary()
-        self._devices: dict[torch.device, str | None] = {}
+        self._devices: dict[tuple[torch.device, Recipe], str | None] = {}
         self.decisions: dict[str, str | None] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -84,6 +84,16 @@ class Fp8Layers:
             else:
                 self._overrides[weight] = recipe_of(recipe)
 
+    def saturated(self) -> dict[str, tuple[int, int]]:
+        """Return how many values of the input and of the gradient of each layer with delayed scales
+        were limited so far. Waits for the device."""
+        counts = {}
+        for weight in self._histories:
+            one = self._histories[weight]
+            if weight in self._names:
+                counts[self._names[weight]] = (int(one.x.saturated), int(one.grad.saturated))
+        return counts
+
     def refused(
         self, weights: Weights, tokens: int | None = None, transposed: bool = False
     ) -> str | None:
@@ -93,10 +103,10 @@ class Fp8Layers:
         if kept:
             return str(kept[0])
         recipe, chosen = self._recipe_of(weights)
-        device = weights[0].device
-        if device not in self._devices:
-            self._devices[device] = unavailable(device, recipe)
-        if reason := self._devices[device]:
+        where = (weights[0].device, recipe)
+        if where not in self._devices:
+            self._devices[where] = unavailable(*where)
+        if reason := self._devices[where]:
             return reason
         rows = sum(weight.shape[0] for weight in weights)
         d_out, d_in = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
@@ -137,9 +147,13 @@ class Fp8Layers:
         """Return the output of an MLP in FP8; None if it stays in the matmul dtype. Both of its
         layers do, or neither."""
         read = x.value if isinstance(x, Normed) else x
-        both = [self._takes(weights, read, transposed) for weights in (first, (second,))]
         recipe = self._recipe_of(first)[0]
+        layers = (first, (second,))
+        both = [self._takes(weights, read, transposed) for weights in layers]
         if not all(both) or recipe != self._recipe_of((second,))[0]:
+            for weights, takes in zip(layers, both, strict=True):
+                if takes:
+                    self._decide(weights, "the other layer of its MLP has another dtype or recipe")
             return None
         settings = Settings(
             activation,
@@ -167,10 +181,13 @@ class Fp8Layers:
         dtype = matmul_dtype(x)
         if reason is None and dtype not in _DTYPES:
             reason = f"its matmuls run in {str(dtype).removeprefix('torch.')}, without autocast"
+        self._decide(weights, reason)
+        return reason is None
+
+    def _decide(self, weights: Weights, reason: str | None) -> None:
         for weight in weights:
             if weight in self._names:
                 self.decisions[self._names[weight]] = reason
-        return reason is None
 
     def _recipe_of(self, weights: Weights) -> tuple[Recipe, bool]:
         """Return the recipe of a layer, and whether it was set for it."""
