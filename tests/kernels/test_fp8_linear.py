@@ -32,7 +32,7 @@ from stepscope.kernels.fp8.recipe import (
 from stepscope.kernels.fp8.reference import DelayedScales, fp8_linear_reference
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
-from stepscope.model import ModelConfig, TransformerLM
+from stepscope.model import ModelConfig, TransformerLM, with_overrides
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 # The interpreter computes bfloat16 incorrectly.
@@ -223,9 +223,10 @@ def test_torch_compile_traces_a_layer_as_one_graph() -> None:
         assert torch.equal(a, b)
 
 
-def model(**how: Any) -> TransformerLM:
+def model(layers: int = 2, **how: Any) -> TransformerLM:
     torch.manual_seed(0)
-    return TransformerLM(CONFIG, reference_attention, fused=True, fused_projections=True, **how).to(
+    config = with_overrides(CONFIG, n_layers=layers)
+    return TransformerLM(config, reference_attention, fused=True, fused_projections=True, **how).to(
         HALF
     )
 
@@ -287,9 +288,9 @@ class TestModel:
 
     def test_policies_and_checkpoints_agree(self) -> None:
         gradients = []
-        forms = [{"activation_policy": (policy,) * 2} for policy in KEEPS]
+        forms = [{"activation_policy": (policy,)} for policy in KEEPS]
         for how in (*forms, {"checkpoint": (1,)}):
-            subject = model(fp8=Fp8Layers(always=True), **how)
+            subject = model(1, fp8=Fp8Layers(always=True), **how)
             subject(*batch()).backward()
             gradients.append([p.grad for p in subject.parameters()])
         for other in gradients[1:]:
@@ -350,8 +351,16 @@ class TestModel:
         with pytest.raises(ValueError, match="no weight"):
             layers.override("decoder.*", None)
 
+    def test_training_follows_an_evaluation_in_inference_mode(self) -> None:
+        subject = model(1, fp8=Fp8Layers(always=True))
+        with torch.inference_mode():
+            evaluated = subject(*batch()).item()
+        loss = subject(*batch())
+        loss.backward()
+        assert loss.item() == evaluated
+
     def test_a_copy_of_the_model_keeps_the_setting(self) -> None:
-        subject = model(fp8=Fp8Layers(ROWWISE, always=True))
+        subject = model(1, fp8=Fp8Layers(ROWWISE, always=True))
         other = copy.deepcopy(subject)
         assert torch.equal(subject(*batch()), other(*batch()))
         assert other.copies.fp8 is not None

@@ -53,12 +53,11 @@ def test_the_benchmark_of_steps_says_why_a_form_is_skipped(
     import fp8_step
 
     out = tmp_path / "lines.jsonl"
-    forms = ["bf16", "fp8-tensorwise"]
+    forms = ["fp8-tensorwise", "fp8-rowwise"]
     words = ["--tiny", "--rows", "own_xl", "--seconds", "0.01", "--device", "cpu"]
     fp8_step.main([*words, "--out", str(out), "--forms", *forms])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["form"] for line in lines] == ["bf16", "fp8-tensorwise", "bf16"]
-    assert "NVIDIA" in lines[1]["skipped"]
-    assert lines[0]["median_ms"] > 0
+    assert [line["form"] for line in lines] == forms
+    assert all("NVIDIA" in line["skipped"] for line in lines)
     assert "NVIDIA" in capsys.readouterr().out
     sys.modules.pop("acceleration", None)

@@ -220,7 +220,11 @@ class _Fp8Group(_Group):
         self.operands: Quantized | None = None
 
     def _copy(self, weights: Weights) -> None:
-        self.operands = quantize_weights(weights, self._recipe, self.concatenated, self._columns)
+        # Training cannot save scales that were created in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self.operands = quantize_weights(
+                weights, self._recipe, self.concatenated, self._columns
+            )
 
 
 class _Version(NamedTuple):

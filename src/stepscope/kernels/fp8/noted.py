@@ -16,7 +16,8 @@ _ATTRIBUTE = "_stepscope_amax"
 
 def note_amax(x: Tensor, partial: Tensor | None) -> Tensor:
     """Attach (parts,) largest absolute values of a tensor's parts to it, and return the tensor."""
-    if partial is not None:
+    # Tensors of inference mode have no versions.
+    if partial is not None and not x.is_inference():
         setattr(x, _ATTRIBUTE, (partial, x._version))
     return x
 
@@ -26,4 +27,4 @@ def noted_amax(x: Any) -> Tensor | None:
     if torch.compiler.is_compiling():
         return None
     partial, version = getattr(x, _ATTRIBUTE, (None, -1))
-    return partial if version == x._version else None
+    return partial if partial is not None and version == x._version else None
