@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stepscope
+from fp8_on_cpu import pretend_fp8
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "programs"))
 import common  # noqa: F401
@@ -282,3 +283,32 @@ def test_cross_attention_is_left() -> None:
     for _ in range(2):
         torch.testing.assert_close(model(**inputs).loss, expected)
     assert all("crossattention" not in name for name in report.replaced["attention"])
+
+
+def test_a_llama_in_fp8_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_fp8(monkeypatch)
+    monkeypatch.setattr("stepscope.acceleration.accelerate.unavailable", lambda *_: None)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, **GROUPED, use_cache=False)
+        models.append(transformers.LlamaForCausalLM(config).train())
+    fused, plain = models
+    report = stepscope.accelerate(fused, dtype="fp8")
+    assert report.fp8 is not None
+    report.fp8.always = True
+    tokens = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = [fused(input_ids=tokens, labels=tokens).loss]
+    with torch.autocast("cpu", torch.bfloat16):
+        losses.append(plain(input_ids=tokens, labels=tokens).loss)
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
+    on = [name for name, why in report.fp8.decisions.items() if why is None]
+    assert len(on) == 2 * 7
+    assert [left.name for left in report.left if left.piece == "fp8"] == ["lm_head"]
+    for (name, a), b in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad - b.grad).norm() < 0.25 * b.grad.norm(), name
+    assert report.unchecked == 0

@@ -32,7 +32,7 @@ from stepscope.kernels.fp8.recipe import (
 from stepscope.kernels.fp8.reference import DelayedScales, fp8_linear_reference
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
-from stepscope.model import ModelConfig, TransformerLM
+from stepscope.model import ModelConfig, TransformerLM, with_overrides
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 # The interpreter computes bfloat16 incorrectly.
@@ -211,9 +211,22 @@ def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool
         assert error(a, b.double()) < 0.02
 
 
-def model(**how: Any) -> TransformerLM:
+def test_torch_compile_traces_a_layer_as_one_graph() -> None:
+    x, weight, bias = draw(32, 32).to(HALF), draw(48, 32), draw(48)
+    grad = draw(32, 48, seed=1).to(HALF)
+    results = []
+    for function in (fp8_linear, torch.compile(fp8_linear, fullgraph=True, backend="aot_eager")):
+        inputs = [one.clone().requires_grad_() for one in (x, weight, bias)]
+        out = function(*inputs)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def model(layers: int = 2, **how: Any) -> TransformerLM:
     torch.manual_seed(0)
-    return TransformerLM(CONFIG, reference_attention, fused=True, fused_projections=True, **how).to(
+    config = with_overrides(CONFIG, n_layers=layers)
+    return TransformerLM(config, reference_attention, fused=True, fused_projections=True, **how).to(
         HALF
     )
 
@@ -273,11 +286,11 @@ class TestModel:
         of_block += [(tokens, d), (tokens, 3 * d)]
         assert sorted(passes) == sorted(2 * of_block)
 
-    @pytest.mark.parametrize("policy", KEEPS)
-    def test_policies_and_checkpoints_agree(self, policy: str) -> None:
+    def test_policies_and_checkpoints_agree(self) -> None:
         gradients = []
-        for how in ({}, {"activation_policy": (policy,) * 2}, {"checkpoint": (1,)}):
-            subject = model(fp8=Fp8Layers(always=True), **how)
+        forms = [{"activation_policy": (policy,)} for policy in KEEPS]
+        for how in (*forms, {"checkpoint": (1,)}):
+            subject = model(1, fp8=Fp8Layers(always=True), **how)
             subject(*batch()).backward()
             gradients.append([p.grad for p in subject.parameters()])
         for other in gradients[1:]:
@@ -294,6 +307,37 @@ class TestModel:
         assert all("casts cost more" in (why or "") for why in layers.decisions.values())
         assert len(layers.decisions) == 14
 
+    def test_saturated_values_of_delayed_scales_are_counted(self) -> None:
+        subject = model(fp8=Fp8Layers(DELAYED, always=True))
+        layers = subject.copies.fp8
+        assert layers is not None
+        subject(*batch()).backward()
+        names = {f"blocks.{n}.{part}" for n in range(2) for part in (
+            "attention.query.weight", "attention.output.weight",
+            "feed_forward.w1.weight", "feed_forward.w2.weight",
+        )}  # fmt: skip
+        # The first step has the scales of its own values.
+        assert layers.saturated() == dict.fromkeys(names, (0, 0))
+        with torch.no_grad():
+            subject.blocks[1].feed_forward_norm.weight.mul_(4)
+        subject(*batch())
+        limited = {name: inputs for name, (inputs, _) in layers.saturated().items() if inputs}
+        assert limited.keys() == {
+            "blocks.1.feed_forward.w1.weight",
+            "blocks.1.feed_forward.w2.weight",
+        }
+
+    def test_one_layer_of_an_mlp_in_bf16_keeps_the_other(self) -> None:
+        subject = model(fp8=Fp8Layers(always=True))
+        layers = subject.copies.fp8
+        assert layers is not None
+        layers.override("*.w2.weight", None)
+        subject(*batch())
+        decisions = layers.decisions
+        assert decisions["blocks.0.feed_forward.w2.weight"] == "excluded"
+        assert "other layer" in (decisions["blocks.0.feed_forward.w1.weight"] or "")
+        assert decisions["blocks.0.attention.query.weight"] is None
+
     def test_layers_can_be_chosen_by_name(self) -> None:
         subject = model(fp8=Fp8Layers())
         layers = subject.copies.fp8
@@ -307,8 +351,16 @@ class TestModel:
         with pytest.raises(ValueError, match="no weight"):
             layers.override("decoder.*", None)
 
+    def test_training_follows_an_evaluation_in_inference_mode(self) -> None:
+        subject = model(1, fp8=Fp8Layers(always=True))
+        with torch.inference_mode():
+            evaluated = subject(*batch()).item()
+        loss = subject(*batch())
+        loss.backward()
+        assert loss.item() == evaluated
+
     def test_a_copy_of_the_model_keeps_the_setting(self) -> None:
-        subject = model(fp8=Fp8Layers(ROWWISE, always=True))
+        subject = model(1, fp8=Fp8Layers(ROWWISE, always=True))
         other = copy.deepcopy(subject)
         assert torch.equal(subject(*batch()), other(*batch()))
         assert other.copies.fp8 is not None

@@ -31,9 +31,11 @@ from stepscope.acceleration.replacement import (
     is_linear,
     is_transposed,
 )
-from stepscope.acceleration.report import Report, excluded
+from stepscope.acceleration.report import FP8, Report, excluded
 from stepscope.acceleration.unrecognized import unrecognized
 from stepscope.errors import UsageError
+from stepscope.kernels.fp8.layers import Fp8Layers
+from stepscope.kernels.fp8.recipe import Recipe, unavailable
 from stepscope.kernels.weight_copies import WeightCopies
 
 SDPA = "SDPA"
@@ -58,7 +60,7 @@ def accelerate(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     sample: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Recipe | str | None = None,
     exclude: Iterable[str | type[nn.Module]] = (),
 ) -> Report:
     """Replace parts of a model by fused kernels, in place, and return what was done.
@@ -78,12 +80,23 @@ def accelerate(
     With an `optimizer`, its update becomes one fused kernel; the object, its groups and its state
     keep their identity. `dtype` runs the model under autocast; without it the caller's autocast
     stays.
+
+    `dtype="fp8"`, or a `Recipe` of `stepscope.kernels.fp8`, uses bfloat16 autocast and FP8 GEMMs in
+    the linear layers that gain from them; weights, gradients and the optimizer keep their dtypes.
+    `report.fp8.override(pattern, recipe)` changes the choice for layers by name.
     """
-    if dtype is not None and dtype not in _DTYPES:
+    fp8 = Fp8Layers(None if dtype == FP8 else dtype) if _is_fp8(dtype) else None  # type: ignore[arg-type]
+    compute = torch.bfloat16 if fp8 is not None else dtype
+    if compute is not None and compute not in _DTYPES:
         raise UsageError(
-            f"dtype={dtype} is not supported", "use torch.bfloat16, torch.float16 or None"
+            f"dtype={dtype} is not supported",
+            'use torch.bfloat16, torch.float16, "fp8", a Recipe or None',
         )
     inner = _unwrapped(model)
+    if fp8 is not None:
+        device = next((p.device for p in inner.parameters()), torch.device("cpu"))
+        if reason := unavailable(device, fp8.recipe):
+            raise UsageError(reason, "use dtype=torch.bfloat16")
     if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
@@ -93,6 +106,8 @@ def accelerate(
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
     _invalidate_after_backward(inner, copies, report)
+    if fp8 is not None:
+        _use_fp8(inner, copies, fp8, report)
     patterns = tuple(exclude)
     if not excluded(attention.PIECE, "", type(inner), patterns):
         _use_sdpa(inner, report)
@@ -103,12 +118,12 @@ def accelerate(
         report.on_undo(lambda: switch(False))
     for replacement in _find(inner, copies, report, patterns) if switch is None else ():
         checked = replacement.piece in _NOT_COMPARED
-        report.add(Patch(replacement, checked, report.reject))
+        report.add(Patch(replacement, checked, report.reject, copies))
     if switch is None:
         attended = [left.name for left in report.left if left.piece == attention.PIECE]
         known = report.replaced.get(attention.PIECE, []) + attended
         report.left += unrecognized(inner, known)
-    _set_dtype(inner, dtype, report)
+    _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
     if sample is not None:
@@ -124,6 +139,35 @@ def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: R
         if parameter.requires_grad and (parameter.dim() > 1 or name.endswith("bias")):
             handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)  # type: ignore[no-untyped-call]
             report.on_undo(handle.remove)
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return isinstance(dtype, Recipe) or dtype == FP8
+
+
+def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
+    """Let the linear layers of a model use FP8 GEMMs, except for its head."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tokens = {table.num_embeddings for table in tables}
+    tied = {id(table.weight) for table in tables}
+    named = []
+    for name, module in model.named_modules():
+        if not (isinstance(module, nn.Linear) or is_transposed(module)):
+            continue
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        named.append((name, weight))
+        reason = fp8.refused((weight,), transposed=is_transposed(module))
+        in_block = any(part.isdigit() for part in name.split("."))
+        if id(weight) in tied or (getattr(module, "out_features", 0) in tokens and not in_block):
+            reason = "the head stays in the matmul dtype"
+        if reason is not None:
+            fp8.keep(weight, reason)
+            report.left.append(Left(FP8, name, reason))
+    fp8.name(named)
+    previous, copies.fp8 = copies.fp8, fp8
+    report.fp8 = fp8
+    report.on_undo(lambda: setattr(copies, "fp8", previous))
 
 
 def check_on(model: nn.Module, sample: Any) -> None:
@@ -188,7 +232,7 @@ def _find(
         claimed.add(replacement.module)
         yield replacement
     yield from take(attention_masks.find(model))
-    norms = norm.matched_norms(model)
+    norms = norm.matched_norms(model, copies)
     yield from take(residual_block.find(model, norms))
     for piece in (attention, packed_attention, mlp):
         for replacement in take(piece.find(model, copies)):

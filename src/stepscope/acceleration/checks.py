@@ -45,9 +45,10 @@ def difference(
     replaced: Forward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    tolerance: float = 0.0,
 ) -> str:
-    """Return how the replacement differs from the original on these inputs; empty if it does
-    not."""
+    """Return how the replacement differs from the original on these inputs; empty if it does not.
+    `tolerance` is a relative error that is accepted in any case."""
     with _preserved(module, args, kwargs):
         expected = _run(module, original, args, kwargs)
     try:
@@ -65,9 +66,9 @@ def difference(
     except (torch.OutOfMemoryError, RuntimeError, TypeError):
         # Not every module runs in float32; the original in its own dtype is the reference then.
         reference = expected
-    return _compare("outputs", actual.outputs, expected.outputs, reference.outputs) or _compare(
-        "gradients", actual.gradients, expected.gradients, reference.gradients
-    )
+    return _compare(
+        "outputs", actual.outputs, expected.outputs, reference.outputs, tolerance
+    ) or _compare("gradients", actual.gradients, expected.gradients, reference.gradients, tolerance)
 
 
 def _compare(
@@ -75,6 +76,7 @@ def _compare(
     actual: list[Any],
     expected: list[Any],
     reference: list[Any],
+    tolerance: float,
 ) -> str:
     pairs = [
         (old, exact)
@@ -99,10 +101,11 @@ def _compare(
         floor = _ROUNDING.get(min((new.dtype, old.dtype), key=lambda d: d.itemsize), 1e-5)
         # Gradients of float32 parameters were computed from inputs in the dtype of the call.
         floor = max(floor, _ROUNDING.get(_narrowest(expected), 1e-5)) if exact is not old else floor
+        bound = max(floor, tolerance)
         is_zero = float(exact.double().norm()) <= _ZERO * largest
-        if is_zero and _distance(new, exact) <= ERROR_RATIO * largest_error + floor * largest:
+        if is_zero and _distance(new, exact) <= ERROR_RATIO * largest_error + bound * largest:
             continue
-        if not error <= ERROR_RATIO * allowed + floor:
+        if not error <= ERROR_RATIO * allowed + bound:
             return f"the {kind} differ: relative error {error:.2g}, the original has {allowed:.2g}"
     return ""
 

@@ -18,6 +18,11 @@ from torch import nn
 
 from stepscope.acceleration.checks import difference
 from stepscope.acceleration.replacement import Replacement, has_hooks
+from stepscope.kernels.weight_copies import WeightCopies
+
+FP8_TOLERANCE = 0.2
+"""Relative error of outputs and gradients of a part with FP8 layers: that of one layer is about 4 %
+(two roundings to four bits), and a block has four in a row."""
 
 
 class Patch:
@@ -25,9 +30,14 @@ class Patch:
     training and in evaluation mode."""
 
     def __init__(
-        self, replacement: Replacement, checked: bool, on_difference: Callable[[Patch, str], None]
+        self,
+        replacement: Replacement,
+        checked: bool,
+        on_difference: Callable[[Patch, str], None],
+        copies: WeightCopies | None = None,
     ) -> None:
         self.replacement = replacement
+        self._copies = copies
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
         module = replacement.module
@@ -57,14 +67,28 @@ class Patch:
         replaced = MethodType(self.replacement.forward, module)
         self._checked_modes.add(module.training)
         try:
-            why = _not_comparable(module) or difference(
-                module, self._original, replaced, args, kwargs
-            )
+            why = _not_comparable(module) or self._difference(replaced, args, kwargs)
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
         if why:
             self.undo()
             self._on_difference(self, why)
+
+    def _difference(self, replaced: Callable[..., Any], args: Any, kwargs: Any) -> str:
+        """Return how it differs: at the precision of the original, then with layers in FP8."""
+        module = self.replacement.module
+        fp8 = None if self._copies is None else self._copies.fp8
+        if self._copies is None or fp8 is None:
+            return difference(module, self._original, replaced, args, kwargs)
+        self._copies.fp8 = None
+        try:
+            why = difference(module, self._original, replaced, args, kwargs)
+        finally:
+            self._copies.fp8 = fp8
+        if why:
+            return why
+        why = difference(module, self._original, replaced, args, kwargs, FP8_TOLERANCE)
+        return f"in FP8 {why}" if why else ""
 
 
 def _not_comparable(module: nn.Module) -> str:

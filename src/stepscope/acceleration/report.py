@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stepscope.acceleration.patches import Patch
 from stepscope.acceleration.replacement import Left
+from stepscope.kernels.fp8.layers import Fp8Layers
+
+FP8 = "fp8"
+"""Name of the piece, and of the dtype of `accelerate`."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _MAX_NAMES = 3
@@ -20,6 +24,9 @@ class Report:
         self.model_name = model_name
         self.left: list[Left] = []
         self.notes: list[str] = []
+        self.fp8: Fp8Layers | None = None
+        """The layers in FP8, if the model was accelerated with `dtype="fp8"`: `decisions` says why
+        a layer stays in bf16, `override` changes the choice."""
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], object]] = []
 
@@ -60,10 +67,13 @@ class Report:
         for piece, names in self.replaced.items():
             lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}")
         lines += [f"  {note}" for note in self.notes]
+        left_as_they_are = list(self.left)
+        if self.fp8 is not None:
+            lines.append(f"  {FP8:<18} {self._fp8_layers(self.fp8, left_as_they_are)}")
         if len(lines) == 1:
             lines = [f"{self.model_name}: nothing to accelerate"]
         reasons: dict[tuple[str, str], list[str]] = {}
-        for left in self.left:
+        for left in left_as_they_are:
             reasons.setdefault((left.piece, left.reason), []).append(left.name)
         if reasons:
             lines.append("left as they are:")
@@ -72,6 +82,14 @@ class Report:
         if self.unchecked:
             lines.append(f"{self.unchecked} replacements are compared in their first training call")
         return "\n".join(lines)
+
+    def _fp8_layers(self, fp8: Fp8Layers, left: list[Left]) -> str:
+        """Return the layers in FP8, and add the others to `left`."""
+        if not fp8.decisions:
+            return f"{fp8.recipe}; layers are chosen by shape in their first call"
+        names = [name for name, why in fp8.decisions.items() if why is None]
+        left += [Left(FP8, name, why) for name, why in fp8.decisions.items() if why is not None]
+        return f"{len(names):>4} × {_patterns(names)} ({fp8.recipe})" if names else "no layer"
 
     __repr__ = __str__
 

@@ -39,6 +39,10 @@ def projected_heads(
     if transforms_active():
         projected = fused_linear(x, weights, copies, biases, transposed=transposed)
         return split_heads(projected, heads, by_head)
+    if copies.fp8 is not None:
+        in_fp8 = copies.fp8.linear(x, weights, copies, biases, transposed)
+        if in_fp8 is not None:
+            return split_heads(in_fp8, heads, by_head)
     dtype = matmul_dtype(x)
     parts: Heads = _ProjectedHeads.apply(  # type: ignore[no-untyped-call]
         x.to(dtype),

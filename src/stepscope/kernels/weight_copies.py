@@ -53,6 +53,11 @@ class WeightCopies:
         self._groups: dict[_Key, _Group] = {}
         self._positions: dict[int, list[_Position]] = {}
 
+    @property
+    def notes_amax(self) -> bool:
+        """Whether norms should compute the largest magnitudes that casts to FP8 need."""
+        return self.fp8 is not None and self.fp8.notes_amax
+
     def shared(self, fp8: Fp8Layers | None) -> WeightCopies:
         """Return the same copies for a model that may have other layers in FP8."""
         view = WeightCopies(fp8=fp8)
@@ -80,10 +85,12 @@ class WeightCopies:
         narrow = self.narrow(tuple(biases), dtype)
         return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
 
-    def quantized(self, weights: Weights, recipe: Recipe) -> Quantized:
+    def quantized(self, weights: Weights, recipe: Recipe, cached: bool = True) -> Quantized:
         """Return the rows of all these weights as operands of FP8 GEMMs, and their columns."""
+        if not cached:
+            return quantize_weights([weight.detach() for weight in weights], recipe)
         if self._cached is not None and any(weight not in self._cached for weight in weights):
-            return quantize_weights(tuple(weight.detach() for weight in weights), recipe)
+            return self.quantized(weights, recipe, cached=False)
         key = (recipe, tuple(map(id, weights)))
         group = self._groups.get(key)
         if not isinstance(group, _Fp8Group) or not group.fits(weights, DTYPES[E4M3]):
@@ -206,6 +213,8 @@ class _Group:
             # A captured copy has not run yet, and runs again at every replay.
             if not capturing:
                 self._versions = [_Version.of(weight) for weight in weights]
+            elif not self.is_narrow:
+                self._versions = [None] * len(weights)
 
     def _copy(self, weights: Weights) -> None:
         torch._foreach_copy_(list(self.rows), list(weights))
@@ -224,7 +233,11 @@ class _Fp8Group(_Group):
         self.operands: Quantized | None = None
 
     def _copy(self, weights: Weights) -> None:
-        self.operands = quantize_weights(weights, self._recipe, self.concatenated, self._columns)
+        # Training cannot save scales that were created in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self.operands = quantize_weights(
+                weights, self._recipe, self.concatenated, self._columns
+            )
 
 
 class _Version(NamedTuple):

@@ -7,6 +7,9 @@ precision from the embedding on, and half the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -85,7 +88,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Forward with fused projections. The last branch is not added to the residual stream yet:
         the next norm adds it in the same pass. Takes and returns such a stream."""
-        amax = copies.fp8 is not None and copies.fp8.notes_amax
+        amax = copies.notes_amax
         with named("norm"):
             x, read = self.attention_norm.norm_for_projection(x, branch, policy, amax)
         with named("attention"):
@@ -170,6 +173,12 @@ class TransformerLM(nn.Module):
             layers.name(self.named_parameters())
         self.copies.fp8 = layers
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerLM:
+        """Move the model; the layers in FP8 then have new parameters."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.set_fp8(self.copies.fp8)
+        return self
+
     def set_fused(self, on: bool) -> None:
         """Switch the fused layers and fused projections on or off."""
         self.fused_projections = on
@@ -204,7 +213,7 @@ class TransformerLM(nn.Module):
         return out
 
     def _last_norm(self, x: Tensor, branch: Tensor) -> Tensor:
-        amax = self.copies.fp8 is not None and self.copies.fp8.notes_amax
+        amax = self.copies.notes_amax
         return self.norm.norm_for_projection(x, branch, ALL, amax)[1].value
 
     def _through_blocks(

@@ -66,7 +66,8 @@ def _forward(module: Any, copies: WeightCopies) -> Any:
     transposed = is_transposed(module)
 
     def forward(module: Any, x: Tensor) -> Any:
-        if not casts(module, weight, x):
+        in_fp8 = copies.fp8 is not None and module.weight is weight
+        if not in_fp8 and not casts(module, weight, x):
             return original(x)
         biases = () if module.bias is None else (module.bias,)
         return fused_linear(x, (weight,), copies, biases, transposed=transposed)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import autocast_dtype
 from stepscope.kernels.norm import MAX_COLUMNS, normed_sum, plain_layer_norm, plain_rms_norm
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.saved_tensors import saved_tensors_are_hooked
 
 PIECE, LAYER_NORM = "RMSNorm", "LayerNorm"
@@ -63,8 +64,8 @@ class _Early(NamedTuple):
 class Norm:
     """A norm of a model, computed by the fused kernel."""
 
-    def __init__(self, module: Any, formula: Formula) -> None:
-        self.module, self.formula = module, formula
+    def __init__(self, module: Any, formula: Formula, copies: WeightCopies) -> None:
+        self.module, self.formula, self._copies = module, formula, copies
         self._original = module.forward
         self._dtypes: dict[Any, torch.dtype] = {}
         self._dtype: torch.dtype | None = None
@@ -94,6 +95,7 @@ class Norm:
             offset=self.formula.offset,
             centered=self.formula.centered,
             through=True,
+            amax=self._copies.notes_amax,
         )
         return stream, normed.value
 
@@ -174,12 +176,14 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
     return replacements, left
 
 
-def matched_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+def matched_norms(model: nn.Module, copies: WeightCopies) -> dict[nn.Module, Norm]:
     """Return the norms that the kernels can compute. Those with hooks are not compared: a copy of
     them would have the hooks."""
     candidates = (one for one in model.modules() if _may_be_norm(one) and not has_hooks(one))
     formulas = ((module, _matched(module)) for module in candidates)
-    return {module: Norm(module, formula) for module, formula in formulas if formula is not None}
+    return {
+        module: Norm(module, formula, copies) for module, formula in formulas if formula is not None
+    }
 
 
 def _may_be_norm(module: nn.Module) -> bool:

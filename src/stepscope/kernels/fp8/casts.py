@@ -40,6 +40,8 @@ class History:
     def __init__(self, length: int, device: torch.device) -> None:
         self.values = torch.zeros(length, device=device)
         self.pending = torch.zeros((), device=device)
+        self.saturated = torch.zeros((), device=device, dtype=torch.int32)
+        """Values that were larger than those of the history, and have been limited."""
         self.is_fresh = True
         """No step has been recorded: the first cast takes the scale of its own values."""
 
@@ -112,6 +114,7 @@ def quantize(
         used = fp8.delayed_scale(history.values, history.pending, dtype)
     if history is not None and scale is None:
         pending, history.is_fresh = history.pending, False
+        saturated = history.saturated if saturated is None else saturated
     fp8.cast(x, of_rows, of_columns, dtype, recipe.scaling, used.scale, None, pending, saturated)
     return _pair(of_rows, used.inverse, of_columns, used.inverse, used.scale)
 
@@ -136,7 +139,7 @@ def _plain(
             if recipe.one_scale:
                 used = 1.0 / inverse
             if dim == 0:
-                values, inverse = values.T.contiguous(), inverse.T
+                values, inverse = values.T.contiguous(), inverse.T if inverse.dim() else inverse
             if recipe.scaling == BLOCKWISE:
                 inverse = inverse.T.contiguous().T
             pair[1 - dim] = (values, inverse)

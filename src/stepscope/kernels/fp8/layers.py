@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.fp8 import choice
-from stepscope.kernels.fp8.casts import Histories
+from stepscope.kernels.fp8.casts import Histories, Quantized
 from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
 from stepscope.kernels.fp8.linear import Layer, apply
 from stepscope.kernels.fp8.recipe import (
@@ -50,7 +50,7 @@ class Fp8Layers:
         self._overrides = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
         self._histories = WeakTensorKeyDictionary()
-        self._devices: dict[torch.device, str | None] = {}
+        self._devices: dict[tuple[torch.device, Recipe], str | None] = {}
         self.decisions: dict[str, str | None] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -63,7 +63,8 @@ class Fp8Layers:
         return self.recipe.one_scale
 
     def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the names of weights, as `decisions` and `override` use them."""
+        """Set the names of weights, as `decisions` and `override` use them. Casts of these weights
+        are cached."""
         for name, weight in named:
             self._names[weight] = name
 
@@ -74,7 +75,7 @@ class Fp8Layers:
     def override(self, pattern: str, recipe: Recipe | str | None) -> None:
         """Use another recipe for layers whose weights' names match, or None for no FP8, whatever
         the rule says."""
-        matching = [weight for weight, name in self._names.items() if fnmatch(name, pattern)]
+        matching = [weight for weight in self._names if fnmatch(self._names[weight], pattern)]
         if not matching:
             raise ValueError(f"no weight has a name that matches {pattern!r}")
         for weight in matching:
@@ -82,6 +83,16 @@ class Fp8Layers:
                 self.keep(weight, "excluded")
             else:
                 self._overrides[weight] = recipe_of(recipe)
+
+    def saturated(self) -> dict[str, tuple[int, int]]:
+        """Return how many values of the input and of the gradient of each layer with delayed scales
+        were limited so far. Waits for the device."""
+        counts = {}
+        for weight in self._histories:
+            one = self._histories[weight]
+            if weight in self._names:
+                counts[self._names[weight]] = (int(one.x.saturated), int(one.grad.saturated))
+        return counts
 
     def refused(
         self, weights: Weights, tokens: int | None = None, transposed: bool = False
@@ -92,10 +103,10 @@ class Fp8Layers:
         if kept:
             return str(kept[0])
         recipe, chosen = self._recipe_of(weights)
-        device = weights[0].device
-        if device not in self._devices:
-            self._devices[device] = unavailable(device, recipe)
-        if reason := self._devices[device]:
+        where = (weights[0].device, recipe)
+        if where not in self._devices:
+            self._devices[where] = unavailable(*where)
+        if reason := self._devices[where]:
             return reason
         rows = sum(weight.shape[0] for weight in weights)
         d_out, d_in = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
@@ -117,7 +128,7 @@ class Fp8Layers:
         if not self._takes(weights, read, transposed):
             return None
         layer = self._layer(weights, transposed)
-        operands = copies.quantized(weights, layer.recipe)
+        operands = self._operands(weights, layer.recipe, copies)
         normed = x if isinstance(x, Normed) else None
         return apply(read.to(matmul_dtype(read)), normed, operands, layer, weights, biases)
 
@@ -136,9 +147,13 @@ class Fp8Layers:
         """Return the output of an MLP in FP8; None if it stays in the matmul dtype. Both of its
         layers do, or neither."""
         read = x.value if isinstance(x, Normed) else x
-        both = [self._takes(weights, read, transposed) for weights in (first, (second,))]
         recipe = self._recipe_of(first)[0]
+        layers = (first, (second,))
+        both = [self._takes(weights, read, transposed) for weights in layers]
         if not all(both) or recipe != self._recipe_of((second,))[0]:
+            for weights, takes in zip(layers, both, strict=True):
+                if takes:
+                    self._decide(weights, "the other layer of its MLP has another dtype or recipe")
             return None
         settings = Settings(
             activation,
@@ -147,10 +162,18 @@ class Fp8Layers:
             self._layer((second,), transposed),
             len(biases),
         )
-        operands = copies.quantized(first, recipe), copies.quantized((second,), recipe)
+        operands = (
+            self._operands(first, recipe, copies),
+            self._operands((second,), recipe, copies),
+        )
         normed = x if isinstance(x, Normed) else None
         read = read.to(matmul_dtype(read))
         return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
+
+    def _operands(self, weights: Weights, recipe: Recipe, copies: WeightCopies) -> Quantized:
+        # A weight that a wrapper gathers from several ranks has no name here: it changes without a
+        # change of its version.
+        return copies.quantized(weights, recipe, cached=all(w in self._names for w in weights))
 
     def _takes(self, weights: Weights, x: Tensor, transposed: bool) -> bool:
         tokens = x.numel() // max(1, x.shape[-1])
@@ -158,10 +181,13 @@ class Fp8Layers:
         dtype = matmul_dtype(x)
         if reason is None and dtype not in _DTYPES:
             reason = f"its matmuls run in {str(dtype).removeprefix('torch.')}, without autocast"
+        self._decide(weights, reason)
+        return reason is None
+
+    def _decide(self, weights: Weights, reason: str | None) -> None:
         for weight in weights:
             if weight in self._names:
                 self.decisions[self._names[weight]] = reason
-        return reason is None
 
     def _recipe_of(self, weights: Weights) -> tuple[Recipe, bool]:
         """Return the recipe of a layer, and whether it was set for it."""
@@ -174,10 +200,9 @@ class Fp8Layers:
         recipe = self._recipe_of(weights)[0]
         histories = None
         if recipe.scaling == DELAYED:
-            histories = self._histories.get(weights[0])
-            if histories is None:
-                histories = Histories.of(recipe, weights[0].device)
-                self._histories[weights[0]] = histories
+            if weights[0] not in self._histories:
+                self._histories[weights[0]] = Histories.of(recipe, weights[0].device)
+            histories = self._histories[weights[0]]
         return Layer(recipe, histories, transposed, len(weights))
 
 

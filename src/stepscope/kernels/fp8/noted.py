@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _ATTRIBUTE = "_stepscope_amax"
@@ -15,12 +16,15 @@ _ATTRIBUTE = "_stepscope_amax"
 
 def note_amax(x: Tensor, partial: Tensor | None) -> Tensor:
     """Attach (parts,) largest absolute values of a tensor's parts to it, and return the tensor."""
-    if partial is not None:
+    # Tensors of inference mode have no versions.
+    if partial is not None and not x.is_inference():
         setattr(x, _ATTRIBUTE, (partial, x._version))
     return x
 
 
 def noted_amax(x: Any) -> Tensor | None:
     """Return the largest absolute values of parts of x; None if they are not known."""
+    if torch.compiler.is_compiling():
+        return None
     partial, version = getattr(x, _ATTRIBUTE, (None, -1))
-    return partial if version == x._version else None
+    return partial if partial is not None and version == x._version else None

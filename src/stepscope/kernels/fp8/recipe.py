@@ -71,7 +71,10 @@ class Recipe:
         return self.scaling in (TENSORWISE, DELAYED)
 
     def fast(self, forward: bool) -> bool:
-        """Return whether a GEMM of the forward or of the backward pass accumulates fast."""
+        """Return whether a GEMM of the forward or of the backward pass accumulates fast. Blockwise
+        GEMMs promote the sum of every block."""
+        if self.scaling == BLOCKWISE:
+            return False
         return self.fast_accumulation == ALL_GEMMS or (
             forward and self.fast_accumulation == FORWARD
         )

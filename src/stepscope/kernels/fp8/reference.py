@@ -93,7 +93,9 @@ def amax_of(x: Tensor, scaling: str = TENSORWISE, dim: int | None = None) -> Ten
         raise ValueError(f"scaling {scaling!r} does not exist")
     missing = -magnitude.shape[dim] % BLOCK
     padded = torch.nn.functional.pad(magnitude, (0, missing) if dim else (0, 0, 0, missing))
-    return padded.unflatten(dim, (-1, BLOCK)).amax(dim + 1)
+    rows, columns = padded.shape
+    blocks = (rows, -1, BLOCK) if dim else (-1, BLOCK, columns)
+    return padded.view(blocks).amax(dim + 1)
 
 
 def cast(

@@ -292,18 +292,24 @@ def amax(x: Tensor, by_row: bool = False) -> tuple[Tensor, Tensor | None]:
 @on_its_device
 def scale(partial: Tensor, dtype: str) -> Scale:
     """Return the scale of a tensor from (parts,) largest magnitudes."""
-    both = torch.empty(2, device=partial.device, dtype=torch.float32)
+    used = _empty_scale(partial)
     parts = partial.numel()
     fp8_scale_kernel[(1,)](
         partial,
-        both[0],
-        both[1],
+        used.scale,
+        used.inverse,
         parts,
         LARGEST[dtype],
         BLOCK_PARTS=min(_BLOCK_PARTS, triton.next_power_of_2(parts)),
         num_warps=_WARPS,
     )
-    return Scale(both[0], both[1])
+    return used
+
+
+def _empty_scale(like: Tensor) -> Scale:
+    # Both at multiples of 16 bytes, in one allocation.
+    both = torch.empty(2, 4, device=like.device, dtype=torch.float32)
+    return Scale(both[0, 0], both[1, 0])
 
 
 @on_its_device
@@ -328,18 +334,18 @@ def row_scales(partial: Tensor, dtype: str) -> Scale:
 @on_its_device
 def delayed_scale(history: Tensor, pending: Tensor, dtype: str) -> Scale:
     """Return the scale of earlier steps, and move the pending amax into their history."""
-    both = torch.empty(2, device=history.device, dtype=torch.float32)
+    used = _empty_scale(history)
     fp8_delayed_kernel[(1,)](
         history,
         pending,
-        both[0],
-        both[1],
+        used.scale,
+        used.inverse,
         history.numel(),
         LARGEST[dtype],
         BLOCK_H=triton.next_power_of_2(history.numel()),
         num_warps=1,
     )
-    return Scale(both[0], both[1])
+    return used
 
 
 @on_its_device

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
-def adopt_weights(model: torch.nn.Module, source: torch.nn.Module) -> None:
+def adopt_weights(model: Any, source: Any) -> None:
     """Give a model built on the meta device the parameters and buffers of another of its shape."""
     for name, module in model.named_modules():
         same = source.get_submodule(name)
@@ -16,7 +16,9 @@ def adopt_weights(model: torch.nn.Module, source: torch.nn.Module) -> None:
         module._buffers.update(same._buffers)
     # One set of copies for all: whichever step updates a weight updates its copies too.
     if hasattr(model, "copies"):
-        model.copies = source.copies.shared(model.copies.fp8)
+        fp8 = model.copies.fp8
+        model.copies = source.copies.shared(fp8)
+        model.set_fp8(fp8)
 
 
 def begin_moments(optimizer: torch.optim.Optimizer) -> None:
