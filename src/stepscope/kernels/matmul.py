@@ -128,6 +128,13 @@ def projection_gradients(
     return grad_x, None, None, None, None, *of_weights, *of_biases
 
 
+def concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return the biases as one tensor in that dtype; None if there are none."""
+    if not biases:
+        return None
+    return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
+
+
 def bias_gradients(
     grad: Tensor,  # (tokens, all rows)
     biases: Sequence[tuple[int, torch.dtype]],
