@@ -53,7 +53,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    return ((actual.double() - exact).norm() / exact.norm()).item()
+    return float(((actual.double() - exact).norm() / exact.norm()).detach())
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
