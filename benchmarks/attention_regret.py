@@ -261,11 +261,10 @@ def fit(lines: Sequence[dict[str, Any]]) -> str:
     if len(usable) < FOLDS:
         return "too few shapes with Triton and sdpa for a fit"
     rule = fitted(usable)
-    others = [
-        ruled_regret(line, fitted([x for j, x in enumerate(usable) if j % FOLDS != fold]))
-        for fold in range(FOLDS)
-        for line in usable[fold::FOLDS]
-    ]
+    others: list[float] = []
+    for fold in range(FOLDS):
+        rest = fitted([line for j, line in enumerate(usable) if j % FOLDS != fold])
+        others += [ruled_regret(line, rest) for line in usable[fold::FOLDS]]
     present = [ruled_regret(line, MIN_MULTIPLY_ADDS) for line in usable]
     out = [
         f"rule of auto between Triton and sdpa, {len(usable)} shapes:",

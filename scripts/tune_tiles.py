@@ -1,9 +1,8 @@
-r"""Time tiles of the attention kernels on this machine's GPU, compared with torch's kernels.
+"""Time tiles of the attention kernels on this machine's GPU, compared with torch's kernels.
 
     python scripts/tune_tiles.py --shape 1,16,16384,64 --out tiles.json
     python scripts/tune_tiles.py --shape 4,16,4096,128 --pass key_value --m 32 64 --warps 4 8
-    python scripts/tune_tiles.py --full --pass forward --shape 4,16,4096,128 2,16,16384,128 \
-        --m 64 128 --n 64 128 --warps 4 8 --stages 2 3 --group 1 16 --hold 0 1 --registers 0 128
+    python scripts/tune_tiles.py --full --pass forward --shape 2,16,16384,128 --m 64 128 --warps 4 8
 
 Every combination of the values is a candidate. Candidates are compiled in several processes; those
 that spill too much or do not fit are dropped. The others run interleaved, so that all see the same
