@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
@@ -62,8 +61,6 @@ def test_a_rank_that_sleeps_is_named_with_its_collective(
         parts = row["compute_ms"] + row["exposed_ms"] + row["idle_ms"]
         assert parts == pytest.approx(row["step_ms"])
         assert row["steps"] == STEPS
-    exposed = sum(line["ms"] for line in job["lines"] if line["kind"] == "communication")
-    assert exposed == pytest.approx(fmean(row["exposed_ms"] for row in job["ranks"]), rel=0.01)
     straggler = job["stragglers"][0]
     assert straggler["rank"] == LATE_RANK
     collective = straggler["collective"]

@@ -20,6 +20,8 @@ from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork, device_work
 
 COMMUNICATION = CLASSES.index("communication")
+_GLOO = "gloo:"
+"""Prefix of the ranges in which gloo's threads run a collective."""
 _NAMES = {
     "allreduce": "all_reduce",
     "reducescatter": "reduce_scatter",
@@ -52,8 +54,11 @@ class Collectives:
 
 
 def find_collectives(work: DeviceWork, steps: tuple[Step, ...]) -> Collectives:
-    """Find the collectives that began within these steps. On a CPU a collective ends with its last
-    interval: its operator may end when it has been issued."""
+    """Find the collectives that began within these steps.
+
+    On a CPU the operator of the main thread ends when the collective has been issued; the thread of
+    gloo that runs it has a range that ends when it is done.
+    """
     entries = instances(work, steps)
     own = np.flatnonzero(entries.kind == COMMUNICATION)
     if not work.on_device:
@@ -65,9 +70,7 @@ def find_collectives(work: DeviceWork, steps: tuple[Step, ...]) -> Collectives:
     index = entries.index[own]
     end = work.end[index]
     if not work.on_device:
-        last = np.zeros(len(work.trace.spans), np.int64)
-        np.maximum.at(last, work.span, work.end)
-        end = last[work.span[index]]
+        end = _ends_on_cpu(work, work.span[index])
     of = [_message(work, entries, i) for i in own.tolist()]
     numbers = {message: number for number, message in enumerate(dict.fromkeys(of))}
     return Collectives(
@@ -77,6 +80,14 @@ def find_collectives(work: DeviceWork, steps: tuple[Step, ...]) -> Collectives:
         ints(numbers[message] for message in of),
         tuple(numbers),
     )
+
+
+def _ends_on_cpu(work: DeviceWork, span: Ints) -> Ints:
+    spans, names = work.trace.spans, work.trace.names
+    running = [n for n, name in enumerate(names) if name.startswith(_GLOO)]
+    ranges = np.flatnonzero(spans.is_range & np.isin(spans.name, running))
+    ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
+    return spans.end[ranges] if len(ranges) == len(span) else spans.end[span]
 
 
 def _message(work: DeviceWork, entries: Instances, number: int) -> Message:

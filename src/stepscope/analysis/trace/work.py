@@ -16,9 +16,6 @@ from stepscope.analysis.trace.nesting import NO_SPAN, innermost
 
 NO_CALL = -1
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
-_COLLECTIVE, _GLOO = "c10d::", "gloo:"
-"""Prefixes of the operators that issue a collective, and of the ranges in which the threads of gloo
-run it."""
 
 
 @dataclass(frozen=True)
@@ -187,15 +184,10 @@ def _launching_call(wanted: Ints, correlations: Ints) -> Ints:
 
 
 def _operators(trace: Trace, host: Host) -> DeviceWork:
-    """Entries are the intervals in which an operator itself ran, not one that it called; of a
-    collective, also the rest of the time in which a thread of gloo runs it."""
+    """Entries are the intervals in which an operator itself ran, not one that it called."""
     start, end, span = _self_time(trace, host)
-    thread = trace.spans.thread[span]
-    begin, finish, issuer, runner = _collectives_of_gloo(trace, host)
-    start, end = np.concatenate((start, begin)), np.concatenate((end, finish))
-    span, thread = np.concatenate((span, issuer)), np.concatenate((thread, runner))
     order = np.argsort(start, kind="stable")
-    start, end, span, thread = start[order], end[order], span[order], thread[order]
+    start, end, span = start[order], end[order], span[order]
     name = trace.spans.name[span]
     descriptions = _descriptions(trace, name)
     return DeviceWork(
@@ -204,35 +196,12 @@ def _operators(trace: Trace, host: Host) -> DeviceWork:
         name,
         start,
         end,
-        thread,
+        trace.spans.thread[span],
         classes(trace, host, descriptions, name, span),
         np.full(len(start), NO_CALL, np.int64),
         span,
         descriptions,
     )
-
-
-def _collectives_of_gloo(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the intervals from the end of each operator that issues a collective to the end of the
-    range in which a thread of gloo runs it, the operators, and the threads. Operators and ranges
-    are in the same order; nothing is returned if their numbers differ, as in a trace that begins
-    within a collective."""
-    spans = trace.spans
-    names = {n: trace.names[n] for n in np.unique(spans.name).tolist()}
-    issuing = [n for n, name in names.items() if name.startswith(_COLLECTIVE)]
-    running = [n for n, name in names.items() if name.startswith(_GLOO)]
-    issued = np.isin(spans.name, issuing) & ~spans.is_range
-    inner = issued & (host.parent != NO_SPAN)
-    inner[inner] = issued[host.parent[inner]]
-    first = np.flatnonzero(issued & ~inner)
-    ranges = np.flatnonzero(np.isin(spans.name, running) & spans.is_range)
-    if len(first) != len(ranges):
-        first = ranges = first[:0]
-    first = first[np.argsort(spans.start[first], kind="stable")]
-    ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
-    start, end, thread = spans.end[first], spans.end[ranges], spans.thread[ranges]
-    longer = end > start
-    return start[longer], end[longer], first[longer], thread[longer]
 
 
 def _self_time(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
