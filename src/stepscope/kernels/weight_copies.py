@@ -219,8 +219,8 @@ class _Group:
     def mark_current(self, index: int, weight: Tensor) -> None:
         self._versions[index] = _Version.of(weight)
 
-    def mark_changed(self, number: int) -> None:
-        self._versions[number] = None
+    def mark_changed(self, index: int) -> None:
+        self._versions[index] = None
 
     @torch.no_grad()
     def update(self, weights: Weights, force: bool = False) -> None:

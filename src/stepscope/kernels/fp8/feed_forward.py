@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.kernels.activation import activated, write_gradients
+from stepscope.kernels.activation import activated, gate_and_up, write_gradients
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.fp8.casts import Operand, Quantized, quantize, scaled_mm
 from stepscope.kernels.fp8.linear import (
@@ -84,7 +84,9 @@ class _Fp8FeedForward(torch.autograd.Function):
         bias = concatenated(biases, x.dtype)
         fast = recipe.fast(forward=True)
         gates = scaled_mm(source.rows, read, x.dtype, fast, bias)
-        hidden = activated(*_parts(gates, first), settings.activation, amax=recipe.one_scale)
+        hidden = activated(
+            *gate_and_up(gates, first.weights == 2), settings.activation, amax=recipe.one_scale
+        )
         ctx.kept = _Kept(settings, learns=needed[end - 1])
         of_hidden = quantize(
             hidden,
@@ -144,8 +146,8 @@ class _Fp8FeedForward(torch.autograd.Function):
             summed = torch.empty(rows, device=grad.device, dtype=dtype)
         largest = write_gradients(
             grad_hidden,
-            *_parts(gates, first),
-            *_parts(grad_gates, first),
+            *gate_and_up(gates, first.weights == 2),
+            *gate_and_up(grad_gates, first.weights == 2),
             settings.activation,
             hidden,
             summed,
@@ -228,11 +230,3 @@ def _restored(ctx: Any) -> list[Any]:
     """Return the groups that `_save` has saved."""
     tensors = iter(ctx.saved_tensors)
     return [tuple(islice(tensors, size)) for size in ctx.sizes]
-
-
-def _parts(gates: Tensor, first: Layer) -> tuple[Tensor, Tensor | None]:
-    """Return gate and up of (rows, 2 · hidden); the second is None if the MLP is not gated."""
-    if first.weights == 1:
-        return gates, None
-    gate, up = gates.chunk(2, dim=1)
-    return gate, up
