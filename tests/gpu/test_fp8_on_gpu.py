@@ -68,15 +68,16 @@ def supported(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE, BLOCKWISE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_casts_have_the_bits_of_the_reference(scaling: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [E4M3, E5M2])
+def test_casts_have_the_bits_of_the_reference(scaling: str, dtype: torch.dtype, name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 656, generator=generator)
     x = (x * torch.exp2(torch.randint(-20, 10, x.shape, generator=generator))).to("cuda", dtype)
     x[3, 5], x[300, 600] = math.nan, math.inf
-    actual = quantize(x, E4M3, Recipe(scaling))
+    actual = quantize(x, name, Recipe(scaling))
     for rows, dim in ((True, 1), (False, 0)):
         values, inverse = actual.operand(rows=rows)
-        expected = cast(x, E4M3, scaling, dim)
+        expected = cast(x, name, scaling, dim)
         wanted, wanted_inverse = expected.values, expected.inverse_scale
         if not rows:
             wanted = wanted.T.contiguous()
@@ -222,7 +223,9 @@ def test_policies_agree_and_save_less_than_bf16(policy: str) -> None:
         gradients.append([p.grad for p in model.parameters()])
         del model, loss
     if policy == "all":
-        assert peaks[0] < 0.85 * peaks[1]
+        # 0.92 by the bytes of the saved tensors: residual stream, q, k, v and gates are the same,
+        # and the output of attention is saved in FP8 next to the tensor that attention saves.
+        assert peaks[0] < 0.95 * peaks[1]
     for a, b in zip(*gradients, strict=True):
         assert a is not None
         assert b is not None

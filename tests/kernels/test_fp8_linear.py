@@ -211,7 +211,33 @@ def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool
         assert error(a, b.double()) < 0.02
 
 
-def test_torch_compile_traces_a_layer_as_one_graph() -> None:
+@pytest.mark.parametrize("policy", KEEPS)
+def test_a_frozen_mlp_casts_its_hidden_values_once(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = WeightCopies(fp8=Fp8Layers(always=True))
+    x = draw(32, 32).to(HALF).requires_grad_()
+    first, second = (draw(48, 32), draw(48, 32, seed=1)), draw(32, 48)
+    columns = []
+    original = feed_forward.quantize
+
+    def recorded(*args: Any, **how: Any) -> Any:
+        columns.append(how.get("columns", True))
+        return original(*args, **how)
+
+    monkeypatch.setattr(feed_forward, "quantize", recorded)
+    mlp(x, first, second, copies, policy=policy).float().sum().backward()
+    assert x.grad is not None
+    assert columns == [False]
+
+
+def test_torch_compile_traces_a_layer_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def query(*_: object) -> None:
+        if torch.compiler.is_compiling():
+            # As the queries of a CUDA device do.
+            torch._dynamo.graph_break()
+
+    monkeypatch.setattr(linear, "unavailable", query)
     x, weight, bias = draw(32, 32).to(HALF), draw(48, 32), draw(48)
     grad = draw(32, 48, seed=1).to(HALF)
     results = []

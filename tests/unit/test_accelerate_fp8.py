@@ -100,6 +100,7 @@ def test_linear_layers_run_in_fp8_and_the_report_says_which() -> None:
     assert not [left for left in report.left if left.piece != "fp8"]
     text = str(report)
     assert "8 × blocks.*.mix" in text
+    assert "2 × blocks.*.odd: out_features=20" in text
     assert "(tensorwise)" in text
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -138,6 +139,60 @@ def test_a_layer_whose_fp8_result_is_wrong_is_taken_back(monkeypatch: pytest.Mon
     reasons = [left.reason for left in report.left if left.piece in ("linear", "gated MLP")]
     assert reasons
     assert all(reason.startswith("in FP8 the outputs differ") for reason in reasons)
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dense(x)
+        return out
+
+
+class PreNorm(nn.Module):
+    """A block that is replaced too, and compared before its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = Norm(WIDTH), Mix(), Norm(WIDTH), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_parts_of_a_replaced_block_are_compared_in_fp8(
+    factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: factor * right(*a, **k))
+    model = Model()
+    model.blocks = nn.ModuleList(PreNorm() for _ in range(2))
+    report = stepscope.accelerate(model, dtype="fp8")
+    assert report.fp8 is not None
+    report.fp8.always = True
+    losses(model, 1)
+    assert len(report.replaced["residual block"]) == 2
+    wrong = {left.name for left in report.left if left.reason.startswith("in FP8")}
+    parts = {f"blocks.{n}.{part}" for n in range(2) for part in ("attn.dense", "mlp")}
+    assert wrong == (set() if factor == 1 else parts)
+
+
+def test_comparisons_leave_no_copies_in_bf16_of_layers_in_fp8() -> None:
+    model = Model()
+    report = stepscope.accelerate(model, dtype="fp8")
+    assert report.fp8 is not None
+    report.fp8.always = True
+    losses(model, 1)
+    copies = next(patch._copies for patch in report._patches if patch.replacement.piece == "linear")
+    assert copies is not None
+    on = [name for name, why in report.fp8.decisions.items() if why is None]
+    assert len(on) == 8
+    assert not any(copies.find(model.get_submodule(name).weight) is not None for name in on)
+    assert copies.find(model.head.weight) is not None
 
 
 def test_own_model_and_invalid_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

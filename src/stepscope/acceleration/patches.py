@@ -58,6 +58,9 @@ class Patch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         if module.training not in self._checked_modes:
+            if self._copies is not None and self._copies.suspends_fp8:
+                # A module that contains this one is compared. This one is once FP8 is back.
+                return self._original(*args, **kwargs)
             self._check(args, kwargs)
             return module.forward(*args, **kwargs)
         return self.replacement.forward(module, *args, **kwargs)
@@ -77,14 +80,10 @@ class Patch:
     def _difference(self, replaced: Callable[..., Any], args: Any, kwargs: Any) -> str:
         """Return how it differs: at the precision of the original, then with layers in FP8."""
         module = self.replacement.module
-        fp8 = None if self._copies is None else self._copies.fp8
-        if self._copies is None or fp8 is None:
+        if self._copies is None or self._copies.fp8 is None:
             return difference(module, self._original, replaced, args, kwargs)
-        self._copies.fp8 = None
-        try:
+        with self._copies.without_fp8():
             why = difference(module, self._original, replaced, args, kwargs)
-        finally:
-            self._copies.fp8 = fp8
         if why:
             return why
         why = difference(module, self._original, replaced, args, kwargs, FP8_TOLERANCE)

@@ -73,7 +73,8 @@ class Report:
         if len(lines) == 1:
             lines = [f"{self.model_name}: nothing to accelerate"]
         reasons: dict[tuple[str, str], list[str]] = {}
-        for left in left_as_they_are:
+        # A layer that never runs in FP8 may also have been decided in a call.
+        for left in dict.fromkeys(left_as_they_are):
             reasons.setdefault((left.piece, left.reason), []).append(left.name)
         if reasons:
             lines.append("left as they are:")

@@ -21,6 +21,14 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 """torch's functions, by name."""
 
 
+def gate_and_up(gates: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the halves of (rows, 2 · width); in an MLP that is not gated, the tensor and None."""
+    if not gated:
+        return gates, None
+    gate, up = gates.chunk(2, dim=1)
+    return gate, up
+
+
 def activated(
     gate: Tensor, up: Tensor | None, activation: str, amax: bool = False
 ) -> Tensor:  # (rows, width)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
-from stepscope.kernels.activation import PLAIN, SILU, activated, write_gradients
+from stepscope.kernels.activation import PLAIN, SILU, activated, gate_and_up, write_gradients
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.matmul import (
     SavedInput,
@@ -117,7 +117,7 @@ class _FeedForward(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         bias, out_bias = narrow_biases
         gates = linear_concat(flat, first, bias)
-        hidden = activated(*_parts(gates, settings), settings.activation)
+        hidden = activated(*gate_and_up(gates, settings.weights == 2), settings.activation)
         out = linear_concat(hidden, (last,), out_bias)
         saved = {ALL: (gates, hidden), INPUTS: ()}.get(settings.policy, (gates,))
         ctx.bias = bias if settings.policy == INPUTS else None
@@ -148,8 +148,8 @@ class _FeedForward(torch.autograd.Function):
         if settings.weights == 1 and any(of_biases):
             ((rows, dtype),) = ctx.biases
             summed = torch.empty(rows, device=grad.device, dtype=dtype)
-        gate, up = _parts(gates, settings)
-        grad_gate, grad_up = _parts(grad_gates, settings)
+        gate, up = gate_and_up(gates, settings.weights == 2)
+        grad_gate, grad_up = gate_and_up(grad_gates, settings.weights == 2)
         recomputed = hidden if len(saved) < 2 else None
         write_gradients(
             grad_hidden, gate, up, grad_gate, grad_up, settings.activation, recomputed, summed
@@ -168,11 +168,3 @@ class _FeedForward(torch.autograd.Function):
             grad_x, None, None, None, None, None,
             *first_grads, *second_grads, *bias_grads, *outer_grads,
         )  # fmt: skip
-
-
-def _parts(gates: Tensor, settings: _Settings) -> tuple[Tensor, Tensor | None]:
-    """Return gate and up of (rows, 2 · hidden); the second is None if the MLP is not gated."""
-    if settings.weights == 1:
-        return gates, None
-    gate, up = gates.chunk(2, dim=1)
-    return gate, up

@@ -14,7 +14,8 @@ write, call `refresh(all_of_them=True)`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class WeightCopies:
         self, cached: Iterable[Tensor] | None = None, fp8: Fp8Layers | None = None
     ) -> None:
         self.fp8 = fp8
+        self.suspends_fp8 = False
+        """True within `without_fp8`."""
         self._cached = None if cached is None else WeakTensorKeyDictionary()
         for weight in cached or ():
             assert self._cached is not None
@@ -63,6 +66,21 @@ class WeightCopies:
         view = WeightCopies(fp8=fp8)
         view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
         return view
+
+    @contextmanager
+    def without_fp8(self) -> Iterator[None]:
+        """Run all layers in the matmul dtype. Copies that were created for it are dropped at the
+        end: an optimizer would keep writing them."""
+        fp8, self.fp8 = self.fp8, None
+        before = set(self._groups)
+        self.suspends_fp8 = True
+        try:
+            yield
+        finally:
+            self.fp8, self.suspends_fp8 = fp8, False
+            for key in self._groups.keys() - before:
+                del self._groups[key]
+            self._index()
 
     def narrow(self, weights: Weights, dtype: torch.dtype) -> Weights:
         """Return what matmuls in that dtype read: the weights themselves if they have the dtype,
@@ -150,11 +168,15 @@ class WeightCopies:
             if other.weights() is None:
                 del self._groups[old]
         self._groups[key] = group
-        self._positions.clear()
-        for (_, owners), other in self._groups.items():
-            for index, owner in enumerate(owners):
-                self._positions.setdefault(owner, []).append(_Position(other, index))
+        self._index()
         return group
+
+    def _index(self) -> None:
+        """Update the positions of the weights in the groups."""
+        self._positions.clear()
+        for (_, owners), group in self._groups.items():
+            for index, owner in enumerate(owners):
+                self._positions.setdefault(owner, []).append(_Position(group, index))
 
 
 class _Position(NamedTuple):
@@ -197,8 +219,8 @@ class _Group:
     def mark_current(self, index: int, weight: Tensor) -> None:
         self._versions[index] = _Version.of(weight)
 
-    def mark_changed(self, number: int) -> None:
-        self._versions[number] = None
+    def mark_changed(self, index: int) -> None:
+        self._versions[index] = None
 
     @torch.no_grad()
     def update(self, weights: Weights, force: bool = False) -> None:

@@ -196,8 +196,8 @@ def scaled_mm(
 ) -> Tensor:
     """Return a bᵀ plus the bias in that dtype. Both are contracted over their last dimension."""
     (first, inverse), (second, other) = a, b
-    rowwise = inverse.dim() == 2 and inverse.shape[1] == 1 and first.shape[1] > 1
-    # Row-wise GEMMs return bfloat16 only.
+    # Row-wise GEMMs return bfloat16 only. One block of a row is a row.
+    rowwise = inverse.dim() == 2 and inverse.shape[1] == 1
     returned = torch.bfloat16 if rowwise else dtype
     fused = bias if inverse.dim() == 0 and dtype != torch.float32 else None
     out = torch._scaled_mm(

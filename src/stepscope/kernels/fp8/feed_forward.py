@@ -10,12 +10,13 @@ forward pass; `inputs` saves the rows of the first layer's input, and recomputes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stepscope.kernels.activation import activated, write_gradients
+from stepscope.kernels.activation import activated, gate_and_up, write_gradients
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.fp8.casts import Operand, Quantized, quantize, scaled_mm
 from stepscope.kernels.fp8.linear import (
@@ -83,13 +84,15 @@ class _Fp8FeedForward(torch.autograd.Function):
         bias = concatenated(biases, x.dtype)
         fast = recipe.fast(forward=True)
         gates = scaled_mm(source.rows, read, x.dtype, fast, bias)
-        hidden = activated(*_parts(gates, first), settings.activation, amax=recipe.one_scale)
-        keep = settings.policy == ALL and needed[end - 1]
+        hidden = activated(
+            *gate_and_up(gates, first.weights == 2), settings.activation, amax=recipe.one_scale
+        )
+        ctx.kept = _Kept(settings, learns=needed[end - 1])
         of_hidden = quantize(
             hidden,
             E4M3,
             recipe,
-            columns=keep and recipe.weight_gradient == FP8,
+            columns=ctx.kept.saves_hidden and recipe.weight_gradient == FP8,
             partial=noted_amax(hidden),
             history=None if second.histories is None else second.histories.x,
         )
@@ -101,9 +104,8 @@ class _Fp8FeedForward(torch.autograd.Function):
             concatenated(outer, x.dtype),
         )
         ctx.source, ctx.bias = source.saved(), bias if settings.policy == INPUTS else None
-        ctx.kept = _Kept(settings, keep)
-        ctx.saved = _Packed(ctx)
-        ctx.saved.save(
+        ctx.sizes = _save(
+            ctx,
             operands[0].operand(rows=first.transposed),
             operands[1].operand(rows=second.transposed),
             ctx.source.take_tensors(),
@@ -124,7 +126,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         first, second = settings.first, settings.second
         recipe, end = first.recipe, first.weights + 1
         fast = recipe.fast(forward=False)
-        of_first, of_second, source, kept_gates, kept_hidden = ctx.saved.restore(ctx)
+        of_first, of_second, source, kept_gates, kept_hidden = _restored(ctx)
         needed = ctx.needs_input_grad[4:]
         of_biases, of_outer = needed[end : end + settings.biases], needed[end + settings.biases :]
         flat = grad.reshape(-1, grad.shape[-1])
@@ -144,8 +146,8 @@ class _Fp8FeedForward(torch.autograd.Function):
             summed = torch.empty(rows, device=grad.device, dtype=dtype)
         largest = write_gradients(
             grad_hidden,
-            *_parts(gates, first),
-            *_parts(grad_gates, first),
+            *gate_and_up(gates, first.weights == 2),
+            *gate_and_up(grad_gates, first.weights == 2),
             settings.activation,
             hidden,
             summed,
@@ -178,11 +180,13 @@ class _Fp8FeedForward(torch.autograd.Function):
 
 
 class _Kept:
-    """What the policy saves of the gates and of the second layer's input."""
+    """What the policy saves of the gates and of the second layer's input, which only the gradient
+    of its weight reads."""
 
-    def __init__(self, settings: Settings, keep: bool) -> None:
+    def __init__(self, settings: Settings, learns: bool) -> None:
         self._settings = settings
-        self.recomputes_hidden = not keep
+        self.saves_hidden = learns and settings.policy == ALL
+        self.recomputes_hidden = learns and settings.policy != ALL
         self._layer = settings.second
 
     def gates(self, gates: Tensor, rows: Operand, weights: Operand) -> tuple[Tensor, ...]:
@@ -195,8 +199,8 @@ class _Kept:
         return scaled_mm(x, weights, dtype, self._layer.recipe.fast(forward=True), bias)
 
     def hidden(self, hidden: Tensor, cast: Quantized) -> tuple[Tensor, ...]:
-        if self.recomputes_hidden:
-            return () if cast.scale is None else (cast.scale,)
+        if not self.saves_hidden:
+            return (cast.scale,) if self.recomputes_hidden and cast.scale is not None else ()
         if self._layer.recipe.weight_gradient == BF16:
             return (hidden,)
         return cast.operand(rows=False)
@@ -216,30 +220,13 @@ class _Kept:
         return source, cast.operand(rows=False)
 
 
-class _Packed:
-    """Groups of tensors as one list of saved tensors."""
-
-    def __init__(self, ctx: Any) -> None:
-        self._ctx: Any = ctx
-        self._sizes: list[int] = []
-
-    def save(self, *groups: Sequence[Tensor]) -> None:
-        self._ctx.save_for_backward(*(tensor for group in groups for tensor in group))
-        self._sizes = [len(group) for group in groups]
-        # The context owns this object.
-        self._ctx = None
-
-    def restore(self, ctx: Any) -> list[Any]:
-        tensors, groups = list(ctx.saved_tensors), []
-        for size in self._sizes:
-            groups.append(tuple(tensors[:size]))
-            del tensors[:size]
-        return groups
+def _save(ctx: Any, *groups: Sequence[Tensor]) -> list[int]:
+    """Save groups of tensors for backward, and return their sizes."""
+    ctx.save_for_backward(*(tensor for group in groups for tensor in group))
+    return [len(group) for group in groups]
 
 
-def _parts(gates: Tensor, first: Layer) -> tuple[Tensor, Tensor | None]:
-    """Return gate and up of (rows, 2 · hidden); the second is None if the MLP is not gated."""
-    if first.weights == 1:
-        return gates, None
-    gate, up = gates.chunk(2, dim=1)
-    return gate, up
+def _restored(ctx: Any) -> list[Any]:
+    """Return the groups that `_save` has saved."""
+    tensors = iter(ctx.saved_tensors)
+    return [tuple(islice(tensors, size)) for size in ctx.sizes]

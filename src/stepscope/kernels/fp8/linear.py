@@ -57,7 +57,8 @@ def fp8_linear(
     warning that says why. Differentiable once.
     """
     recipe = recipe_of(recipe)
-    if reason := unavailable(x.device, recipe):
+    # torch.compile cannot trace the queries of the device; there the GEMM itself raises.
+    if not torch.compiler.is_compiling() and (reason := unavailable(x.device, recipe)):
         raise UsageError(reason, "use torch.nn.functional.linear")
     tokens = x.numel() // max(1, x.shape[-1])
     dtype = matmul_dtype(x)

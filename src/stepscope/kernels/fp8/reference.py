@@ -5,7 +5,7 @@ float32 or float64. It is the reference of the kernels and the instrument of the
 never stands in for an FP8 GEMM in a training step. Fast accumulation is not emulated.
 
 NaN and Inf stay visible: they do not take part in the amax, so the other values keep their scale,
-and both become NaN (Inf stays Inf in e5m2), wherever the hardware's cast would saturate Inf.
+and both become NaN, in e5m2 too: the hardware's cast would saturate Inf.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def cast(
     limit = LARGEST[dtype]
     saturated = scaled.clamp(-limit, limit)
     # An infinite value must not be saturated. NaN passes through clamp.
-    infinite = scaled if dtype == E5M2 else torch.full_like(scaled, torch.nan)
-    saturated = torch.where(x.isinf(), infinite, saturated)
+    saturated = torch.where(x.isinf(), torch.nan, saturated)
     return Cast(saturated.to(DTYPES[dtype]), 1.0 / scale)
 
 

@@ -5,9 +5,9 @@ over different dimensions is needed as (rows, columns) and as (columns, rows). O
 of 128×128 writes both. Scales are float32: per tensor, per row (of each copy), or per 128 values
 along the rows of each copy.
 
-Only finite values count as largest; NaN stays NaN, and Inf becomes NaN in e4m3, which has no Inf
-and would saturate it. All reductions are maxima and sums of integers, so results are bitwise
-reproducible. BITS is for Triton's interpreter, whose conversion to float8 truncates.
+Only finite values count as largest; NaN stays NaN, and Inf becomes NaN: the hardware's cast would
+saturate it. All reductions are maxima and sums of integers, so results are bitwise reproducible.
+BITS is for Triton's interpreter, whose conversion to float8 truncates.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _bits(b_y, E4M3: tl.constexpr):
         b_code = tl.where(
             b_round < 0.00006103515625, (b_round * 65536.0).to(tl.int32), (b_int >> 21) - (112 << 2)
         )
-        b_code = tl.where(b_abs <= 57344.0, b_code, tl.where(b_abs == float("inf"), 0x7C, 0x7F))
+        b_code = tl.where(b_abs <= 57344.0, b_code, 0x7F)
     b_sign = (b_y.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (b_code | b_sign).to(tl.uint8)
 
@@ -77,11 +77,11 @@ def _bits(b_y, E4M3: tl.constexpr):
 def _cast(b_x, b_scale, largest, out_ptr, E4M3: tl.constexpr, BITS: tl.constexpr):
     """Return the values times their scales in FP8, saturated."""
     b_y = b_x * b_scale
-    # NaN fails both comparisons and stays. Inf times zero is NaN.
+    # NaN fails both comparisons and stays.
     b_y = tl.where(b_y > largest, largest, b_y)
     b_y = tl.where(b_y < -largest, -largest, b_y)
-    b_beyond = b_x * 0.0 if E4M3 else b_x
-    b_y = tl.where(tl.abs(b_x) == float("inf"), b_beyond, b_y)
+    # Inf times zero is NaN. The hardware's cast saturates Inf, also in e5m2, which has it.
+    b_y = tl.where(tl.abs(b_x) == float("inf"), b_x * 0.0, b_y)
     if BITS:
         return _bits(b_y, E4M3)
     return b_y.to(out_ptr.dtype.element_ty)
