@@ -63,8 +63,10 @@ class ScoreRules:
             and self.softcap > 0
         ):
             raise ValueError(f"softcap={self.softcap!r} is not a positive number")
-        if _is_int(self.prefix) and self.prefix < 0:  # type: ignore[operator]
-            raise ValueError(f"prefix={self.prefix} is negative")
+        if not (self.prefix is None or hasattr(self.prefix, "shape")) and (
+            not _is_int(self.prefix) or self.prefix < 0
+        ):
+            raise ValueError(f"prefix={self.prefix!r} is neither a number of keys nor a tensor")
         if self.documents is not None and self.cu_seqlens is not None:
             raise ValueError("documents and cu_seqlens describe the same: give one of them")
         if self.window is not None and self.prefix is not None:
@@ -104,7 +106,8 @@ class ScoreRules:
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the choice of an implementation depends on."""
-        numbers = (self.window, self.softcap, self.prefix if _is_int(self.prefix) else None)
+        prefix = self.prefix if _is_int(self.prefix) else None
+        numbers = (self.window, self.softcap, prefix, self.unequal_documents)
         return numbers + tuple(
             (name, x.shape, x.dtype, x.device, x.requires_grad) for name, x in self.tensors
         )
