@@ -7,7 +7,8 @@
 A row is a forward and a backward pass in bfloat16 through the public call. Implementations take
 turns on the same tensors; the median turn counts. The block mask of FlexAttention and the intervals
 of the kernels are created before. FLOPs count visible pairs, a backward pass 2.5 forward passes.
-Needs a GPU; compiling FlexAttention takes most of the time.
+Needs a GPU; compiling FlexAttention takes most of the time. After `--seconds` no further row is
+measured.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def measure(name: str) -> dict[str, Any]:
         try:
             seconds(call, 2)
             calls[form] = call
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever a form raises, among others a failed compilation, the other is measured.
             reasons[form] = one_line(error)
     counts = {f: max(3, round(TURN_SECONDS / seconds(call, 3))) for f, call in calls.items()}
     turns = [{f: seconds(call, counts[f]) for f, call in calls.items()} for _ in range(TURNS)]
@@ -161,14 +163,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--out", type=Path, help="file for one JSON line per row")
+    parser.add_argument("--seconds", type=float, default=400, help="start no row after this time")
     parser.add_argument("--read", type=Path, help="print the table of this file")
     args = parser.parse_args(words)
     if args.read:
         print(table([json.loads(line) for line in args.read.read_text().splitlines()]))
         return
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    lines = []
+    lines: list[dict[str, Any]] = []
+    end = time.monotonic() + args.seconds
     for name in args.rows:
+        if time.monotonic() > end:
+            break
         lines.append(measure(name))
         if args.out:
             with args.out.open("a") as file:

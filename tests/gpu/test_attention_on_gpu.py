@@ -181,6 +181,7 @@ def test_documents_that_change_between_replays_of_a_captured_step() -> None:
         return [out, *torch.autograd.grad(out.float().sum(), (q, k, v))]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
