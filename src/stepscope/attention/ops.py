@@ -64,6 +64,10 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _kernel_rules(rules: KernelRules) -> Any:
+    return _kernels().Rules(*[x.contiguous() if isinstance(x, Tensor) else x for x in rules])
+
+
 def _launch_forward(
     q: Tensor,
     k: Tensor,
@@ -77,7 +81,7 @@ def _launch_forward(
     unless the rules have intervals."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     kernels = _kernels()
-    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    more = {"rules": _kernel_rules(rules)} if rules else {}
     outputs: tuple[Tensor, Tensor] = kernels.forward(
         q, k, v, scale=scale, causal=is_causal, shift=shift, **more
     )
@@ -101,9 +105,8 @@ def _launch_backward(
     # Saved-tensor hooks may return tensors with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
-    rules = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in rules])
     kernels = _kernels()
-    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    more = {"rules": _kernel_rules(rules)} if rules else {}
     grads: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
         grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, packed=packed, **more
     )
@@ -380,7 +383,9 @@ def _attend_by_rules(
         of_queries = query_intervals(rules, lengths) if differentiates else None
     softcap = None if rules.softcap is None else float(rules.softcap)
     settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, softcap)
-    direct = _can_launch_directly(q, k, v)
+    direct = _can_launch_directly(q, k, v) and all(
+        x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks)
+    )
     if direct and differentiates:
         return FlashAttentionTriton.attend_as(q, k, v, settings)
     return _attend(q, k, v, *settings, direct=direct)[0]
