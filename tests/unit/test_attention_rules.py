@@ -14,7 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from attention_inputs import draw
-from attention_rules import ALL, BIASES, BOUNDS, IN_KERNELS, RUNS, SINKS, SLOPES, VISIBLE, inputs
+from attention_rules import (
+    ALL,
+    BIASES,
+    BOUNDS,
+    FLEX,
+    IN_KERNELS,
+    RUNS,
+    SINKS,
+    SLOPES,
+    VISIBLE,
+    inputs,
+)
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.cost import pair_flops
 from stepscope.attention.flex import attend_by_rules
@@ -27,9 +38,6 @@ from stepscope.attention.visibility import (
 )
 
 CPU = torch.device("cpu")
-FLEX = ("window, fewer keys", "documents of each batch", "cu_seqlens of both", "prefix",
-        "ALiBi, more keys", "all", "bias of each batch and a window")  # fmt: skip
-"""Block masks are slow to create on a CPU: one of each kind."""
 
 
 def lengths_of(name: str) -> Lengths:

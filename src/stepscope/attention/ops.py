@@ -128,7 +128,7 @@ def flash_forward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, softcap)
-    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if any_rule(rules) else ()))
+    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
 
 
 @flash_forward.register_fake
@@ -162,11 +162,11 @@ def flash_backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, softcap)
-    settings = (is_causal, scale, shift, *(rules if any_rule(rules) else ()))
+    settings = (is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
     return _launch_backward(grad, q, k, v, out, lse, *settings)
 
 
-def any_rule(rules: KernelRules) -> bool:
+def _any_rule(rules: KernelRules) -> bool:
     return any(rule is not None for rule in rules)
 
 
