@@ -496,7 +496,9 @@ class FlashAttentionTriton(torch.autograd.Function):
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     settings = (*ctx.settings, *tensors, ctx.softcap) if tensors else ctx.settings
-    *grads, delta = _attend_backward(grad, q, k, v, out, lse, settings, ctx.direct)
+    # Compiled autograd traces this for a forward pass that was launched directly.
+    direct = ctx.direct and not torch.compiler.is_compiling()
+    *grads, delta = _attend_backward(grad, q, k, v, out, lse, settings, direct)
     rest: list[Tensor | None] = [None] * len(settings)
     if tensors and ctx.needs_input_grad[len(grads) + _N_SETTINGS + _SINKS]:
         rest[_N_SETTINGS + _SINKS] = sink_gradient(tensors[_SINKS], lse, delta)
