@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.attention import api, attention
 
 SHAPE = (1, 2, 16, 16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(shape: tuple[int, ...] = SHAPE, *, strided: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(shape))
-    drawn = [torch.randn(*shape, generator=generator) for _ in range(3)]
+    drawn = [torch.randn(*shape, generator=generator).to(DEVICE) for _ in range(3)]
     # The last dimension is not contiguous.
     return [x.mT.contiguous().mT for x in drawn] if strided else drawn
 

@@ -38,6 +38,7 @@ from stepscope.attention.visibility import (
 )
 
 CPU = torch.device("cpu")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lengths_of(name: str) -> Lengths:
@@ -282,8 +283,8 @@ class TestImplementations:
     @pytest.mark.parametrize("impl", ["tiled", "triton"])
     def test_tensors_of_rules_are_saved_for_backward(self, impl: str) -> None:
         """So that saved-tensor hooks see them, and autograd sees a change before the backward."""
-        q, k, v, grad = inputs(ALL["all"], dtype=torch.float32)
-        rules = ALL["all"].on("cpu")
+        q, k, v, grad = inputs(ALL["all"], dtype=torch.float32, device=DEVICE)
+        rules = ALL["all"].on(DEVICE)
         saved: list[int] = []
         q.requires_grad_()
 
@@ -293,7 +294,7 @@ class TestImplementations:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             out = attention(q, k, v, is_causal=True, rules=rules, impl=impl)
-        lengths = Lengths(70, 70, True, None, CPU)
+        lengths = Lengths.of(q, k, True, None)
         kept = (rules.sinks, rules.alibi_slopes, key_intervals(rules, lengths))
         assert {x.data_ptr() for x in kept if x is not None} <= set(saved)
         (ours,) = torch.autograd.grad(out, q, grad)
@@ -385,7 +386,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("impl", ["tiled", "triton"])
     def test_transforms_are_refused(self, impl: str) -> None:
-        x = torch.randn(1, 2, 8, 16)
+        x = torch.randn(1, 2, 8, 16, device=DEVICE)
 
         def total(q: Tensor, impl: str) -> Tensor:
             return attention(q, x, x, rules=ScoreRules(window=3), impl=impl).sum()
