@@ -245,16 +245,18 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
 
 
 def timed_without_hanging(
-    words: list[str], names: list[str], end: float
+    words: list[str], head: int, right: set[tuple[str, int]], end: float
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the lines of a timing; if it fails, also of one without the variant launched last."""
+    """Yield the lines of a timing of the `right` variants; if it fails, remove the variant launched
+    last from them and time the others."""
     while time.monotonic() < end:
+        names = [name for name in VARIANTS[head] if (name, head) in right]
         lines = worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS)
         launched = [line["launched"] for line in lines if "launched" in line]
         yield [line for line in lines if "launched" not in line]
         if not launched or all("failed" not in line for line in lines):
             return
-        names = [name for name in names if name != launched[-1]]
+        right.discard((launched[-1], head))
 
 
 def check_and_time(out: Path | None, seconds: float) -> None:
@@ -277,10 +279,9 @@ def check_and_time(out: Path | None, seconds: float) -> None:
             add(done.result())
     right = {(x["check"], x["d"]) for x in found if "check" in x and "failed" not in x}
     for shape in TIMED:
-        names = [name for name in VARIANTS[shape[-1]] if (name, shape[-1]) in right]
         for causal in (False, True):
             words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
-            for lines in timed_without_hanging(words, names, start + seconds):
+            for lines in timed_without_hanging(words, shape[-1], right, start + seconds):
                 add(lines)
     print(table(found))
     print(f"{time.monotonic() - start:.0f} s")
