@@ -7,7 +7,8 @@
 A row is a forward and a backward pass in bfloat16 through the public call. Implementations take
 turns on the same tensors; the median turn counts. The block mask of FlexAttention and the intervals
 of the kernels are created before. FLOPs count visible pairs, a backward pass 2.5 forward passes.
-Needs a GPU; compiling FlexAttention takes most of the time.
+Needs a GPU; compiling FlexAttention takes most of the time. After `--seconds` no further row is
+measured.
 """
 
 from __future__ import annotations
@@ -24,59 +25,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.attention import ScoreRules, attention
+from stepscope.attention import attention
 from stepscope.attention.cost import pair_flops
 from stepscope.attention.visibility import visible_pairs
 from stepscope.errors import one_line
+from stepscope.studies.attention.workload import score_rules
 
 FORMS = ("triton", "flex")
 TURNS = 9
 TURN_SECONDS = 0.03
-MEAN_DOCUMENT = 512
 
 
 class Row(NamedTuple):
-    batch: int
     heads: int
     key_heads: int
     length: int
     d_head: int
-    causal: bool
-    rules: Callable[[Row], ScoreRules]
-
-
-def documents(row: Row) -> ScoreRules:
-    """Documents of random lengths around `MEAN_DOCUMENT`, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
-    count = row.length // MEAN_DOCUMENT
-    inner = torch.randperm(row.length - 1, generator=generator)[: count - 1].sort().values + 1
-    bounds = torch.cat((torch.tensor([0]), inner, torch.tensor([row.length])))
-    return ScoreRules(cu_seqlens=bounds.cuda())
-
-
-def alibi(row: Row) -> ScoreRules:
-    slopes = 2.0 ** (-8.0 * torch.arange(1, row.heads + 1, device="cuda") / row.heads)
-    return ScoreRules(alibi_slopes=slopes)
-
-
-def window(row: Row) -> ScoreRules:
-    del row
-    return ScoreRules(window=1024)
+    rule: str
+    """As `score_rules` reads it; documents are given by their mean length."""
 
 
 ROWS: dict[str, Row] = {
-    "documents": Row(1, 16, 16, 16384, 64, True, documents),
-    "documents, d 128": Row(1, 16, 16, 16384, 128, True, documents),
-    "window": Row(1, 16, 16, 16384, 64, True, window),
-    "window, d 128": Row(1, 16, 16, 16384, 128, True, window),
-    "window, shared key heads": Row(1, 32, 8, 16384, 128, True, window),
-    "soft cap": Row(1, 16, 16, 4096, 128, True, lambda _: ScoreRules(softcap=50.0)),
-    "sinks": Row(
-        1, 64, 8, 4096, 64, True, lambda row: ScoreRules(sinks=torch.zeros(row.heads).cuda())
-    ),
-    "ALiBi": Row(1, 16, 16, 4096, 64, True, alibi),
-    "prefix": Row(1, 16, 16, 4096, 64, True, lambda _: ScoreRules(prefix=1024)),
+    "documents": Row(16, 16, 16384, 64, "documents=512"),
+    "documents, d 128": Row(16, 16, 16384, 128, "documents=512"),
+    "window": Row(16, 16, 16384, 64, "window=1024"),
+    "window, d 128": Row(16, 16, 16384, 128, "window=1024"),
+    "window, shared key heads": Row(32, 8, 16384, 128, "window=1024"),
+    "soft cap": Row(16, 16, 4096, 128, "softcap=50"),
+    "sinks": Row(64, 8, 4096, 64, "sinks"),
+    "ALiBi": Row(16, 16, 4096, 64, "alibi"),
+    "prefix": Row(16, 16, 4096, 64, "prefix=1024"),
 }
+"""One sequence each, with a causal mask."""
 
 
 class Case:
@@ -84,11 +64,11 @@ class Case:
 
     def __init__(self, row: Row) -> None:
         self._row = row
-        self.rules = row.rules(row)
+        self.rules = score_rules(row.rule, row.heads, row.length, torch.device("cuda"))
         generator = torch.Generator("cuda").manual_seed(0)
 
         def heads(count: int) -> Tensor:
-            size = (row.batch, row.length, count, row.d_head)
+            size = (1, row.length, count, row.d_head)
             x = torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
             return x.transpose(1, 2)
 
@@ -96,12 +76,12 @@ class Case:
         self._grad = heads(row.heads)
 
     def results(self, form: str) -> list[Tensor]:
-        out = attention(*self.inputs, is_causal=self._row.causal, rules=self.rules, impl=form)
+        out = attention(*self.inputs, is_causal=True, rules=self.rules, impl=form)
         return [out, *torch.autograd.grad(out, self.inputs, self._grad)]
 
     def flops(self) -> float:
         row = self._row
-        pairs = visible_pairs(self.rules, *self.inputs[:2], is_causal=row.causal)
+        pairs = visible_pairs(self.rules, *self.inputs[:2], is_causal=True)
         return 3.5 * pair_flops(pairs, heads=row.heads, d_head=row.d_head)
 
 
@@ -131,14 +111,14 @@ def measure(name: str) -> dict[str, Any]:
         try:
             seconds(call, 2)
             calls[form] = call
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever a form raises, among others a failed compilation, the other is measured.
             reasons[form] = one_line(error)
     counts = {f: max(3, round(TURN_SECONDS / seconds(call, 3))) for f, call in calls.items()}
     turns = [{f: seconds(call, counts[f]) for f, call in calls.items()} for _ in range(TURNS)]
     times = {f: 1e6 * statistics.median(turn[f] for turn in turns) for f in calls}
     apart = difference(*(call() for call in calls.values())) if len(calls) > 1 else None
-    row = {key: value for key, value in ROWS[name]._asdict().items() if key != "rules"}
-    return {"row": name, **row, "us": times, "flops": case.flops(), "apart": apart,
+    return {"row": name, **ROWS[name]._asdict(), "us": times, "flops": case.flops(), "apart": apart,
             "not_supported": reasons}  # fmt: skip
 
 
@@ -161,14 +141,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--out", type=Path, help="file for one JSON line per row")
+    parser.add_argument("--seconds", type=float, default=400, help="start no row after this time")
     parser.add_argument("--read", type=Path, help="print the table of this file")
     args = parser.parse_args(words)
     if args.read:
         print(table([json.loads(line) for line in args.read.read_text().splitlines()]))
         return
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    lines = []
+    lines: list[dict[str, Any]] = []
+    end = time.monotonic() + args.seconds
     for name in args.rows:
+        if time.monotonic() > end:
+            break
         lines.append(measure(name))
         if args.out:
             with args.out.open("a") as file:

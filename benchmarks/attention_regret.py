@@ -9,7 +9,8 @@ A shape has a dtype, head dimension, length, heads, key heads and a causal mask 
 that of a forward and a backward pass through the public call; calls follow each other without
 synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret
 is the time of auto over that of the fastest implementation, less one. After `--seconds` no further
-shape is measured; shapes are in random order, so that fewer are a smaller sample of the same.
+shape is measured; shapes are in random order, so that fewer are a smaller sample of the same. A
+process that is stuck ends itself after twice that time; records are written one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -153,6 +155,8 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
             # Whatever a form raises, among others a failed compilation, the others are measured.
             reasons[form] = one_line(error)
             synchronize()
+    if not first:
+        return {"shape": shape._asdict(), "us": {}, "chosen": None, "not_supported": reasons}
     fastest = min(first.values())
     timed = [f for f in first if f in RULED or first[f] < FAR_BEHIND * fastest]
     counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
@@ -180,7 +184,10 @@ def compile_in_parallel(drawn: Sequence[Shape], processes: int, limit: float) ->
     kinds.sort(key=lambda shape: shape.dtype != "float32")
     context = multiprocessing.get_context("spawn")
     parts = [kinds[number::processes] for number in range(processes)]
-    running = [context.Process(target=compile_kernels, args=(part,)) for part in parts if part]
+    # Daemons end with this process, also if it raises.
+    running = [
+        context.Process(target=compile_kernels, args=(part,), daemon=True) for part in parts if part
+    ]
     end = time.monotonic() + limit
     for process in running:
         process.start()
@@ -301,6 +308,9 @@ def main(words: Sequence[str] | None = None) -> None:
         print(summary(lines), fit(lines), sep="\n")
         return
     start = time.monotonic()
+    stuck = threading.Timer(2 * args.seconds, lambda: os._exit(3))
+    stuck.daemon = True
+    stuck.start()
     drawn = shapes(args.shapes, args.seed, RATE if args.device == "cuda" else CPU_RATE)
     machine = {"device": "cpu", "torch": torch.__version__}
     if args.device == "cuda":
@@ -311,12 +321,18 @@ def main(words: Sequence[str] | None = None) -> None:
     for shape in drawn:
         if time.monotonic() - start > args.seconds:
             break
-        lines.append(measure(shape, args.device))
+        try:
+            lines.append(measure(shape, args.device))
+        except RuntimeError as error:
+            # After an illegal access nothing runs in this process any more.
+            print(f"stopped at {shape}: {one_line(error)}", flush=True)
+            break
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(lines[-1] | machine) + "\n")
     print(summary(lines), fit(lines), sep="\n")
     print(f"{len(lines)} of {len(drawn)} shapes in {time.monotonic() - start:.0f} s")
+    stuck.cancel()
 
 
 if __name__ == "__main__":

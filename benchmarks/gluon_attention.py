@@ -6,7 +6,9 @@
 
 Every variant is checked in a process of its own that ends itself after `SECONDS` on the GPU: a
 wrong barrier hangs. Variants that agree with float64 are timed, interleaved with cuDNN and the
-library's Triton kernel on the same tensors. One JSON line per measurement, and a table at the end.
+library's Triton kernel on the same tensors; one that hangs there is left out and the others are
+timed again. One JSON line per measurement as soon as it is known, and a table at the end. After
+`--seconds` nothing further is started.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +135,7 @@ def end_after(seconds: float) -> None:
 def check(name: str, head: int) -> None:
     """Print a JSON line: the largest errors of one variant, or what went wrong."""
     variant = VARIANTS[head][name]
+    end_after(COMPILE_SECONDS + SECONDS)
     for case in CASES:
         q, k, v = inputs(case, head, 0)
         for causal in (False, True):
@@ -185,24 +188,30 @@ def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) -> None:
-    """Print a JSON line per variant and rival."""
+    """Print a JSON line per variant and rival, and one before the first launch of a variant."""
     from stepscope.attention import attention
 
     batch, heads, rows, head = shape
+    end_after(COMPILE_SECONDS + 2 * SECONDS)
     q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 3)
     out, lse = outputs(q)
     kernels = {
         name: forward(q, k, v, out, lse, causal=causal, variant=VARIANTS[head][name], launch=False)
         for name in names
     }
-    end_after(2 * SECONDS)
     calls: dict[str, Callable[[], object]] = {}
     for impl in ("sdpa_cudnn", "triton"):
         calls[impl] = lambda impl=impl: attention(q, k, v, is_causal=causal, impl=impl)  # type: ignore[misc]
+        calls[impl]()
+    torch.cuda.synchronize()
+    end_after(2 * SECONDS)
     for name in names:
         calls[name] = lambda name=name: forward(  # type: ignore[misc]
             q, k, v, out, lse, causal=causal, variant=VARIANTS[head][name]
         )
+        say(launched=name)
+        calls[name]()
+        torch.cuda.synchronize()
     flops = 4.0 * batch * heads * rows * rows * head * (0.5 if causal else 1.0)
     with torch.no_grad():
         times = milliseconds(calls)
@@ -228,14 +237,29 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
         text, code, errors = done.stdout, str(done.returncode), done.stderr
     except subprocess.TimeoutExpired as error:
         text, code, errors = (error.stdout or b"").decode(), "time limit", ""
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in text.splitlines() if re.fullmatch(r"\{.*\}", line)]
     if code != "0":
         what = "hangs" if code in ("3", "time limit") else errors.strip()[-300:]
         lines.append({"failed": arguments, "code": code, "error": what})
     return lines
 
 
-def check_and_time(out: Path | None) -> None:
+def timed_without_hanging(
+    words: list[str], head: int, right: set[tuple[str, int]], end: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the lines of a timing of the `right` variants; if it fails, remove the variant launched
+    last from them and time the others."""
+    while time.monotonic() < end:
+        names = [name for name in VARIANTS[head] if (name, head) in right]
+        lines = worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS)
+        launched = [line["launched"] for line in lines if "launched" in line]
+        yield [line for line in lines if "launched" not in line]
+        if not launched or all("failed" not in line for line in lines):
+            return
+        right.discard((launched[-1], head))
+
+
+def check_and_time(out: Path | None, seconds: float) -> None:
     start = time.monotonic()
     found: list[dict[str, Any]] = []
 
@@ -251,14 +275,14 @@ def check_and_time(out: Path | None) -> None:
     with ThreadPoolExecutor(WORKERS) as pool:
         limit = COMPILE_SECONDS + SECONDS
         work = [["--check", name, "--head", str(head)] for name, head in pairs]
-        for lines in pool.map(lambda words: worker(words, limit), work):
-            add(lines)
+        for done in as_completed([pool.submit(worker, words, limit) for words in work]):
+            add(done.result())
     right = {(x["check"], x["d"]) for x in found if "check" in x and "failed" not in x}
     for shape in TIMED:
-        names = [name for name in VARIANTS[shape[-1]] if (name, shape[-1]) in right]
         for causal in (False, True):
             words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
-            add(worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS))
+            for lines in timed_without_hanging(words, shape[-1], right, start + seconds):
+                add(lines)
     print(table(found))
     print(f"{time.monotonic() - start:.0f} s")
 
@@ -325,6 +349,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time")
     parser.add_argument("--compile", action="store_true", help="compile only, on any machine")
     parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
     parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
@@ -350,7 +375,7 @@ def main() -> None:
             forward(q, k, v, *buffers, causal=args.causal, variant=VARIANTS[head][args.launch])
         torch.cuda.synchronize()
     else:
-        check_and_time(args.out)
+        check_and_time(args.out, args.seconds)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,9 @@ BIASES: dict[str, RuleCase] = {
 }
 IN_KERNELS = VISIBLE | SCORES
 ALL = IN_KERNELS | BIASES
+FLEX = ("window, fewer keys", "documents of each batch", "cu_seqlens of both", "prefix",
+        "ALiBi, more keys", "all", "bias of each batch and a window")  # fmt: skip
+"""One of each kind: FlexAttention is slow to compile, and its block masks are on a CPU."""
 
 
 def inputs(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import ScoreRules, attention
+from stepscope.attention.packed import split_heads
 from stepscope.kernels import (
     add_rms_norm,
     embedded,
@@ -79,7 +80,8 @@ def precision(tf32: bool) -> Iterator[None]:
 def attended(
     impl: str, dtype: torch.dtype, *, layouts: dict[str, str] | None = None, tf32: bool = False,
     backward: bool = True, heads: int = 4, key_heads: int = 4, length: int = 256, d: int = 64,
-    contiguous_when_saved: bool = False, rules: dict[str, Any] | None = None, **how: Any,
+    contiguous_when_saved: bool = False, rules: dict[str, Any] | None = None,
+    projected: str = "", **how: Any,
 ) -> Results:  # fmt: skip
     """Compute output and gradients of attention."""
     if rules is not None:
@@ -89,6 +91,11 @@ def attended(
         placed(draw(2, count, length, d, seed=n), dtype, (layouts or {}).get(name, ""))
         for n, (name, count) in enumerate(counts.items())
     )
+    if projected:
+        by_head = projected == "by head"
+        parts = [x.transpose(1, 2) for x in (q, k, v)]
+        one = torch.stack(parts, 3 if by_head else 2).flatten(2)
+        q, k, v = split_heads(one, heads, by_head)
     leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
     saving: Any = nullcontext()
     if contiguous_when_saved:
@@ -147,6 +154,8 @@ def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
             "layouts": dict.fromkeys(everything, TRANSPOSED), "contiguous_when_saved": True,
         },
         **{f"{name} unaligned": {"layouts": {name: UNALIGNED}} for name in everything},
+        "one projection": {"projected": "in parts"},
+        "one projection by head": {"projected": "by head"},
         "dtype": {"dtype": other},
         "tf32": {"tf32": True},
         "causal": {"is_causal": True},

@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.attention import api, attention
 
 SHAPE = (1, 2, 16, 16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(shape: tuple[int, ...] = SHAPE, *, strided: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(shape))
-    drawn = [torch.randn(*shape, generator=generator) for _ in range(3)]
+    drawn = [torch.randn(*shape, generator=generator).to(DEVICE) for _ in range(3)]
     # The last dimension is not contiguous.
     return [x.mT.contiguous().mT for x in drawn] if strided else drawn
 
@@ -72,3 +74,13 @@ def test_transforms_and_modes_are_seen_after_a_plain_call() -> None:
     with Recorder():
         torch.testing.assert_close(attention(q, k, v, impl="triton"), out)
     assert any("flash_forward" in name for name in seen)
+
+
+def test_compiled_autograd_traces_the_backward_of_a_direct_launch() -> None:
+    expected = results(draw(), "reference")[2:]
+    inputs = [x.requires_grad_() for x in draw()]
+    out = attention(*inputs, impl="triton").square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        out.backward()
+    for x, wanted in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64, hold_to_policy
-from attention_rules import CAUSAL, IN_KERNELS, SCORES, SINKS, RuleCase, inputs
+from attention_rules import BOTTOM, CAUSAL, IN_KERNELS, SCORES, SINKS, RuleCase, inputs
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.tiles import IN_PLANES, Tile
 from stepscope.attention.triton import launch as triton_launch
@@ -126,6 +126,22 @@ def test_tiles_outside_of_the_intervals_are_skipped() -> None:
     assert out.isfinite().all()
     for gradient in torch.autograd.grad(out.sum(), leaves):
         assert gradient[:, :, seen].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"alibi_slopes": torch.tensor([-9.0, 1.0])}, torch.float16),
+        ({"sinks": torch.tensor([-float("inf"), 0.5])}, torch.float32),
+    ],
+    ids=["growing scores", "no sink"],
+)
+@pytest.mark.parametrize("how", [{}, BOTTOM], ids=["full", "bottom-right"])
+def test_extreme_scores(fields: dict[str, Tensor], dtype: torch.dtype, how: dict[str, Any]) -> None:
+    """In rows past the last one and in rows without a visible key."""
+    case = RuleCase(fields, how, *((70, 33) if how else (33, 33)))
+    tensors = inputs(case, dtype=dtype, device=DEVICE)
+    check_against_float64(triton, *tensors, rules=case.on(DEVICE), **case.how)
 
 
 def test_without_gradients() -> None:

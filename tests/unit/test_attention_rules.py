@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from attention_inputs import draw
-from attention_rules import ALL, BIASES, BOUNDS, IN_KERNELS, RUNS, SINKS, SLOPES, VISIBLE, inputs
+from attention_rules import (
+    ALL,
+    BIASES,
+    BOUNDS,
+    FLEX,
+    IN_KERNELS,
+    RUNS,
+    SINKS,
+    SLOPES,
+    VISIBLE,
+    inputs,
+)
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.cost import pair_flops
 from stepscope.attention.flex import attend_by_rules
@@ -26,9 +38,7 @@ from stepscope.attention.visibility import (
 )
 
 CPU = torch.device("cpu")
-FLEX = ("window, fewer keys", "documents of each batch", "cu_seqlens of both", "prefix",
-        "ALiBi, more keys", "all", "bias of each batch and a window")  # fmt: skip
-"""Block masks are slow to create on a CPU: one of each kind."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lengths_of(name: str) -> Lengths:
@@ -125,6 +135,17 @@ class TestVisibility:
                 created = key_intervals(rules, lengths)
             assert not created.is_inference()
             assert key_intervals(rules, lengths) is created
+
+    def test_intervals_of_a_mode_or_a_transform_are_not_kept(self) -> None:
+        rules = ScoreRules(window=5)
+        expected = attention(*(draw(1, 2, 37, 8),) * 3, rules=rules, impl="reference")
+        x = draw(1, 2, 37, 8)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            attention(x, x, x, rules=rules, impl="sdpa")
+        torch.testing.assert_close(attention(x, x, x, rules=rules, impl="sdpa"), expected)
+        x = draw(1, 2, 39, 8)
+        torch.func.grad(lambda q: attention(q, x, x, rules=rules, impl="sdpa").sum())(x)
+        assert attention(x, x, x, rules=rules, impl="tiled").isfinite().all()
 
 
 class TestDefinitions:
@@ -259,6 +280,31 @@ class TestImplementations:
                 attention(x, x, x, is_causal=True, rules=ScoreRules(**fields))
             assert len(cache) == number, fields
 
+    @pytest.mark.parametrize("impl", ["tiled", "triton"])
+    def test_tensors_of_rules_are_saved_for_backward(self, impl: str) -> None:
+        """So that saved-tensor hooks see them, and autograd sees a change before the backward."""
+        q, k, v, grad = inputs(ALL["all"], dtype=torch.float32, device=DEVICE)
+        rules = ALL["all"].on(DEVICE)
+        saved: list[int] = []
+        q.requires_grad_()
+
+        def pack(x: Tensor) -> Tensor:
+            saved.append(x.data_ptr())
+            return x.mT.contiguous().mT if x.dim() > 1 else x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention(q, k, v, is_causal=True, rules=rules, impl=impl)
+        lengths = Lengths.of(q, k, True, None)
+        kept = (rules.sinks, rules.alibi_slopes, key_intervals(rules, lengths))
+        assert {x.data_ptr() for x in kept if x is not None} <= set(saved)
+        (ours,) = torch.autograd.grad(out, q, grad)
+        out = attention(q, k, v, is_causal=True, rules=rules, impl=impl)
+        torch.testing.assert_close(ours, torch.autograd.grad(out, q, grad, retain_graph=True)[0])
+        assert rules.sinks is not None
+        rules.sinks.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, q, grad)
+
     def test_tensors_of_the_second_call_are_used(self) -> None:
         """The cached choice is that of the first call, the rules are those of the second."""
         x = draw(1, 4, 70, 8)
@@ -277,7 +323,12 @@ class TestErrors:
             ({"window": 2.5}, "window=2.5"),
             ({"softcap": -1.0}, "softcap=-1.0 is not a positive number"),
             ({"softcap": math.inf}, "softcap=inf"),
-            ({"prefix": -1}, "prefix=-1 is negative"),
+            ({"prefix": -1}, "prefix=-1 is neither a number of keys nor a tensor"),
+            ({"prefix": 2.5}, "prefix=2.5"),
+            ({"cu_seqlens": [0, 8]}, "cu_seqlens is a list; it must be a tensor"),
+            ({"cu_seqlens": (0, 4, 8)}, "cu_seqlens is a tuple"),
+            ({"cu_seqlens": ([0, 8], BOUNDS)}, "cu_seqlens is a tuple"),
+            ({"sinks": 1.0}, "sinks is a float"),
             ({"window": 3, "prefix": 2}, "window and a prefix"),
             ({"documents": RUNS, "cu_seqlens": BOUNDS}, "give one of them"),
             ({"cu_seqlens": (BOUNDS, BOUNDS + 0), "alibi_slopes": SLOPES}, "same documents"),
@@ -322,6 +373,8 @@ class TestErrors:
             attention(q, k, k, rules=ScoreRules(cu_seqlens=torch.tensor([0, 8])))
         pair = (torch.tensor([0, 8]), torch.tensor([0, 12]))
         x = torch.zeros(1, 4, 12, 16)
+        # The same tensor twice needs no alignment, and must not be taken for the same rules.
+        attention(x, x, x, is_causal=True, rules=ScoreRules(cu_seqlens=pair[1:] * 2))
         with pytest.raises(ValueError, match="need causal_align"):
             attention(x, x, x, is_causal=True, rules=ScoreRules(cu_seqlens=pair))
 
@@ -332,15 +385,31 @@ class TestErrors:
             attention(x, x, x, rules=ScoreRules(documents=RUNS[:8]))
 
     @pytest.mark.parametrize("impl", ["tiled", "triton"])
-    def test_transforms_need_the_reference(self, impl: str) -> None:
-        x = torch.randn(1, 2, 8, 16)
+    def test_transforms_are_refused(self, impl: str) -> None:
+        x = torch.randn(1, 2, 8, 16, device=DEVICE)
 
         def total(q: Tensor, impl: str) -> Tensor:
             return attention(q, x, x, rules=ScoreRules(window=3), impl=impl).sum()
 
-        with pytest.raises(ValueError, match="impl='reference' only"):
+        total(x, impl)  # the cached choice is not that of a transform
+        with pytest.raises(ValueError, match=r"torch\.func transforms are not supported"):
             torch.func.grad(total)(x, impl)
-        assert torch.func.grad(total)(x, "reference").shape == x.shape
+
+    def test_a_transform_does_not_change_the_cached_choice(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache: dict[Any, Any] = {}
+        monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", cache)
+        x = torch.randn(1, 2, 8, 16)
+        rules = ScoreRules(window=3)
+        for impl in ("auto", "reference"):
+            gradient = torch.func.grad(
+                lambda q, impl=impl: attention(q, x, x, rules=rules, impl=impl).sum()
+            )(x)
+            q = x.clone().requires_grad_()
+            (expected,) = torch.autograd.grad(attention(q, x, x, rules=rules).sum(), q)
+            torch.testing.assert_close(gradient, expected)
+        assert len(cache) == 1  # the calls without a transform
 
 
 def test_a_bias_alone_is_left_to_torch() -> None:

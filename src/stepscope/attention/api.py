@@ -21,6 +21,7 @@ from stepscope.attention.registry import (
     implementation,
 )
 from stepscope.attention.rules import ScoreRules
+from stepscope.torch_tools.derivatives import transforms_active
 
 _DISPATCH_CACHE: dict[tuple[object, ...], BoundAttention] = {}
 """Dispatch cache: for short inputs dispatch costs more than the kernel."""
@@ -54,8 +55,13 @@ def attention(
     Raises ValueError for invalid inputs and for inputs that the named implementation does not
     support, and UsageError for an unknown name. A named implementation never falls back to another.
     """
-    # torch.compile traces this once per graph, and its shapes may be symbolic.
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
+    # fewer implementations support rules.
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or (rules is not None and transforms_active())
+    ):
         return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
     try:
         # Strides and alignment are not in the key: dispatch does not depend on them, and an

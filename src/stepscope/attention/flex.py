@@ -159,8 +159,7 @@ def refuses(
     causal_align: str | None,
     rules: ScoreRules | None = None,
 ) -> str | None:
-    del is_causal, scale, causal_align
-    del rules
+    del is_causal, scale, causal_align, rules
     if q.dtype == torch.float64:
         return "FlexAttention has no kernel for float64"
     smallest = min(q.shape[-1], v.shape[-1])

@@ -28,7 +28,11 @@ from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import MIN_MULTIPLY_ADDS, description, kind_of
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
-from stepscope.attention.transforms import Passes, attend_under_transforms
+from stepscope.attention.transforms import (
+    RULES_UNDER_TRANSFORMS,
+    Passes,
+    attend_under_transforms,
+)
 from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,
@@ -60,6 +64,10 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _kernel_rules(rules: KernelRules) -> Any:
+    return _kernels().Rules(*[x.contiguous() if isinstance(x, Tensor) else x for x in rules])
+
+
 def _launch_forward(
     q: Tensor,
     k: Tensor,
@@ -73,7 +81,7 @@ def _launch_forward(
     unless the rules have intervals."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     kernels = _kernels()
-    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    more = {"rules": _kernel_rules(rules)} if rules else {}
     outputs: tuple[Tensor, Tensor] = kernels.forward(
         q, k, v, scale=scale, causal=is_causal, shift=shift, **more
     )
@@ -94,11 +102,11 @@ def _launch_backward(
     packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, and the row sums of gradient times output."""
-    # Saved-tensor hooks may return `out` and `lse` with different strides.
+    # Saved-tensor hooks may return tensors with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
     kernels = _kernels()
-    more = {"rules": kernels.Rules(*rules)} if rules else {}
+    more = {"rules": _kernel_rules(rules)} if rules else {}
     grads: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
         grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, packed=packed, **more
     )
@@ -120,7 +128,7 @@ def flash_forward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, softcap)
-    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if any_rule(rules) else ()))
+    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
 
 
 @flash_forward.register_fake
@@ -154,11 +162,11 @@ def flash_backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, softcap)
-    settings = (is_causal, scale, shift, *(rules if any_rule(rules) else ()))
+    settings = (is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
     return _launch_backward(grad, q, k, v, out, lse, *settings)
 
 
-def any_rule(rules: KernelRules) -> bool:
+def _any_rule(rules: KernelRules) -> bool:
     return any(rule is not None for rule in rules)
 
 
@@ -359,8 +367,6 @@ def _attend_by_rules(
     causal_align: str | None,
     rules: ScoreRules,
 ) -> Tensor:
-    if transforms_active():
-        raise ValueError("torch.func transforms support rules with impl='reference' only")
     shift = 0
     if is_causal or rules.alibi_slopes is not None:
         shift = causal_offset(q.shape[-2], k.shape[-2], causal_align)
@@ -377,7 +383,9 @@ def _attend_by_rules(
         of_queries = query_intervals(rules, lengths) if differentiates else None
     softcap = None if rules.softcap is None else float(rules.softcap)
     settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, softcap)
-    direct = _can_launch_directly(q, k, v)
+    direct = _can_launch_directly(q, k, v) and all(
+        x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks)
+    )
     if direct and differentiates:
         return FlashAttentionTriton.attend_as(q, k, v, settings)
     return _attend(q, k, v, *settings, direct=direct)[0]
@@ -395,6 +403,8 @@ def refuses(
     interpreted = is_interpreted()
     if rules is not None and rules.bias is not None:
         return "the kernels have no additive bias (ALiBi has alibi_slopes)"
+    if rules is not None and transforms_active():
+        return RULES_UNDER_TRANSFORMS
     if q.device.type != "cuda" and not interpreted:
         return f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
     if q.dtype == torch.float64:
@@ -471,9 +481,10 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
         direct = _can_launch_directly(q, k, v)
         out, lse = _attend(q, k, v, *settings, direct=direct)
-        ctx.settings = settings
+        ctx.settings = settings[:_N_SETTINGS]
+        *tensors, ctx.softcap = settings[_N_SETTINGS:] or (None,)
         ctx.direct = direct
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out
 
     @staticmethod
@@ -483,12 +494,14 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    *grads, delta = _attend_backward(grad, q, k, v, out, lse, ctx.settings, ctx.direct)
-    rest: list[Tensor | None] = [None] * len(ctx.settings)
-    if len(ctx.settings) > _N_SETTINGS:
-        sinks = ctx.settings[_N_SETTINGS + _SINKS]
-        rest[_N_SETTINGS + _SINKS] = None if sinks is None else sink_gradient(sinks, lse, delta)
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    settings = (*ctx.settings, *tensors, ctx.softcap) if tensors else ctx.settings
+    # Compiled autograd traces this for a forward pass that was launched directly.
+    direct = ctx.direct and not torch.compiler.is_compiling()
+    *grads, delta = _attend_backward(grad, q, k, v, out, lse, settings, direct)
+    rest: list[Tensor | None] = [None] * len(settings)
+    if tensors and ctx.needs_input_grad[len(grads) + _N_SETTINGS + _SINKS]:
+        rest[_N_SETTINGS + _SINKS] = sink_gradient(tensors[_SINKS], lse, delta)
     return (*grads, *rest)
 
 

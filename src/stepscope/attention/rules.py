@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 VISIBILITY = ("window", "prefix", "documents", "cu_seqlens")
 """Rules that decide which keys are visible; the others change scores."""
 NAMES = (*VISIBILITY, "softcap", "alibi_slopes", "sinks", "bias")
+_TENSORS = ("documents", "cu_seqlens", "alibi_slopes", "sinks", "bias")
 _INTEGERS = ("int32", "int64")
 
 
@@ -63,8 +64,15 @@ class ScoreRules:
             and self.softcap > 0
         ):
             raise ValueError(f"softcap={self.softcap!r} is not a positive number")
-        if _is_int(self.prefix) and self.prefix < 0:  # type: ignore[operator]
-            raise ValueError(f"prefix={self.prefix} is negative")
+        if not (self.prefix is None or _is_tensor(self.prefix)) and (
+            not _is_int(self.prefix) or self.prefix < 0
+        ):
+            raise ValueError(f"prefix={self.prefix!r} is neither a number of keys nor a tensor")
+        for name in _TENSORS:
+            value = getattr(self, name)
+            pair = isinstance(value, tuple) and name == "cu_seqlens" and len(value) == 2
+            if value is not None and not all(map(_is_tensor, value if pair else (value,))):
+                raise ValueError(f"{name} is a {type(value).__name__}; it must be a tensor")
         if self.documents is not None and self.cu_seqlens is not None:
             raise ValueError("documents and cu_seqlens describe the same: give one of them")
         if self.window is not None and self.prefix is not None:
@@ -98,13 +106,14 @@ class ScoreRules:
         for name in NAMES:
             value = getattr(self, name)
             parts = value if isinstance(value, tuple) else (value,)
-            found += [(name, part) for part in parts if hasattr(part, "shape")]
+            found += [(name, part) for part in parts if _is_tensor(part)]
         return tuple(found)
 
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the choice of an implementation depends on."""
-        numbers = (self.window, self.softcap, self.prefix if _is_int(self.prefix) else None)
+        prefix = self.prefix if _is_int(self.prefix) else None
+        numbers = (self.window, self.softcap, prefix, self.unequal_documents)
         return numbers + tuple(
             (name, x.shape, x.dtype, x.device, x.requires_grad) for name, x in self.tensors
         )
@@ -143,7 +152,7 @@ class ScoreRules:
             if len(shapes) > 1 or any(len(shape) != 1 or shape[0] < 2 for shape in shapes):
                 found = " and ".join(str(tuple(shape)) for shape in shapes)
                 raise ValueError(f"cu_seqlens has shape {found}; it needs (documents + 1,)")
-        if hasattr(self.prefix, "shape"):
+        if _is_tensor(self.prefix):
             _check_shape("prefix", self.prefix, (q.shape[0],))
         for name in ("alibi_slopes", "sinks"):
             if getattr(self, name) is not None:
@@ -161,6 +170,10 @@ class ScoreRules:
 
 def _is_int(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_tensor(x: object) -> bool:
+    return hasattr(x, "requires_grad")
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

@@ -24,7 +24,11 @@ from torch import Tensor
 
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import CausalMask, causal_offset, tiles
-from stepscope.attention.transforms import Passes, attend_under_transforms
+from stepscope.attention.transforms import (
+    RULES_UNDER_TRANSFORMS,
+    Passes,
+    attend_under_transforms,
+)
 from stepscope.attention.visibility import Lengths, key_intervals
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -79,21 +83,24 @@ class FlashAttentionTorch(torch.autograd.Function):
         ctx.scale = default_scale(q) if scale is None else scale
         rule = TileRules.of(q, k, causal_mask, causal_align, rules, sinks)
         out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.scale, rule)
-        ctx.rule = rule
-        ctx.save_for_backward(q, k, v, out, log_sum_exp)
+        ctx.causal_mask, ctx.softcap, ctx.offset = causal_mask, rule.softcap, rule.offset
+        intervals = rule.mask.intervals if isinstance(rule.mask, IntervalMask) else None
+        ctx.save_for_backward(q, k, v, out, log_sum_exp, intervals, rule.slopes, sinks)
         return out
 
     @staticmethod
     @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum_exp = ctx.saved_tensors
+        q, k, v, out, log_sum_exp, intervals, slopes, sinks = ctx.saved_tensors
+        mask = ctx.causal_mask if intervals is None else IntervalMask(q.shape[-2], intervals)
+        rule = TileRules(mask, ctx.softcap, slopes, sinks, ctx.offset)
         grads = _without_autocast(
-            backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.scale, ctx.rule
+            backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.scale, rule
         )
         grad_sinks = None
-        if ctx.rule.sinks is not None:
+        if ctx.needs_input_grad[-1]:
             delta = (grad_out.to(log_sum_exp.dtype) * out).sum(-1)
-            grad_sinks = sink_gradient(ctx.rule.sinks, log_sum_exp, delta)
+            grad_sinks = sink_gradient(sinks, log_sum_exp, delta)
         return (*grads, None, None, None, None, grad_sinks)
 
 
@@ -145,8 +152,6 @@ def tiled_attention(
     """Compute softmax(q kᵀ · scale) v by `FlashAttentionTorch`."""
     if rules is None:
         return FlashAttentionTorch.apply(q, k, v, is_causal, scale, causal_align)
-    if transforms_active():
-        raise ValueError("torch.func transforms support rules with impl='reference' only")
     return FlashAttentionTorch.attend(q, k, v, is_causal, scale, causal_align, rules, rules.sinks)
 
 
@@ -162,6 +167,8 @@ def refuses(
     del q, k, v, is_causal, scale, causal_align
     if rules is not None and rules.bias is not None:
         return "it has no additive bias (ALiBi has alibi_slopes)"
+    if rules is not None and transforms_active():
+        return RULES_UNDER_TRANSFORMS
     return None
 
 
@@ -289,8 +296,9 @@ def forward_by_tiles(
         sinks = rules.rows_of_sinks(rows, group, compute_dtype)
         if sinks is not None:
             new_max = torch.maximum(row_max, sinks)
-            rescale = torch.exp(row_max - new_max)
-            row_sum = row_sum * rescale + torch.exp(sinks - new_max)
+            base = new_max.masked_fill(new_max == float("-inf"), 0.0)
+            rescale = torch.exp(row_max - base)
+            row_sum = row_sum * rescale + torch.exp(sinks - base)
             acc, row_max = acc * rescale, new_max
         _put_rows(out, rows, group, acc / row_sum.masked_fill(row_sum == 0.0, 1.0))
         _put_rows(log_sum_exp, rows, group, row_max + torch.log(row_sum))

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from stepscope.torch_tools.derivatives import no_second_derivative
 
+RULES_UNDER_TRANSFORMS = "torch.func transforms are not supported with rules"
+
 
 @dataclass(frozen=True, eq=False)
 class Passes:

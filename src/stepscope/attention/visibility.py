@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepscope.attention.masking import BOTTOM_RIGHT
 from stepscope.attention.rules import VISIBILITY
+from stepscope.torch_tools.derivatives import transforms_active
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
@@ -157,11 +158,15 @@ def cached(
     """Return what `create` derives from the rules that hide keys, created once for all layers that
     share the rules.
 
-    Not cached in a trace or a capture: tensors created while a CUDA graph is captured have no
-    values before the first replay, and live in the graph's memory.
+    Not cached in a trace, a capture, a dispatch mode or a transform. Tensors created while a CUDA
+    graph is captured have no values before the first replay, and live in the graph's memory; those
+    of a mode or a transform may be fake or wrapped, and useless after it.
     """
-    if torch.compiler.is_compiling() or (
-        lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or transforms_active()
+        or (lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     ):
         return create(rules, lengths)
     inputs = [x for which, x in rules.tensors if which in VISIBILITY]

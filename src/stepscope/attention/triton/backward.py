@@ -242,6 +242,7 @@ def query_kernel(
     if EXACT and sinks is not None:
         # The sink is one more score of the row, with a value of zero.
         b_p_sum = exponential(tl.load(sinks + head) - b_lse, EXACT)
+        b_p_sum = tl.where(b_lse == float("-inf"), 0.0, b_p_sum)
         b_ds_sum = -b_p_sum * b_delta
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
@@ -317,7 +318,8 @@ def _accumulate_dk_dv(
             True,
             TMA,
         )
-        b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
+        # Rows past M have probability 0, whatever a rule makes of their scores.
+        b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=float("inf"))  # (BLOCK_M,)
         b_s = outer_dot(b_k, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         if softcap is not None:

@@ -96,7 +96,7 @@ def load_tile(
     TMA: tl.constexpr,
 ):
     """Load a tile of (BLOCK_ROW, BLOCK_D) and (BLOCK_ROW, BLOCK_E) of one head; elements outside of
-    the tensor read as zero. The planes of a tensor are B batches add_separately."""
+    the tensor read as zero. The planes of a tensor are B batches apart."""
     b_high = _load_part(
         source, strides, batch, head, start_row, n_rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA
     )

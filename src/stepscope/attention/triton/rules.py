@@ -96,5 +96,7 @@ def add_sink(b_max, b_sum, sink, EXACT: tl.constexpr):
     factor for what is relative to the old one, and the new sum."""
     factor = exponent_factor(1.0, EXACT)
     b_new = tl.maximum(b_max, sink)
-    b_rescale = exponential((b_max - b_new) * factor, EXACT)
-    return b_new, b_rescale, b_sum * b_rescale + exponential((sink - b_new) * factor, EXACT)
+    # Without a visible key or a sink: any finite base keeps -inf - base from being NaN.
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_rescale = exponential((b_max - b_base) * factor, EXACT)
+    return b_new, b_rescale, b_sum * b_rescale + exponential((sink - b_base) * factor, EXACT)
