@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,13 @@ from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
+if TYPE_CHECKING:
+    from stepscope.kernels.triton.norm import NormOutputs
+
 MAX_COLUMNS = 16_384
 """Maximum number of columns: a program keeps an entire row in registers."""
+_CAST = "_stepscope_cast"
+"""Attribute of a gradient: the same in the dtype of the branch, and the version of both."""
 
 
 class Normed(NamedTuple):
@@ -24,6 +30,15 @@ class Normed(NamedTuple):
     value: Tensor
     unit: Tensor | None = None
     weight: Tensor | None = None
+
+
+class Computed(NamedTuple):
+    """The norm of a sum, computed by the kernel that added: its outputs without the sum, and the
+    dtype of the branch. Without kernels, the norm."""
+
+    outputs: NormOutputs | None
+    branch: torch.dtype
+    normed: Normed | None = None
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,6 +102,7 @@ def normed_sum(
     centered: bool = False,
     through: bool = False,
     amax: bool = False,
+    computed: Computed | None = None,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
     LayerNorm, which may have a bias. `offset` is added to the weight in float32.
@@ -99,7 +115,11 @@ def normed_sum(
 
     With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
     an FP8 cast (`kernels.fp8.noted`).
+
+    `computed` is what `sum_before_norm` returned for this x, with the same other arguments.
     """
+    if computed is not None and computed.normed is not None:
+        return x, computed.normed
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
     if weight.shape != x.shape[-1:]:
@@ -122,10 +142,75 @@ def normed_sum(
     added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, shift, eps, dtype, units, offset, centered, through, amax
+        x.contiguous(),
+        added,
+        weight,
+        shift,
+        eps,
+        dtype,
+        units,
+        offset,
+        centered,
+        through,
+        amax,
+        computed,
     )
     note_amax(normed, largest)
     return x if stream is None else stream, Normed(normed, unit, weight.detach())
+
+
+def sum_before_norm(
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    centered: bool = False,
+    amax: bool = False,
+) -> tuple[Tensor, Computed]:
+    """Return x + branch, and its norm for a later `normed_sum` of the sum. The norm is computed now
+    and is an operation on the sum for autograd, so that the sum has its entire gradient."""
+    inputs = [one for one in (x, branch, weight, bias) if one is not None]
+    supported = bias is None or bias.dtype == weight.dtype
+    if not supported or not supports_dtype(out_dtype) or not kernels_take(*inputs):
+        total, normed = normed_sum(
+            x, branch, weight, eps, out_dtype, bias=bias, offset=offset, centered=centered
+        )
+        return total, Computed(None, branch.dtype, normed)
+    from stepscope.kernels.triton import norm as triton_norm
+
+    shift = None if bias is None else bias.detach().contiguous()
+    scale, kept = weight.detach().contiguous(), []
+
+    def add(x: Tensor, branch: Tensor) -> Tensor:
+        outputs = triton_norm.forward(
+            x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
+        )
+        total, kept[:] = outputs.stream, [outputs._replace(stream=None)]
+        return total
+
+    total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
+    return total, Computed(kept[0], branch.dtype)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, add: Callable[..., Tensor]) -> Tensor:
+        ctx.dtypes = x.dtype, branch.dtype
+        return add(x, branch)
+
+    @staticmethod
+    @differentiable_once("the fused norm", "fused=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_dtype, branch_dtype = ctx.dtypes
+        # The kernel that wrote the gradient may have written it in the dtype of the branch too.
+        cast, version = vars(grad).pop(_CAST, (None, None))
+        if cast is None or version != grad._version or cast.dtype != branch_dtype:
+            cast = grad.to(branch_dtype)
+        return grad.to(x_dtype), cast, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -147,12 +232,16 @@ class _AddNorm(torch.autograd.Function):
         centered: bool,
         through: bool,
         amax: bool,
+        computed: Computed | None,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(
-            x, branch, weight, eps, dtype, units, bias, centered, offset, amax
-        )
+        if computed is not None and computed.outputs is not None:
+            result = computed.outputs._replace(stream=x)
+        else:
+            result = triton_norm.forward(
+                x, branch, weight, eps, dtype, units, bias, centered, offset, amax
+            )
         ctx.save_for_backward(
             result.stream if result.unit is None else result.unit,
             weight,
@@ -161,8 +250,13 @@ class _AddNorm(torch.autograd.Function):
         )
         ctx.bias, ctx.offset = bias is not None, offset
         ctx.stream = result.stream.dtype
-        ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
-        ctx.added, ctx.units, ctx.amax = branch is not None, units, amax
+        ctx.added, ctx.units = branch is not None, units
+        ctx.dtypes = (x.dtype, result.stream.dtype)
+        if branch is not None:
+            ctx.dtypes = (x.dtype, branch.dtype)
+        elif computed is not None:
+            ctx.dtypes = (x.dtype, computed.branch)
+        ctx.amax = amax and (branch is not None or computed is not None)
         ctx.set_materialize_grads(False)
         fixed = [one for one in (result.unit, result.amax) if one is not None]
         ctx.mark_non_differentiable(*fixed)
@@ -180,7 +274,7 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 11
+                return (None,) * 12
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             # Not before: without this gradient, they may have been written to since.
@@ -199,7 +293,10 @@ class _AddNorm(torch.autograd.Function):
                 bias=ctx.bias,
                 offset=ctx.offset,
                 learned=any(ctx.needs_input_grad[2:4]),
-                amax=ctx.amax and ctx.added,
+                amax=ctx.amax,
             )
-        branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 7
+        if not ctx.added:
+            if grad_branch is not grad_sum:
+                setattr(grad_sum, _CAST, (grad_branch, grad_sum._version))
+            grad_branch = None
+        return grad_sum.to(x_dtype), grad_branch, grad_weight, grad_bias, *(None,) * 8
