@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,10 @@ from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
-if TYPE_CHECKING:
-    from stepscope.kernels.triton.norm import NormOutputs
-
 MAX_COLUMNS = 16_384
 """Maximum number of columns: a program keeps an entire row in registers."""
 _CAST = "_stepscope_cast"
-"""Attribute of a gradient: the same in the dtype of the branch, and the version of both."""
+"""Attribute of a gradient: a copy in another dtype, and the version that was copied."""
 
 
 class Normed(NamedTuple):
@@ -33,12 +30,14 @@ class Normed(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The norm of a sum, computed by the kernel that added: its outputs without the sum, and the
-    dtype of the branch. Without kernels, the norm."""
+    """The norm of a sum, computed by the kernel that added, and what its backward pass needs."""
 
-    outputs: NormOutputs | None
+    normed: Tensor
     branch: torch.dtype
-    normed: Normed | None = None
+    inverse: Tensor | None = None
+    """None if no kernel computed it: then the norm is differentiable as it is."""
+    mean: Tensor | None = None
+    amax: Tensor | None = None
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,8 +117,8 @@ def normed_sum(
 
     `computed` is what `sum_before_norm` returned for this x, with the same other arguments.
     """
-    if computed is not None and computed.normed is not None:
-        return x, computed.normed
+    if computed is not None and computed.inverse is None:
+        return x, Normed(computed.normed)
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
     if weight.shape != x.shape[-1:]:
@@ -128,11 +127,8 @@ def normed_sum(
         raise ValueError("a bias needs a LayerNorm of its width that saves no unit rows")
     if offset and (units or centered):
         raise ValueError("an offset needs an RMSNorm that saves no unit rows")
-    inputs = [one for one in (x, branch, weight, bias) if one is not None]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
-    supported = bias is None or bias.dtype == weight.dtype
-    supported = supported and x.shape[-1] <= MAX_COLUMNS and supports_dtype(dtype)
-    if not supported or not kernels_take(*inputs):
+    if not _kernels_take(x, branch, weight, bias, dtype):
         stream = x if branch is None else x + branch
         if centered:
             return stream, Normed(plain_layer_norm(stream, weight, bias, eps).to(dtype))
@@ -173,27 +169,34 @@ def sum_before_norm(
 ) -> tuple[Tensor, Computed]:
     """Return x + branch, and its norm for a later `normed_sum` of the sum. The norm is computed now
     and is an operation on the sum for autograd, so that the sum has its entire gradient."""
-    inputs = [one for one in (x, branch, weight, bias) if one is not None]
-    supported = bias is None or bias.dtype == weight.dtype
-    if not supported or not supports_dtype(out_dtype) or not kernels_take(*inputs):
+    if not _kernels_take(x, branch, weight, bias, out_dtype):
         total, normed = normed_sum(
             x, branch, weight, eps, out_dtype, bias=bias, offset=offset, centered=centered
         )
-        return total, Computed(None, branch.dtype, normed)
+        return total, Computed(normed.value, branch.dtype)
     from stepscope.kernels.triton import norm as triton_norm
 
     shift = None if bias is None else bias.detach().contiguous()
-    scale, kept = weight.detach().contiguous(), []
+    scale, computed = weight.detach().contiguous(), []
 
     def add(x: Tensor, branch: Tensor) -> Tensor:
-        outputs = triton_norm.forward(
+        total, normed, _, *saved = triton_norm.forward(
             x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
         )
-        total, kept[:] = outputs.stream, [outputs._replace(stream=None)]
+        computed.append(Computed(normed, branch.dtype, *saved))
         return total
 
     total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
-    return total, Computed(kept[0], branch.dtype)
+    return total, computed[0]
+
+
+def _kernels_take(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    supported = bias is None or bias.dtype == weight.dtype
+    supported = supported and x.shape[-1] <= MAX_COLUMNS and supports_dtype(dtype)
+    inputs = (one for one in (x, branch, weight, bias) if one is not None)
+    return supported and kernels_take(*inputs)
 
 
 class _Add(torch.autograd.Function):
@@ -206,7 +209,7 @@ class _Add(torch.autograd.Function):
     @differentiable_once("the fused norm", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x_dtype, branch_dtype = ctx.dtypes
-        # The kernel that wrote the gradient may have written it in the dtype of the branch too.
+        # The backward pass of the norm has written it in this dtype too, if it is the only one.
         cast, version = vars(grad).pop(_CAST, (None, None))
         if cast is None or version != grad._version or cast.dtype != branch_dtype:
             cast = grad.to(branch_dtype)
@@ -236,8 +239,9 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        if computed is not None and computed.outputs is not None:
-            result = computed.outputs._replace(stream=x)
+        if computed is not None and computed.inverse is not None:
+            _, _, *saved = computed
+            result = triton_norm.NormOutputs(x, computed.normed, None, *saved)
         else:
             result = triton_norm.forward(
                 x, branch, weight, eps, dtype, units, bias, centered, offset, amax
@@ -251,12 +255,9 @@ class _AddNorm(torch.autograd.Function):
         ctx.bias, ctx.offset = bias is not None, offset
         ctx.stream = result.stream.dtype
         ctx.added, ctx.units = branch is not None, units
-        ctx.dtypes = (x.dtype, result.stream.dtype)
-        if branch is not None:
-            ctx.dtypes = (x.dtype, branch.dtype)
-        elif computed is not None:
-            ctx.dtypes = (x.dtype, computed.branch)
-        ctx.amax = amax and (branch is not None or computed is not None)
+        branch_dtype = ctx.stream if branch is None else branch.dtype
+        ctx.dtypes = (x.dtype, branch_dtype if computed is None else computed.branch)
+        ctx.amax = amax and (ctx.added or computed is not None)
         ctx.set_materialize_grads(False)
         fixed = [one for one in (result.unit, result.amax) if one is not None]
         ctx.mark_non_differentiable(*fixed)
@@ -275,7 +276,9 @@ class _AddNorm(torch.autograd.Function):
         if grad_normed is None:
             if grad_stream is None:
                 return (None,) * 12
-            grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
+            grad_sum = grad_branch = grad_stream
+            if ctx.added:
+                grad_branch = grad_stream.to(branch_dtype)
         else:
             # Not before: without this gradient, they may have been written to since.
             saved, weight, inverse, mean = ctx.saved_tensors
@@ -295,8 +298,7 @@ class _AddNorm(torch.autograd.Function):
                 learned=any(ctx.needs_input_grad[2:4]),
                 amax=ctx.amax,
             )
-        if not ctx.added:
-            if grad_branch is not grad_sum:
-                setattr(grad_sum, _CAST, (grad_branch, grad_sum._version))
-            grad_branch = None
-        return grad_sum.to(x_dtype), grad_branch, grad_weight, grad_bias, *(None,) * 8
+        if not ctx.added and grad_branch is not grad_sum:
+            setattr(grad_sum, _CAST, (grad_branch, grad_sum._version))
+        branch = grad_branch if ctx.added else None
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 8
