@@ -170,21 +170,22 @@ def sum_before_norm(
     """Return x + branch, and its norm for a later `normed_sum` of the sum. The norm is computed now
     and is an operation on the sum for autograd, so that the sum has its entire gradient."""
     if not _kernels_take(x, branch, weight, bias, out_dtype):
-        total, normed = normed_sum(
+        plain, normed = normed_sum(
             x, branch, weight, eps, out_dtype, bias=bias, offset=offset, centered=centered
         )
-        return total, Computed(normed.value, branch.dtype)
+        return plain, Computed(normed.value, branch.dtype)
     from stepscope.kernels.triton import norm as triton_norm
 
     shift = None if bias is None else bias.detach().contiguous()
-    scale, computed = weight.detach().contiguous(), []
+    scale = weight.detach().contiguous()
+    computed: list[Computed] = []
 
     def add(x: Tensor, branch: Tensor) -> Tensor:
-        total, normed, _, *saved = triton_norm.forward(
+        out = triton_norm.forward(
             x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
         )
-        computed.append(Computed(normed, branch.dtype, *saved))
-        return total
+        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax))
+        return out.stream
 
     total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
     return total, computed[0]
@@ -240,8 +241,9 @@ class _AddNorm(torch.autograd.Function):
         from stepscope.kernels.triton import norm as triton_norm
 
         if computed is not None and computed.inverse is not None:
-            _, _, *saved = computed
-            result = triton_norm.NormOutputs(x, computed.normed, None, *saved)
+            result = triton_norm.NormOutputs(
+                x, computed.normed, None, computed.inverse, computed.mean, computed.amax
+            )
         else:
             result = triton_norm.forward(
                 x, branch, weight, eps, dtype, units, bias, centered, offset, amax
