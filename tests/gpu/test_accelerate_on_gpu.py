@@ -249,6 +249,31 @@ def test_gradients_of_later_calls(name: str) -> None:
             assert _error(fused[parameter], value) <= allowed, parameter
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradients_of_the_streams_between_blocks(name: str) -> None:
+    """They include those of the norms that were computed with the adds."""
+
+    def streams_of(model: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+        seen: list[Tensor] = []
+        blocks = model.model.layers if name == "llama" else model.transformer.h
+        hooks = [one.register_forward_hook(lambda _, __, out: seen.append(out)) for one in blocks]
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            loss = model(**batches(1)[0]).loss
+        for hook in hooks:
+            hook.remove()
+        return torch.autograd.grad(loss, seen)
+
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().train()
+    exact, plain = streams_of(model, None), streams_of(model, torch.bfloat16)
+    stepscope.accelerate(model)
+    for _ in range(2):
+        _gradients(name, model, torch.bfloat16)
+    fused = streams_of(model, torch.bfloat16)
+    for new, old, value in zip(fused, plain, exact, strict=True):
+        assert _error(new, value) <= 2 * _error(old, value) + 8e-3
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "timm", "nanogpt"])
 def test_launches_of_norms_and_adds(name: str) -> None:
     """Two blocks have one norm more than adds; each norm is one launch in the forward pass, and two

@@ -224,6 +224,25 @@ def test_a_mask_of_the_caller_is_used() -> None:
     assert torch.equal(model(x), plain)
 
 
+class Flagged(Packed):
+    """Attention that is causal unless the caller says otherwise."""
+
+    def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:  # type: ignore[override]
+        everything = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        return super().forward(x, None if is_causal else everything)
+
+
+def test_a_flag_that_the_caller_unsets_is_used() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Flagged())
+    x = torch.randn(2, 6, WIDTH)
+    expected = model[0](x, is_causal=False)
+    report = stepscope.accelerate(model, sample=x)
+    assert len(report.replaced["attention"]) == 1
+    torch.testing.assert_close(model[0](x, is_causal=False), expected)
+    torch.testing.assert_close(model[0](x, False), expected)
+
+
 def test_the_number_of_heads_is_found_without_an_attribute() -> None:
     match = packed_attention._match(Packed(), list(packed_attention._candidates(Packed())))
     assert isinstance(match, packed_attention.Match)

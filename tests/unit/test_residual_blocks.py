@@ -37,13 +37,19 @@ def _without_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def norms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each norm that is computed includes the add before it."""
     seen: list[bool] = []
-    original = norm.normed_sum
+    originals = norm.normed_sum, norm.sum_before_norm
 
-    def recorded(x: Tensor, branch: Tensor | None, *args: Any, **options: Any) -> Any:
-        seen.append(branch is not None)
-        return original(x, branch, *args, **options)
+    def normed_sum(x: Tensor, branch: Tensor | None, *args: Any, **options: Any) -> Any:
+        if options["computed"] is None:
+            seen.append(branch is not None)
+        return originals[0](x, branch, *args, **options)
 
-    monkeypatch.setattr(norm, "normed_sum", recorded)
+    def sum_before_norm(*args: Any, **options: Any) -> Any:
+        seen.append(WITH_ADD)
+        return originals[1](*args, **options)
+
+    monkeypatch.setattr(norm, "normed_sum", normed_sum)
+    monkeypatch.setattr(norm, "sum_before_norm", sum_before_norm)
     return seen
 
 
@@ -282,6 +288,48 @@ def test_layer_scale_and_stochastic_depth(norms: list[bool]) -> None:
             results.append([out.detach(), *(p.grad for p in one.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
     assert norms == [ALONE] + [WITH_ADD] * 6
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradients_of_the_streams_between_blocks(dtype: torch.dtype, norms: list[bool]) -> None:
+    """They include those of the norms that were computed with the adds, also if the branch has
+    another dtype than the stream."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(VisionBlock() for _ in range(2)), nn.LayerNorm(16))
+    fused = copy.deepcopy(plain)
+    stepscope.accelerate(fused, exclude=("attention", "MLP", "linear"))
+    x, tolerance = torch.randn(2, 5, 16), 1e-4 if dtype == torch.float32 else 2e-2
+    for step in range(3):
+        results = []
+        for one in (plain, fused):
+            norms.clear()
+            torch.manual_seed(step)
+            streams = [x.clone().requires_grad_()]
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                for part in one:
+                    streams.append(part(streams[-1]))
+            loss = streams[-1].float().pow(3).mean() + streams[1].float().pow(3).mean()
+            results.append(torch.autograd.grad(loss, streams[:-1]))
+        torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance / 10)
+    assert norms == [ALONE] + [WITH_ADD] * 4
+
+
+class Batches(VisionBlock):
+    """A block that also takes a list of batches of different lengths."""
+
+    def forward(self, x: Any) -> Any:
+        return [self(one) for one in x] if isinstance(x, list) else super().forward(x)
+
+
+def test_a_block_that_is_given_no_tensor_runs_as_it_was() -> None:
+    torch.manual_seed(0)
+    one = nn.Sequential(Batches()).eval()
+    x = [torch.randn(2, 5, 16), torch.randn(2, 3, 16)]
+    expected = one(x)
+    report = stepscope.accelerate(one, sample=x[0])
+    torch.testing.assert_close(one(x), expected, rtol=1e-4, atol=1e-6)
+    assert len(report.replaced["residual block"]) == 1
 
 
 def test_a_block_with_other_parts_is_left() -> None:

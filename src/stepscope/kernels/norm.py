@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from stepscope.torch_tools.triton_available import supports_dtype
 
 MAX_COLUMNS = 16_384
 """Maximum number of columns: a program keeps an entire row in registers."""
+_CAST = "_stepscope_cast"
+"""Attribute of a gradient: a copy in another dtype, and the version that was copied."""
 
 
 class Normed(NamedTuple):
@@ -24,6 +27,17 @@ class Normed(NamedTuple):
     value: Tensor
     unit: Tensor | None = None
     weight: Tensor | None = None
+
+
+class Computed(NamedTuple):
+    """The norm of a sum, computed by the kernel that added, and what its backward pass needs."""
+
+    normed: Tensor
+    branch: torch.dtype
+    inverse: Tensor | None = None
+    """None if no kernel computed it: then the norm is differentiable as it is."""
+    mean: Tensor | None = None
+    amax: Tensor | None = None
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,6 +101,7 @@ def normed_sum(
     centered: bool = False,
     through: bool = False,
     amax: bool = False,
+    computed: Computed | None = None,
 ) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm: an RMSNorm, or with `centered` a
     LayerNorm, which may have a bias. `offset` is added to the weight in float32.
@@ -99,7 +114,11 @@ def normed_sum(
 
     With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
     an FP8 cast (`kernels.fp8.noted`).
+
+    `computed` is what `sum_before_norm` returned for this x, with the same other arguments.
     """
+    if computed is not None and computed.inverse is None:
+        return x, Normed(computed.normed)
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
     if weight.shape != x.shape[-1:]:
@@ -108,11 +127,8 @@ def normed_sum(
         raise ValueError("a bias needs a LayerNorm of its width that saves no unit rows")
     if offset and (units or centered):
         raise ValueError("an offset needs an RMSNorm that saves no unit rows")
-    inputs = [one for one in (x, branch, weight, bias) if one is not None]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
-    supported = bias is None or bias.dtype == weight.dtype
-    supported = supported and x.shape[-1] <= MAX_COLUMNS and supports_dtype(dtype)
-    if not supported or not kernels_take(*inputs):
+    if not _kernels_take(x, branch, weight, bias, dtype):
         stream = x if branch is None else x + branch
         if centered:
             return stream, Normed(plain_layer_norm(stream, weight, bias, eps).to(dtype))
@@ -122,10 +138,83 @@ def normed_sum(
     added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), added, weight, shift, eps, dtype, units, offset, centered, through, amax
+        x.contiguous(),
+        added,
+        weight,
+        shift,
+        eps,
+        dtype,
+        units,
+        offset,
+        centered,
+        through,
+        amax,
+        computed,
     )
     note_amax(normed, largest)
     return x if stream is None else stream, Normed(normed, unit, weight.detach())
+
+
+def sum_before_norm(
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    centered: bool = False,
+    amax: bool = False,
+) -> tuple[Tensor, Computed]:
+    """Return x + branch, and its norm for a later `normed_sum` of the sum. The norm is computed now
+    and is an operation on the sum for autograd, so that the sum has its entire gradient."""
+    if not _kernels_take(x, branch, weight, bias, out_dtype):
+        plain, normed = normed_sum(
+            x, branch, weight, eps, out_dtype, bias=bias, offset=offset, centered=centered
+        )
+        return plain, Computed(normed.value, branch.dtype)
+    from stepscope.kernels.triton import norm as triton_norm
+
+    shift = None if bias is None else bias.detach().contiguous()
+    scale = weight.detach().contiguous()
+    computed: list[Computed] = []
+
+    def add(x: Tensor, branch: Tensor) -> Tensor:
+        out = triton_norm.forward(
+            x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
+        )
+        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax))
+        return out.stream
+
+    total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
+    return total, computed[0]
+
+
+def _kernels_take(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    supported = bias is None or bias.dtype == weight.dtype
+    supported = supported and x.shape[-1] <= MAX_COLUMNS and supports_dtype(dtype)
+    inputs = (one for one in (x, branch, weight, bias) if one is not None)
+    return supported and kernels_take(*inputs)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, add: Callable[..., Tensor]) -> Tensor:
+        ctx.dtypes = x.dtype, branch.dtype
+        return add(x, branch)
+
+    @staticmethod
+    @differentiable_once("the fused norm", "fused=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_dtype, branch_dtype = ctx.dtypes
+        # The backward pass of the norm has written it in this dtype too, if it is the only one.
+        cast, version = vars(grad).pop(_CAST, (None, None))
+        if cast is None or version != grad._version or cast.dtype != branch_dtype:
+            cast = grad.to(branch_dtype)
+        return grad.to(x_dtype), cast, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -147,12 +236,18 @@ class _AddNorm(torch.autograd.Function):
         centered: bool,
         through: bool,
         amax: bool,
+        computed: Computed | None,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
-        result = triton_norm.forward(
-            x, branch, weight, eps, dtype, units, bias, centered, offset, amax
-        )
+        if computed is not None and computed.inverse is not None:
+            result = triton_norm.NormOutputs(
+                x, computed.normed, None, computed.inverse, computed.mean, computed.amax
+            )
+        else:
+            result = triton_norm.forward(
+                x, branch, weight, eps, dtype, units, bias, centered, offset, amax
+            )
         ctx.save_for_backward(
             result.stream if result.unit is None else result.unit,
             weight,
@@ -161,8 +256,10 @@ class _AddNorm(torch.autograd.Function):
         )
         ctx.bias, ctx.offset = bias is not None, offset
         ctx.stream = result.stream.dtype
-        ctx.dtypes = (x.dtype, branch.dtype if branch is not None else result.stream.dtype)
-        ctx.added, ctx.units, ctx.amax = branch is not None, units, amax
+        ctx.added, ctx.units = branch is not None, units
+        branch_dtype = ctx.stream if branch is None else branch.dtype
+        ctx.dtypes = (x.dtype, branch_dtype if computed is None else computed.branch)
+        ctx.amax = amax and (ctx.added or computed is not None)
         ctx.set_materialize_grads(False)
         fixed = [one for one in (result.unit, result.amax) if one is not None]
         ctx.mark_non_differentiable(*fixed)
@@ -180,8 +277,10 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 11
-            grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
+                return (None,) * 12
+            grad_sum = grad_branch = grad_stream
+            if ctx.added:
+                grad_branch = grad_stream.to(branch_dtype)
         else:
             # Not before: without this gradient, they may have been written to since.
             saved, weight, inverse, mean = ctx.saved_tensors
@@ -199,7 +298,9 @@ class _AddNorm(torch.autograd.Function):
                 bias=ctx.bias,
                 offset=ctx.offset,
                 learned=any(ctx.needs_input_grad[2:4]),
-                amax=ctx.amax and ctx.added,
+                amax=ctx.amax,
             )
+        if not ctx.added and grad_branch is not grad_sum:
+            setattr(grad_sum, _CAST, (grad_branch, grad_sum._version))
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 7
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 8

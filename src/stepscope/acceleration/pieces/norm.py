@@ -20,7 +20,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import autocast_dtype
-from stepscope.kernels.norm import MAX_COLUMNS, normed_sum, plain_layer_norm, plain_rms_norm
+from stepscope.kernels.norm import (
+    MAX_COLUMNS,
+    Computed,
+    normed_sum,
+    plain_layer_norm,
+    plain_rms_norm,
+    sum_before_norm,
+)
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.saved_tensors import saved_tensors_are_hooked
 
@@ -55,7 +62,7 @@ class _Early(NamedTuple):
 
     stream: weakref.ref[Tensor]
     state: object
-    value: Tensor
+    norm: Computed
 
     def is_of(self, x: Tensor, state: object) -> bool:
         return self.stream() is x and self.state == state
@@ -83,7 +90,13 @@ class Norm:
             return self._original(x)  # type: ignore[no-any-return]
         return self.read(x, self.output_dtype(x.dtype))[1]
 
-    def of_sum(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def of_sum(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        dtype: torch.dtype,
+        computed: Computed | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return x + branch, or x, and its norm. The kernel adds the gradients of both."""
         stream, normed = normed_sum(
             x,
@@ -91,13 +104,20 @@ class Norm:
             self.module.weight,
             self.formula.epsilon,
             dtype,
-            bias=getattr(self.module, "bias", None),
-            offset=self.formula.offset,
-            centered=self.formula.centered,
             through=True,
-            amax=self._copies.notes_amax,
+            computed=computed,
+            **self._options,
         )
         return stream, normed.value
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "bias": getattr(self.module, "bias", None),
+            "offset": self.formula.offset,
+            "centered": self.formula.centered,
+            "amax": self._copies.notes_amax,
+        }
 
     def read(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return x and its norm, which the add before may have computed already."""
@@ -105,7 +125,7 @@ class Norm:
         # What is recomputed in the backward pass runs without the add before.
         alone = saved_tensors_are_hooked()
         if early is not None and not alone and early.is_of(x, self._state(x, dtype)):
-            return x, early.value
+            return self.of_sum(x, None, dtype, early.norm)
         self._missed = early is not None
         if x in _SUMS and not alone:
             _SUMS[x].reader = self
@@ -126,8 +146,10 @@ class Norm:
             or saved_tensors_are_hooked()
         ):
             return None
-        stream, value = self.of_sum(x, branch, dtype)
-        self._early = _Early(weakref.ref(stream), self._state(stream, dtype), value)
+        stream, computed = sum_before_norm(
+            x, branch, weight, self.formula.epsilon, dtype, **self._options
+        )
+        self._early = _Early(weakref.ref(stream), self._state(stream, dtype), computed)
         return stream
 
     def _state(self, x: Tensor, dtype: torch.dtype) -> object:

@@ -282,6 +282,7 @@ class _Attention:
         self._settings = _settings(module)
         named = inspect.signature(module.forward).parameters.values()
         self._parameters = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        self._defaults = {p.name: p.default for p in named}
         self._takes_more = any(p.kind == p.VAR_KEYWORD for p in named)
         self._has_function = hasattr(
             sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"
@@ -328,7 +329,7 @@ class _Attention:
         if unknown or len(args) > len(self._parameters) or not self._parameters:
             return None
         x = given.pop(self._parameters[0], None)
-        given = {name: value for name, value in given.items() if not _is_neutral(value)}
+        given = {name: one for name, one in given.items() if not self._is_neutral(name, one)}
         mask = next((given.pop(name) for name in _MASKS if name in given), None)
         cache = next((given.pop(name) for name in _CACHES if name in given), None)
         rest = {name: given.pop(name) for name in _WITHOUT_EFFECT if name in given}
@@ -339,6 +340,12 @@ class _Attention:
         if cache is not None and not self._is_empty(module, cache):
             return None
         return _Call(x, mask, cache, rest)
+
+    def _is_neutral(self, name: str, value: Any) -> bool:
+        """Return whether an argument changes nothing: None, or a flag that is not set, unless it is
+        set by default."""
+        default = self._defaults.get(name, name == "is_causal" and self._match.causal)
+        return value is None or (value is False and default is not True)
 
     def _is_empty(self, module: Any, cache: Any) -> bool:
         """Return whether this is a cache of self-attention in which nothing was generated."""
@@ -369,7 +376,3 @@ class _Call(NamedTuple):
     mask: Tensor | None
     cache: Any
     rest: dict[str, Any]
-
-
-def _is_neutral(value: Any) -> bool:
-    return value is None or value is False

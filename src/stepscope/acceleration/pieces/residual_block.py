@@ -160,7 +160,7 @@ class _Block:
         x = given.pop(self._names[0], None)
         # Cross-attention of GPT-2 is another block.
         encoder = [given.pop(name) for name in list(given) if name.startswith("encoder_")]
-        known = x is not None and len(args) <= len(self._names)
+        known = isinstance(x, Tensor) and len(args) <= len(self._names)
         if not known or any(one is not None for one in encoder) or not self._applies(given):
             return self._original(*args, **kwargs)
         return self._run(module, x, given)
