@@ -85,13 +85,15 @@ class FlashAttentionTorch(torch.autograd.Function):
         out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.scale, rule)
         ctx.causal_mask, ctx.softcap, ctx.offset = causal_mask, rule.softcap, rule.offset
         intervals = rule.mask.intervals if isinstance(rule.mask, IntervalMask) else None
-        ctx.save_for_backward(q, k, v, out, log_sum_exp, intervals, rule.slopes, sinks)
+        of_rules = () if rules is None else (intervals, rule.slopes, sinks)
+        ctx.save_for_backward(q, k, v, out, log_sum_exp, *of_rules)
         return out
 
     @staticmethod
     @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum_exp, intervals, slopes, sinks = ctx.saved_tensors
+        q, k, v, out, log_sum_exp, *of_rules = ctx.saved_tensors
+        intervals, slopes, sinks = of_rules or (None, None, None)
         mask = ctx.causal_mask if intervals is None else IntervalMask(q.shape[-2], intervals)
         rule = TileRules(mask, ctx.softcap, slopes, sinks, ctx.offset)
         grads = _without_autocast(
