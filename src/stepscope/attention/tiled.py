@@ -93,7 +93,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp, *of_rules = ctx.saved_tensors
-        intervals, slopes, sinks = of_rules or (None, None, None)
+        intervals, slopes, sinks = of_rules or [None] * 3
         mask = ctx.causal_mask if intervals is None else IntervalMask(q.shape[-2], intervals)
         rule = TileRules(mask, ctx.softcap, slopes, sinks, ctx.offset)
         grads = _without_autocast(
