@@ -91,6 +91,7 @@ class CommandLine:
     def left_behind(self) -> list[psutil.Process]:
         """Processes that still run after a generous time limit."""
         deadline = time.monotonic() + GONE_WITHIN_S
-        while self.processes() and time.monotonic() < deadline:
+        # Each decision is by one look: a process that is just starting appears between two.
+        while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.processes()
+        return left
