@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -572,8 +572,9 @@ def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"row": name, "skipped": str(error)}
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    args = parse(words)
+def written(args: argparse.Namespace, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines; print each when it is measured, and append it to `--out` with what it was
+    measured on."""
     machine = {
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
@@ -582,12 +583,18 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     lines = []
     with args.out.open("a") if args.out else contextlib.nullcontext() as file:
-        for line in records(args):
+        for line in records:
             lines.append(line)
             print(json.dumps(line), file=sys.stderr, flush=True)
             if file is not None:
                 file.write(json.dumps(line | machine) + "\n")
                 file.flush()
+    return lines
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = parse(words)
+    lines = written(args, records(args))
     if args.loss_steps:
         for line in lines:
             print("  ".join(f"{name} {value}" for name, value in line.items()))

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,22 +247,7 @@ def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = parse(words)
-    on_gpu = args.device.startswith("cuda")
-    machine = {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "tiny": args.tiny,
-        "seconds": args.seconds,
-    }
-    lines = []
-    with args.out.open("a") if args.out else contextlib.nullcontext() as file:
-        for line in records(args):
-            lines.append(line)
-            print(json.dumps(line), file=sys.stderr, flush=True)
-            if file is not None:
-                file.write(json.dumps(line | machine) + "\n")
-                file.flush()
-    print(table(lines))
+    print(table(acceleration.written(args, records(args))))
 
 
 if __name__ == "__main__":

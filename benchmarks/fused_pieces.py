@@ -325,7 +325,7 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
         "adamw",
         shape.name,
         {
-            "written out": step(AdamW),
+            "naive": step(AdamW),
             "eager": step(torch.optim.AdamW),
             "torch's fused": step(lambda params: torch.optim.AdamW(params, fused=True)),
             "compiled": step(compiled),

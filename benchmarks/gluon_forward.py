@@ -1,4 +1,4 @@
-"""FlashAttention forward for Hopper in Gluon, warp-specialized: an experiment beside the library.
+"""FlashAttention forward for Hopper in Gluon, warp-specialized: an experiment, unused.
 
 One warp loads tiles by TMA into a ring in shared memory. Each of `groups` warpgroups owns 64 query
 rows and runs wgmma on the tiles in the ring. A warpgroup issues QKᵀ of the next key block and PV of
@@ -432,7 +432,7 @@ def gluon_forward_kernel(
     # The copy engine signals these barriers.
     fence_async_shared()
 
-    # The tuples are written out: a variable would turn their constants into run-time values.
+    # The tuples are literals: a variable would turn their constants into run-time values.
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -101,6 +101,11 @@ def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
             {"attention": "sdpa", "seq": 128, "head": 64, "dtype": "float32"},
             "sdpa, length 128, head dimension 64, float32",
         ),
+        (
+            "fp8",
+            {"size": "tiny", "part": "training", "scaling": "tensorwise", "seed": 0},
+            "tiny, training, tensorwise scaling, seed 0",
+        ),
         ("techniques", {"technique": "fusion", "mib": 16}, "fusion, 16 MiB"),
         ("allreduce", {"collective": "all-reduce", "ranks": 1}, "all-reduce, 1 rank"),
         ("own", {"kind": "other"}, "fusion, m16"),

@@ -25,6 +25,9 @@ _WORDS = {
     "mib": "{} MiB",
     "ranks": "{} ranks",
     "mode": "{}",
+    "part": "{}",
+    "scaling": "{} scaling",
+    "seed": "seed {}",
     "warmup": "{} warm-up steps",
 }
 """Fields that identify a case, in the order of the words."""
@@ -52,4 +55,4 @@ def _singular(text: str) -> str:
 def _mentioned(name: str, value: object) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return False
-    return name == _OF_WARMUP or value not in _USUAL
+    return name in (_OF_WARMUP, "seed") or value not in _USUAL
