@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stepscope import TrainStep
 from stepscope.errors import StepscopeError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
@@ -55,9 +56,9 @@ def _sized(name: str, context: int, **changes: int) -> ModelConfig:
 
 
 MODELS = {
-    "small": Training(_sized("small", 512), 16, 512, 3000, 1e-3),
+    "small": Training(_sized("small", 512), 8, 512, 3000, 1e-3),
     # 302 million parameters.
-    "300m": Training(_sized("medium", 512, n_layers=18), 16, 512, 1000, 6e-4),
+    "300m": Training(_sized("medium", 512, n_layers=18), 8, 512, 1000, 6e-4),
     "tiny": Training(_sized("tiny", 64), 4, 64, 20, 1e-3),
 }
 DTYPES = ("bf16", "fp8")
@@ -83,7 +84,11 @@ class Run:
             lr=self.training.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=0.1,
+            capturable=device.type == "cuda",
             copies=self.model.copies,
+        )
+        self._train_step = TrainStep(
+            self.model, self.optimizer, max_grad_norm=1.0, dtype=torch.bfloat16
         )
         self._batches = TextBatches(self.training.batch, self.training.context, seed, device)
         self.losses: list[float] = []
@@ -116,14 +121,7 @@ class Run:
     def _step(self, index: int) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.learning_rate * _schedule(index, self.training.steps)
-        tokens, targets = self._batches(index)
-        with torch.autocast(self._device.type, torch.bfloat16):
-            loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return self._train_step(self._batches(index))
 
     def save(self, path: Path) -> None:
         state = {
@@ -153,6 +151,7 @@ class Run:
             "recipe": str(self.layers.recipe) if self.dtype == "fp8" else "",
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "fp8_weights": sum(reason is None for reason in decisions.values()),
+            "step": self._train_step.explain(),
             "left_out": {name: why for name, why in decisions.items() if why is not None},
             "steps": self.training.steps,
             "batch": self.training.batch,
