@@ -1,5 +1,9 @@
 """Fused linear cross-entropy: chunks of rows, so that all logits are never in memory at once.
 
+The vocabulary is padded to a multiple of 16 by rows of zeros in the copy of the weight: for a width
+that is not a multiple of 8, cuBLAS has only kernels that take several times as long. The gradients
+of the padding are zero.
+
 For each chunk the logits are computed, reduced to losses, overwritten by their own gradient, and
 multiplied into the gradients of x and weight; the next chunk reuses the buffer. The gradient of a
 logit is divided by the number of rows immediately, except in float16, which can represent p -
@@ -21,9 +25,9 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import naive_cross_entropy as plain_cross_entropy
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.loss_chunks import padded_columns, rows_per_chunk
+from stepscope.kernels.loss_chunks import rows_per_chunk
 from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
-from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.kernels.weight_copies import WeightCopies, with_padded_rows
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.ranges import named
 
@@ -90,7 +94,7 @@ def linear_cross_entropy(
         if torch.compiler.is_compiling():
             outputs: LossAndGrads = _operator(*arguments)
             return outputs[0]
-        narrow = None if copies is None else copies.narrow((weight,), compute)[0]
+        narrow = None if copies is None else copies.narrow_padded(weight, compute)
         loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow, bias)  # type: ignore[no-untyped-call]
         return loss
 
@@ -132,9 +136,9 @@ def _loss_and_grads(
     wide = torch.promote_types(compute, torch.float32)
     rows, vocab = x.shape[0], weight.shape[0]
     needs_grad = needs_x or needs_weight or grad_bias is not None
-    narrow = weight.to(compute) if narrow is None else narrow
-    added = None if bias is None else bias.to(compute)
-    buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
+    narrow = with_padded_rows(weight.detach(), compute) if narrow is None else narrow
+    added = None if bias is None else with_padded_rows(bias.detach(), compute)
+    buffer = x.new_empty(min(rows, chunk_rows), narrow.shape[0], dtype=compute)
     losses = x.new_empty(rows, dtype=wide)
     kernels = _row_kernels(buffer)
     count, inverse_count = kernels.count_rows(targets, ignore_index, wide) if mean else (None, None)
@@ -144,13 +148,13 @@ def _loss_and_grads(
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, start + chunk_rows)
         x_chunk = x[chunk].to(compute)
-        logits = buffer[: x_chunk.shape[0], :vocab]
+        logits = buffer[: x_chunk.shape[0]]
         if added is None:
             matmul_into(logits, x_chunk, narrow.T)
         else:
             torch.addmm(added, x_chunk, narrow.T, out=logits)
         kernels.write_losses(
-            logits,
+            logits[:, :vocab],
             targets[chunk],
             losses[chunk],
             ignore_index,
@@ -158,7 +162,7 @@ def _loss_and_grads(
             share=early_factor,
         )
         if grad_bias is not None:
-            grad_bias += logits.sum(0, dtype=wide)
+            grad_bias += logits[:, :vocab].sum(0, dtype=wide)
         if needs_x:
             matmul_into(grad_x[chunk], logits, narrow)
         if start + chunk_rows >= rows:
@@ -177,7 +181,7 @@ def _loss_and_grads(
         if inverse_count is not None and early_factor is None
         else x.new_empty(0, dtype=wide)
     )
-    return loss, late_factor, grad_x, grad_weight
+    return loss, late_factor, grad_x, grad_weight[:vocab]
 
 
 def _row_kernels(logits: Tensor) -> ModuleType:

@@ -23,5 +23,5 @@ def rows_per_chunk(rows: int, vocab: int, d: int) -> int:
 
 
 def padded_columns(vocab: int) -> int:
-    """Return the row stride of the logits: the vocabulary padded so that every row is aligned."""
+    """Return the columns of the logits: the vocabulary padded so that matmuls are fast."""
     return -(-vocab // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepscope.kernels.fp8.casts import Quantized, quantize_weights
 from stepscope.kernels.fp8.recipe import E4M3, Recipe
 from stepscope.kernels.fp8.reference import DTYPES
+from stepscope.kernels.loss_chunks import padded_columns
 
 if TYPE_CHECKING:
     from stepscope.kernels.fp8.layers import Fp8Layers
@@ -95,6 +96,14 @@ class WeightCopies:
             group = self._create(key, _Group(weights, dtype))
         group.update(weights)
         return (group.concatenated,)
+
+    def narrow_padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what matmuls in that dtype read, padded by rows of zeros to a multiple of 16."""
+        narrow = self.narrow((weight,), dtype)[0]
+        group = self._groups.get((None, (id(weight),)))
+        if group is not None and group.concatenated is narrow:
+            return group.padded
+        return with_padded_rows(narrow, dtype)
 
     def narrow_bias(self, biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the biases of such weights side by side in that dtype; None if there are none."""
@@ -179,6 +188,25 @@ class WeightCopies:
                 self._positions.setdefault(owner, []).append(_Position(group, index))
 
 
+def with_padded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in that dtype, padded by rows of zeros to a multiple of 16."""
+    rows = weight.shape[0]
+    if padded_columns(rows) == rows:
+        return weight.to(dtype)
+    padded = _with_zeros_at_end(weight, rows, dtype)
+    padded[:rows].copy_(weight)
+    return padded
+
+
+def _with_zeros_at_end(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return uninitialized rows such as those of another tensor, and zeros after them."""
+    shape = (padded_columns(rows), *like.shape[1:])
+    padded = torch.empty(shape, device=like.device, dtype=dtype)
+    if shape[0] > rows:
+        padded[rows:].zero_()
+    return padded
+
+
 class _Position(NamedTuple):
     """A group, and the index of a weight in it."""
 
@@ -195,9 +223,8 @@ class _Group:
         rows = [weight.shape[0] for weight in weights]
         # The first caller may run in inference mode, and training cannot save inference tensors.
         with torch.inference_mode(False):
-            self.concatenated = torch.empty(
-                sum(rows), *weights[0].shape[1:], device=weights[0].device, dtype=dtype
-            )
+            self.padded = _with_zeros_at_end(weights[0], sum(rows), dtype)
+            self.concatenated = self.padded[: sum(rows)]
             self.rows: Sequence[Tensor] = torch.split(self.concatenated, rows)
         self._versions: list[_Version | None] = [None] * len(weights)
 

@@ -137,10 +137,10 @@ def cross_entropy_rows_kernel(
             weight *= tl.load(share_ptr)
         scale = weight / row_sum
         last = (V - 1) // (BLOCK_RUNS * BLOCK_RUN) * (BLOCK_RUNS * BLOCK_RUN)
-        # Backwards, since the end of the row may still be in a cache. Beyond V there is padding.
+        # Backwards, since the end of the row may still be in a cache.
         for step in tl.range(0, V, BLOCK_RUNS * BLOCK_RUN):
             offs_v = last - step + offs_run
-            b_p = _exponential(_columns(row_ptr, offs_v, V, stride, False) - row_max) * scale
+            b_p = _exponential(_columns(row_ptr, offs_v, V, stride, PADDED) - row_max) * scale
             tl.store(row_ptr + offs_v, b_p.to(logits_ptr.dtype.element_ty), mask=offs_v < stride)
         _finish_target(row_ptr, target, in_vocab & counts, logit, row_max, row_sum, weight)
 
@@ -173,7 +173,7 @@ def cross_entropy_mean_kernel(losses_ptr, count_ptr, loss_ptr, rows, BLOCK: tl.c
 
 @on_its_device
 def write_losses(
-    logits: Tensor,  # (rows, vocab); the padding between two rows may be written too
+    logits: Tensor,  # (rows, vocab); the padding between two rows becomes zero with `gradient`
     targets: Tensor,  # (rows,)
     losses: Tensor,  # (rows,) in float32
     ignore_index: int,
