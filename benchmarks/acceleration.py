@@ -41,6 +41,8 @@ WARM_UP = 8
 """Steps before the first block: compilation, autotuning, warm-up and capture of graphs."""
 FULL = 0.85
 """Share of the device memory above which forms that are not measured are freed."""
+DRAWN = 50
+"""Batches of tokens that are drawn at once."""
 BRANCHES = 4
 """Successors of a token in the Markov chain: the loss falls to about log 4."""
 SEED = 0
@@ -170,39 +172,48 @@ class Data:
 
     def __init__(self, row: Row, shape: Shape, device: torch.device) -> None:
         self._family, self._shape, self._device = row.family, shape, device
+        self._drawn: tuple[int, Tensor] = (-1, torch.empty(0))
         generator = torch.Generator().manual_seed(SEED)
         if row.family == "vit":
             classes = 8
-            self._table = torch.randn(classes, 3, 8, 8, generator=generator)
+            self._table = torch.randn(classes, 3, 8, 8, generator=generator).to(device)
         else:
             size = (shape.vocab, BRANCHES)
             self._table = torch.randint(shape.vocab, size, generator=generator)
 
     def batch(self, number: int) -> Any:
-        generator = torch.Generator().manual_seed(number + 1)
         if self._family == "vit":
-            images, labels = self._images(generator)
-            return images.to(self._device), labels.to(self._device)
-        tokens = self._tokens(generator).to(self._device)
+            return self._images(number)
+        tokens = self._tokens(number).to(self._device)
         if self._family == "own":
             return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         tokens = tokens[:, :-1].contiguous()
         return {"input_ids": tokens, "labels": tokens}
 
-    def _tokens(self, generator: torch.Generator) -> Tensor:
-        count, length, vocab = self._shape
-        tokens = torch.empty(count, length + 1, dtype=torch.long)
-        tokens[:, 0] = torch.randint(vocab, (count,), generator=generator)
-        choices = torch.randint(BRANCHES, (count, length), generator=generator)
-        for position in range(length):
-            tokens[:, position + 1] = self._table[tokens[:, position], choices[:, position]]
-        return tokens
+    def _tokens(self, number: int) -> Tensor:
+        """Return a batch of the chain. Many are drawn at once: it is a loop over positions."""
+        together, index = divmod(number, DRAWN)
+        if self._drawn[0] != together:
+            generator = torch.Generator().manual_seed(together + 1)
+            self._drawn = together, self._chains(DRAWN * self._shape.batch, generator)
+        return self._drawn[1].unflatten(0, (DRAWN, -1))[index]
 
-    def _images(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _chains(self, count: int, generator: torch.Generator) -> Tensor:
+        _, length, vocab = self._shape
+        tokens = torch.empty(length + 1, count, dtype=torch.long)
+        tokens[0] = torch.randint(vocab, (count,), generator=generator)
+        choices = torch.randint(BRANCHES, (length, count), generator=generator)
+        for position in range(length):
+            tokens[position + 1] = self._table[tokens[position], choices[position]]
+        return tokens.T.contiguous()
+
+    def _images(self, number: int) -> tuple[Tensor, Tensor]:
         count, size, _ = self._shape
-        labels = torch.randint(len(self._table), (count,), generator=generator)
+        generator = torch.Generator(self._device).manual_seed(number + 1)
+        random = {"generator": generator, "device": self._device}
+        labels = torch.randint(len(self._table), (count,), **random)
         patterns = nn.functional.interpolate(self._table[labels], size=(size, size))
-        return patterns + torch.randn(count, 3, size, size, generator=generator), labels
+        return patterns + torch.randn(count, 3, size, size, **random), labels
 
 
 def loss_of_logits(model: nn.Module, batch: Any) -> Tensor:
