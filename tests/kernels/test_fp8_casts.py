@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.fp8.casts import History, quantize, quantize_weights
-from stepscope.kernels.fp8.noted import note_amax, noted_amax
+from stepscope.kernels.noted import note_amax, noted_amax
 from stepscope.kernels.fp8.recipe import (
     BLOCKWISE,
     DELAYED,

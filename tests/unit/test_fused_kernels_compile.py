@@ -78,10 +78,11 @@ for kind, units, layer in (("rms", False, False), ("units", True, False), ("laye
     print("norm forward", kind, wide_loads(
         triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, f, "fp32", "fp32", i],
         ADD=True, AMAX=True, BLOCK_D=4096, **how))
-    for learned in (True, False):
-        print("norm backward", kind, learned, wide_loads(
+    for learned, summed in ((True, True), (True, False), (False, True), (False, False)):
+        print("norm backward", kind, learned, summed, wide_loads(
             triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, f, "fp32", i, i, i],
-            THROUGH=True, SPLIT=True, LEARNED=learned, AMAX=True, BLOCK_D=4096, warps=16, **how))
+            THROUGH=True, SPLIT=True, LEARNED=learned, SUMMED=summed, AMAX=True, BLOCK_D=4096,
+            warps=16, **how))
 print("norm weight", wide_loads(
     triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
@@ -148,5 +149,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 57
+    assert len(loads) == 63
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads
