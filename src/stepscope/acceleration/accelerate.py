@@ -122,7 +122,7 @@ def accelerate(
     if switch is None:
         attended = [left.name for left in report.left if left.piece == attention.PIECE]
         known = report.replaced.get(attention.PIECE, []) + attended
-        report.left += unrecognized(inner, known)
+        report.leave(*unrecognized(inner, known))
     _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -163,7 +163,7 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
             reason = "the head stays in the matmul dtype"
         if reason is not None:
             fp8.keep(weight, reason)
-            report.left.append(Left(FP8, name, reason))
+            report.leave(Left(FP8, name, reason))
     fp8.name(named)
     previous, copies.fp8 = copies.fp8, fp8
     report.fp8 = fp8
@@ -214,17 +214,17 @@ def _find(
 
     if _is_sharded(model):
         reason = "its parameters are sharded: accelerate the model before it is sharded"
-        report.left.append(Left("model", "", reason))
+        report.leave(Left("model", "", reason))
         return
 
     def take(found: Found) -> Iterator[Replacement]:
         replacements, left = found
-        report.left += left
+        report.leave(*left)
         for one in replacements:
             if excluded(one.piece, one.name, type(one.module), patterns):
-                report.left.append(Left(one.piece, one.name, "excluded"))
+                report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
-                report.left.append(Left(one.piece, one.name, "part of a mixture of experts"))
+                report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
             else:
                 yield one
 
@@ -299,7 +299,7 @@ def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> None:
 
     update = fuse_optimizer(optimizer, copies)
     if isinstance(update, str):
-        report.left.append(Left("optimizer", type(optimizer).__name__, update))
+        report.leave(Left("optimizer", type(optimizer).__name__, update))
         return
     report.notes.append(f"optimizer          {type(optimizer).__name__} in one kernel")
     report.on_undo(update.undo)

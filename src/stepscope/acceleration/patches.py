@@ -40,6 +40,7 @@ class Patch:
         self._copies = copies
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
+        self._declined, self._is_used = "", False
         module = replacement.module
         self._previous = module.__dict__.get("forward")
         self._original: Callable[..., Any] = module.forward
@@ -49,6 +50,11 @@ class Patch:
     def is_checked(self) -> bool:
         return bool(self._checked_modes)
 
+    @property
+    def declined(self) -> str:
+        """Why the original has run in every call so far; empty if it has not."""
+        return "" if self._is_used else self._declined
+
     def undo(self) -> None:
         restore_forward(self.replacement.module, self._previous)
 
@@ -57,6 +63,10 @@ class Patch:
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
+        if reason := self.replacement.declines(module, *args, **kwargs):
+            self._declined = reason
+            return self._original(*args, **kwargs)
+        self._is_used = True
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.

@@ -189,9 +189,7 @@ def sum_before_norm(
         out = triton_norm.forward(
             x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
         )
-        computed.append(
-            Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax, summed)
-        )
+        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax, summed))
         return out.stream
 
     total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]

@@ -73,9 +73,7 @@ def rotated_parts_(
     return parts
 
 
-def _parts(
-    x: Tensor, heads: int, key_heads: int, by_head: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(x: Tensor, heads: int, key_heads: int, by_head: bool) -> tuple[Tensor, Tensor, Tensor]:
     if by_head:
         return split_heads(x, heads, by_head)
     d_head = x.shape[-1] // (heads + 2 * key_heads)

@@ -26,10 +26,10 @@ from stepscope.kernels.fp8.linear import (
     quantized_gradient,
     weight_gradients,
 )
-from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.fp8.recipe import BF16, E4M3, FP8
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import Weights
 from stepscope.torch_tools.derivatives import differentiable_once
 

@@ -25,7 +25,6 @@ from stepscope.kernels.fp8.casts import (
     quantize_weights,
     scaled_mm,
 )
-from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.fp8.recipe import (
     BF16,
     E4M3,
@@ -37,6 +36,7 @@ from stepscope.kernels.fp8.recipe import (
 )
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
