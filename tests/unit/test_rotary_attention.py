@@ -1,4 +1,4 @@
-"""Attention with rotary positions, in the layouts of Hugging Face decoders, and what looks like it."""
+"""Attention with rotary positions in the layouts of Hugging Face decoders, and look-alikes."""
 
 from __future__ import annotations
 

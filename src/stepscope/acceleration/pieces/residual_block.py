@@ -122,7 +122,7 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
         else:
             kind = _PostNorm if parts == _POST_NORM else _Block
             block = kind(module, sublayers, norms)
-            replacements.append(Replacement(PIECE, name, module, block.forward))
+            replacements.append(Replacement(PIECE, name, module, block.forward, block.declines))
     return replacements, left
 
 
@@ -147,7 +147,7 @@ class _Block:
     def __init__(
         self, module: Any, sublayers: tuple[Sublayer, ...], norms: dict[nn.Module, Norm]
     ) -> None:
-        self._original, self._calls = module.forward, [one.call for one in sublayers]
+        self._calls = [one.call for one in sublayers]
         self._norms = [norms[getattr(module, one.norm)] for one in sublayers]
         self._sum = Sum()
         parameters = inspect.signature(module.forward).parameters.values()
@@ -155,18 +155,26 @@ class _Block:
         self._names = [p.name for p in named] or [""]
         self._defaults = {p.name: p.default for p in named if p.default is not p.empty}
 
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs. Cross-attention of GPT-2 is another block."""
+        del module
+        x, given = self._given(args, kwargs)
+        if not isinstance(x, Tensor) or len(args) > len(self._names):
+            return "its input is not a tensor"
+        if any(name.startswith("encoder_") and one is not None for name, one in given.items()):
+            return "it has cross-attention"
+        if not all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms):
+            return "its norms are sharded or have hooks"
+        return ""
+
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
-        x = given.pop(self._names[0], None)
-        # Cross-attention of GPT-2 is another block.
-        encoder = [given.pop(name) for name in list(given) if name.startswith("encoder_")]
-        known = isinstance(x, Tensor) and len(args) <= len(self._names)
-        if not known or any(one is not None for one in encoder) or not self._applies(given):
-            return self._original(*args, **kwargs)
+        x, given = self._given(args, kwargs)
+        given = {name: one for name, one in given.items() if not name.startswith("encoder_")}
         return self._run(module, x, given)
 
-    def _applies(self, _: dict[str, Any]) -> bool:
-        return all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms)
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
+        return given.pop(self._names[0], None), given
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         if not getattr(module, "norm_first", True):
@@ -188,8 +196,10 @@ class _Block:
 class _PostNorm(_Block):
     """The fused forward of LayerNorm(dropout(dense(x)) + residual), as in BERT."""
 
-    def _applies(self, given: dict[str, Any]) -> bool:
-        return len(given) == 1 and super()._applies(given)
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        if len(self._given(args, kwargs)[1]) != 1:
+            return "it is called with other arguments than the residual"
+        return super().declines(module, *args, **kwargs)
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         (residual,) = given.values()
