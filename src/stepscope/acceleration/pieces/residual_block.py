@@ -3,22 +3,34 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 
 A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
 RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
-attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm; so are the
-parts of BERT, a linear layer and the norm of its sum with the residual.
+attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm, and have an
+MLP that is no module of its own; so are the parts of BERT, a linear layer and the norm of its sum
+with the residual.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.pieces.mlp import activation_name
 from stepscope.acceleration.pieces.norm import Norm, Sum
-from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    drops,
+    has_hooks,
+    is_plain_linear,
+)
 from stepscope.attention.inputs import matmul_dtype
+from stepscope.kernels.activation_policy import NORMS
+from stepscope.kernels.feed_forward import mlp
+from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "residual block"
 
@@ -30,6 +42,8 @@ class Sublayer(NamedTuple):
     call: Callable[[Any, Tensor, dict[str, Any]], Any]
     parts: tuple[str, ...] = ()
     """The modules that it calls."""
+    ff_dropout: str = ""
+    """The last dropout of the MLP of a layer of `nn.Transformer`."""
 
 
 def _attention(norm: str, *parts: str) -> Sublayer:
@@ -79,7 +93,7 @@ _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
                 x, given["src_mask"], given["src_key_padding_mask"], given["is_causal"]
             ),
         ),
-        Sublayer("norm2", lambda module, x, _: module._ff_block(x)),
+        Sublayer("norm2", lambda module, x, _: module._ff_block(x), ff_dropout="dropout2"),
     ),
     nn.TransformerDecoderLayer: (
         Sublayer(
@@ -98,13 +112,13 @@ _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
                 given["memory_is_causal"],
             ),
         ),
-        Sublayer("norm3", lambda module, x, _: module._ff_block(x)),
+        Sublayer("norm3", lambda module, x, _: module._ff_block(x), ff_dropout="dropout3"),
     ),
 }
 _POST_NORM = {"dense", "LayerNorm", "dropout"}
 
 
-def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
+def find(model: nn.Module, norms: dict[nn.Module, Norm], copies: WeightCopies) -> Found:
     replacements, left = [], []
     for name, module in model.named_modules():
         parts = {name for name, _ in module.named_children()}
@@ -121,7 +135,8 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
             left.append(Left(PIECE, name, "its norms compute something else"))
         else:
             kind = _PostNorm if parts == _POST_NORM else _Block
-            block = kind(module, sublayers, norms)
+            with_mlp = [_with_mlp(one, module, copies) for one in sublayers]
+            block = kind(module, with_mlp, norms)
             replacements.append(Replacement(PIECE, name, module, block.forward, block.declines))
     return replacements, left
 
@@ -141,11 +156,44 @@ def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | Non
     return max(found, key=lambda one: one[0], default=(0, None))[1]
 
 
+def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer:
+    """Return the MLP of a layer of `nn.Transformer` as one operation if its activation is known."""
+    kinds = (kind for kind in _OF_TORCH if isinstance(module, kind))
+    if not sublayer.ff_dropout or type(module)._ff_block is not next(kinds)._ff_block:
+        return sublayer
+    activation = activation_name(module.activation)
+    layers = module.linear1, module.linear2
+    if activation is None or not all(map(is_plain_linear, layers)):
+        return sublayer
+    weights = [layer.weight for layer in layers]
+
+    def call(module: Any, read: Tensor, given: dict[str, Any]) -> Tensor:
+        first, second = module.linear1, module.linear2
+        # Other layers (an adapter), other parameters (sharded), later hooks, or dropout.
+        same = first.weight is weights[0] and second.weight is weights[1]
+        plain = all(map(is_plain_linear, (first, second)))
+        if not same or not plain or (module.training and drops(module.dropout)):
+            return sublayer.call(module, read, given)  # type: ignore[no-any-return]
+        out = mlp(
+            read,
+            (first.weight,),
+            second.weight,
+            copies,
+            activation=activation,
+            biases=[layer.bias for layer in (first,) if layer.bias is not None],
+            out_bias=second.bias,
+            policy=NORMS,
+        )
+        return getattr(module, sublayer.ff_dropout)(out)  # type: ignore[no-any-return]
+
+    return sublayer._replace(call=call)
+
+
 class _Block:
     """The fused forward of one block."""
 
     def __init__(
-        self, module: Any, sublayers: tuple[Sublayer, ...], norms: dict[nn.Module, Norm]
+        self, module: Any, sublayers: Sequence[Sublayer], norms: dict[nn.Module, Norm]
     ) -> None:
         self._calls = [one.call for one in sublayers]
         self._norms = [norms[getattr(module, one.norm)] for one in sublayers]
