@@ -203,6 +203,7 @@ def fused(
         rotated_heads_(heads_in * 1.0, cos, sin, heads),
         *rotated_parts_((parts_in * 1.0).contiguous(), cos, sin, heads),
         *rotated_parts_((parts_in * 1.0).contiguous(), cos, sin, 3 * heads - 2, 1),
+        *rotated_parts_((parts_in * 1.0).contiguous(), cos[:, :4], sin[:, :4], heads, by_head=True),
     )
     total = sum((out.float() * math.pi ** (n % 3)).square().sum() for n, out in enumerate(outputs))
     leaves = [x, y, weight, table, heads_in, parts_in]

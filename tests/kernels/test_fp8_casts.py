@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.fp8.casts import History, quantize, quantize_weights
-from stepscope.kernels.fp8.noted import note_amax, noted_amax
 from stepscope.kernels.fp8.recipe import (
     BLOCKWISE,
     DELAYED,
@@ -22,6 +21,7 @@ from stepscope.kernels.fp8.recipe import (
     Recipe,
 )
 from stepscope.kernels.fp8.reference import DTYPES, cast, counts, scale_of
+from stepscope.kernels.noted import note_amax, noted_amax
 from stepscope.torch_tools.triton_available import is_interpreted
 
 DEVICE = torch.device("cpu" if is_interpreted() else "cuda")

@@ -245,28 +245,46 @@ class TestFusedProjections:
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "d"), [(2, 2, 16), (3, 3, 10), (5, 5, 64), (6, 2, 16), (4, 1, 10)]
-)
+    ("heads", "key_heads", "d", "rotated"),
+    [(2, 2, 16, 16), (3, 3, 10, 10), (5, 5, 64, 64), (6, 2, 16, 16), (4, 1, 10, 10), (3, 3, 10, 4),
+     (5, 5, 64, 16), (6, 2, 16, 2), (1, 1, 80, 32)],
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["heads first", "positions first"])
-def test_rotated_parts(heads: int, key_heads: int, d: int, order: str) -> None:
-    """Gradients may have any layout that attention returns."""
+@pytest.mark.parametrize("by_head", [False, True], ids=["", "by head"])
+def test_rotated_parts(
+    heads: int, key_heads: int, d: int, rotated: int, order: str, by_head: bool
+) -> None:
+    """Gradients may have any layout that attention returns. Of some heads only the first entries
+    are rotated."""
     counts = (heads, key_heads, key_heads)
     x = draw(2, 7, sum(counts) * d)
-    table = RotaryEmbedding(d, 9, device=DEVICE)
+    table = RotaryEmbedding(rotated, 9, device=DEVICE)
+    if by_head and heads != key_heads:
+        with pytest.raises(ValueError, match="as many key heads"):
+            rotated_parts_(x, table.cos, table.sin, heads, key_heads, by_head)
+        return
     if order == "heads first":
         above = [draw(2, count, 7, d, seed=n) for n, count in enumerate(counts)]
     else:
         above = [draw(2, 7, count, d, seed=n).transpose(1, 2) for n, count in enumerate(counts)]
 
     def plain(x: Tensor) -> tuple[Tensor, ...]:
+        if by_head:
+            x = x.unflatten(-1, (heads, 3, d)).transpose(2, 3).flatten(2)
         parts = x.split([count * d for count in counts], dim=-1)
         q, k, v = (p.unflatten(-1, (-1, d)).transpose(1, 2) for p in parts)
-        return plain_rotate(q, table.cos, table.sin), plain_rotate(k, table.cos, table.sin), v
+        q, k = (
+            torch.cat((plain_rotate(p[..., :rotated], table.cos, table.sin), p[..., rotated:]), -1)
+            for p in (q, k)
+        )
+        return q, k, v
 
     def of(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
         leaf = x.to(dtype).requires_grad_()
         tables = table.cos, table.sin
-        made = rotated_parts_(leaf.clone(), *tables, *counts[:2]) if fused else plain(leaf)
+        made = plain(leaf)
+        if fused:
+            made = rotated_parts_(leaf.clone(), *tables, *counts[:2], by_head)
         (grad,) = torch.autograd.grad(made, leaf, [g.to(dtype) for g in above])
         named = {f"part {n}": part.detach() for n, part in enumerate(made)}
         return {**named, "dx": grad}

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import small_decoder
 import stepscope
 from small_decoder import REPLACED, VOCAB, Decoder, adamw, batch, decoder, train
+from stepscope.acceleration.accelerate import replaceable
 from stepscope.acceleration.report import Report
+from stepscope.errors import UsageError
 
 CLOSE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, None: 1e-5}
 """Relative difference of losses, by the dtype of autocast."""
@@ -387,6 +389,10 @@ class OtherAttention(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
 
+class TunedAttention(nn.MultiheadAttention):
+    """Not torch's own class: its forward may be another."""
+
+
 class SparseMoe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +407,7 @@ class Linear8bit(nn.Module):
 
 
 def test_parts_that_no_piece_knows_are_listed() -> None:
-    parts = [nn.Sequential(OtherAttention()), nn.MultiheadAttention(8, 2), SparseMoe()]
+    parts = [nn.Sequential(OtherAttention()), TunedAttention(8, 2), SparseMoe()]
     model = nn.ModuleList([*parts, Linear8bit()])
     report = stepscope.accelerate(model)
     class_of_torch = "it is a NonDynamicallyQuantizableLinear, not an nn.Linear"
@@ -414,3 +420,39 @@ def test_parts_that_no_piece_knows_are_listed() -> None:
     ]
     known = decoder()
     assert stepscope.accelerate(known).left == []
+
+
+def test_a_model_in_data_parallel_on_one_device() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    wrapped, results = nn.DataParallel(model), []
+    for accelerate in (False, True):
+        if accelerate:
+            report = stepscope.accelerate(wrapped)
+        model.zero_grad()
+        wrapped(x).pow(3).mean().backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+    assert report.replaced["LayerNorm"] == ["1"]
+
+
+def test_data_parallel_on_several_devices_is_refused() -> None:
+    """Its replicas would run the forward that is bound to the original."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    wrapped = nn.DataParallel(model)
+    wrapped.device_ids = [0, 1]
+    assert replaceable(wrapped) == {}
+    with pytest.raises(UsageError, match="use DistributedDataParallel"):
+        stepscope.accelerate(wrapped)
+    report = stepscope.accelerate(model, dtype=torch.bfloat16)
+    for module in (model, model[1]):
+        with pytest.raises(UsageError, match="cannot replicate an accelerated"):
+            module._replicate_for_data_parallel()
+    copied = copy.deepcopy(model)
+    with pytest.raises(UsageError, match="cannot replicate an accelerated"):
+        copied._replicate_for_data_parallel()
+    report.undo()
+    replica = model[1]._replicate_for_data_parallel()
+    assert "forward" not in vars(replica)
+    replica = model._replicate_for_data_parallel()
+    assert "forward" not in vars(replica)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from accelerated_models import (
     Block,
     CenteredNorm,
     Gated,
-    Model,
     Norm,
     OffsetNorm,
     OtherEpsilonNorm,
@@ -30,7 +28,6 @@ from accelerated_models import (
     losses,
     sgd,
 )
-from stepscope.acceleration.report import Report
 from stepscope.kernels.activation import PLAIN
 
 
@@ -215,26 +212,6 @@ def test_experts_and_quantized_layers_are_left() -> None:
     }
 
 
-def test_linear_attention_is_left() -> None:
-    class LinearAttention(nn.Module):
-        head_dim = 4
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-                nn.Linear(WIDTH, WIDTH) for _ in range(4)
-            )
-            self.feature_map = nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k = (self.feature_map(layer(x)) for layer in (self.q_proj, self.k_proj))
-            return x + 0.02 * self.o_proj(q @ (k.transpose(1, 2) @ self.v_proj(x)))  # type: ignore[no-any-return]
-
-    report = assert_same_training(LinearAttention)
-    assert [left.reason for left in report.left] == ["it has other parts: feature_map"] * 2
-    assert len(report.replaced["linear"]) == 8
-
-
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_scaled_embedding_with_a_padding_row(scale: float) -> None:
     class Scaled(nn.Embedding):
@@ -327,100 +304,6 @@ def test_a_layer_of_torch_with_a_mask() -> None:
             return out
 
     assert len(assert_same_training(Padded).replaced["residual block"]) == 2
-
-
-def test_interleaved_rotary_positions_are_taken_back() -> None:
-    """An attention module with the names of Llama's and another layout of the rotated pairs."""
-    report = assert_attention(interleaved=True)
-    assert "attention" not in report.replaced
-    assert any(left.piece == "attention" and "differ" in left.reason for left in report.left)
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_attention_with_rotary_positions(key_heads: int) -> None:
-    assert len(assert_attention(key_heads=key_heads).replaced["attention"]) == 1
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def rotate_pairs(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-
-def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-class Attention(nn.Module):
-    def __init__(self, key_heads: int, interleaved: bool) -> None:
-        super().__init__()
-        self.head_dim, self.scaling, self.interleaved = 4, 0.5, interleaved
-        self.layer_idx, self.is_causal, self.attention_dropout = 0, True, 0.0
-        self.q_proj = nn.Linear(WIDTH, 16)
-        self.k_proj, self.v_proj = (nn.Linear(WIDTH, 4 * key_heads) for _ in range(2))
-        self.o_proj = nn.Linear(16, WIDTH)
-        self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-    ) -> tuple[Tensor, None]:
-        assert attention_mask is None
-        assert past_key_values is None
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (
-            layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in projections
-        )
-        cos, sin = position_embeddings
-        if self.interleaved:
-            q, k = (x * cos + rotate_pairs(x) * sin for x in (q, k))
-        else:
-            q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        heads = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True
-        )
-        return self.o_proj(heads.transpose(1, 2).flatten(2)), None
-
-
-class Positioned(nn.Module):
-    def __init__(self, key_heads: int, interleaved: bool) -> None:
-        super().__init__()
-        self.attention = Attention(key_heads, interleaved)
-
-    def forward(self, x: Tensor) -> Tensor:
-        angles = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.1]))
-        angles = torch.cat((angles, angles), dim=-1)[None]
-        out: Tensor = (
-            x + self.attention(hidden_states=x, position_embeddings=(angles.cos(), angles.sin()))[0]
-        )
-        return out
-
-
-def assert_attention(key_heads: int = 2, interleaved: bool = False) -> Report:
-    assert "apply_rotary_pos_emb" in vars(sys.modules[Attention.__module__])
-
-    def block() -> nn.Module:
-        return Positioned(key_heads, interleaved)
-
-    plain, fused = Model(block, 1), Model(block, 1)
-    fused.load_state_dict(plain.state_dict())
-    report = stepscope.accelerate(fused)
-    results = []
-    for model in (plain, fused):
-        loss = model(*batch())
-        loss.backward()
-        results.append((loss.detach(), [p.grad for p in model.parameters()]))
-    (loss, gradients), (fused_loss, fused_gradients) = results
-    torch.testing.assert_close(fused_loss, loss)
-    torch.testing.assert_close(fused_gradients, gradients)
-    return report
 
 
 class PatchEmbedding(nn.Module):

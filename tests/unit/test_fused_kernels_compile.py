@@ -78,10 +78,11 @@ for kind, units, layer in (("rms", False, False), ("units", True, False), ("laye
     print("norm forward", kind, wide_loads(
         triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, f, "fp32", "fp32", i],
         ADD=True, AMAX=True, BLOCK_D=4096, **how))
-    for learned in (True, False):
-        print("norm backward", kind, learned, wide_loads(
+    for learned, summed in ((True, True), (True, False), (False, True), (False, False)):
+        print("norm backward", kind, learned, summed, wide_loads(
             triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, f, "fp32", i, i, i],
-            THROUGH=True, SPLIT=True, LEARNED=learned, AMAX=True, BLOCK_D=4096, warps=16, **how))
+            THROUGH=True, SPLIT=True, LEARNED=learned, SUMMED=summed, AMAX=True, BLOCK_D=4096,
+            warps=16, **how))
 print("norm weight", wide_loads(
     triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
 print("token places", wide_loads(
@@ -100,10 +101,13 @@ for kind in ("silu", "gelu", "gelu_tanh", "relu"):
             triton_activation.activation_backward_kernel, [x] * 6 + [f, f] + [i] * 4,
             RECOMPUTE=True, SUMMED=not gated, BLOCK=2048 if gated else 1024,
             warps=8 if gated else 4, **how))
-print("rotary", wide_loads(
-    triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
-print("rotary gathered", wide_loads(
-    triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 14, BLOCK_H=32, BLOCK_HALF=64))
+for half, rest, group in ((64, 0, 1), (16, 32, 1), (16, 64, 2)):
+    print("rotary", half, group, wide_loads(
+        triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 10 + ["fp32"], BLOCK_H=32,
+        BLOCK_HALF=half, GROUP=group, warps=4))
+    print("rotary gathered", half, rest, wide_loads(
+        triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 18, BLOCK_H=32,
+        BLOCK_HALF=half, BLOCK_REST=rest, warps=4))
 for summed in (False, True):
     print("heads gathered", summed, wide_loads(
         triton_qkv.gather_heads_kernel, [x] * 4 + [f] + [i] * 15, D=64, SUMMED=summed,
@@ -148,5 +152,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 57
+    assert len(loads) == 67
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -19,6 +19,7 @@ from stepscope.acceleration.pieces import (
     head_loss,
     linear,
     mlp,
+    multihead_attention,
     norm,
     packed_attention,
     patch_embedding,
@@ -28,7 +29,6 @@ from stepscope.acceleration.replacement import (
     Found,
     Left,
     Replacement,
-    is_linear,
     is_transposed,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
@@ -93,6 +93,11 @@ def accelerate(
             'use torch.bfloat16, torch.float16, "fp8", a Recipe or None',
         )
     inner = _unwrapped(model)
+    if _is_replicated(model):
+        raise UsageError(
+            "DataParallel replicates the model in every call, without its fused kernels",
+            "use DistributedDataParallel",
+        )
     if fp8 is not None:
         device = next((p.device for p in inner.parameters()), torch.device("cpu"))
         if reason := unavailable(device, fp8.recipe):
@@ -122,7 +127,7 @@ def accelerate(
     if switch is None:
         attended = [left.name for left in report.left if left.piece == attention.PIECE]
         known = report.replaced.get(attention.PIECE, []) + attended
-        report.left += unrecognized(inner, known)
+        report.leave(*unrecognized(inner, known))
     _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -152,10 +157,9 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
     tied = {id(table.weight) for table in tables}
     named = []
     for name, module in model.named_modules():
-        if not (isinstance(module, nn.Linear) or is_transposed(module)):
+        weight = _weight_of(module)
+        if weight is None:
             continue
-        weight = module.weight
-        assert isinstance(weight, Tensor)
         named.append((name, weight))
         reason = fp8.refused((weight,), transposed=is_transposed(module))
         in_block = any(part.isdigit() for part in name.split("."))
@@ -163,11 +167,24 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
             reason = "the head stays in the matmul dtype"
         if reason is not None:
             fp8.keep(weight, reason)
-            report.left.append(Left(FP8, name, reason))
+            report.leave(Left(FP8, name, reason))
     fp8.name(named)
     previous, copies.fp8 = copies.fp8, fp8
     report.fp8 = fp8
     report.on_undo(lambda: setattr(copies, "fp8", previous))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def _weight_of(module: Any) -> Tensor | None:
+    """Return the weight of a linear layer, or of the input projections of an attention."""
+    name = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    if not (_is_linear(module) or isinstance(module, nn.MultiheadAttention)):
+        return None
+    weight: Tensor | None = getattr(module, name)
+    return weight
 
 
 def check_on(model: nn.Module, sample: Any) -> None:
@@ -191,7 +208,7 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of the modules that `accelerate` would replace, by piece, without changing
     the model. `SDPA` has the model itself if its attention would become SDPA."""
     inner = _unwrapped(model)
-    if inner in _ACCELERATED or hasattr(inner, "set_fused"):
+    if inner in _ACCELERATED or hasattr(inner, "set_fused") or _is_replicated(model):
         return {}
     names: dict[str, list[str]] = {SDPA: [""]} if attention.uses_eager_attention(inner) else {}
     for replacement in _find(inner, WeightCopies(), Report(""), ()):
@@ -214,17 +231,17 @@ def _find(
 
     if _is_sharded(model):
         reason = "its parameters are sharded: accelerate the model before it is sharded"
-        report.left.append(Left("model", "", reason))
+        report.leave(Left("model", "", reason))
         return
 
     def take(found: Found) -> Iterator[Replacement]:
         replacements, left = found
-        report.left += left
+        report.leave(*left)
         for one in replacements:
             if excluded(one.piece, one.name, type(one.module), patterns):
-                report.left.append(Left(one.piece, one.name, "excluded"))
+                report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
-                report.left.append(Left(one.piece, one.name, "part of a mixture of experts"))
+                report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
             else:
                 yield one
 
@@ -233,11 +250,11 @@ def _find(
         yield replacement
     yield from take(attention_masks.find(model))
     norms = norm.matched_norms(model, copies)
-    yield from take(residual_block.find(model, norms))
-    for piece in (attention, packed_attention, mlp):
+    yield from take(residual_block.find(model, norms, copies))
+    for piece in (attention, packed_attention, multihead_attention, mlp):
         for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()
-            claimed |= {child for child in children if is_linear(child) or is_transposed(child)}
+            claimed |= {child for child in children if _is_linear(child)}
             yield replacement
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
@@ -299,19 +316,24 @@ def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> None:
 
     update = fuse_optimizer(optimizer, copies)
     if isinstance(update, str):
-        report.left.append(Left("optimizer", type(optimizer).__name__, update))
+        report.leave(Left("optimizer", type(optimizer).__name__, update))
         return
     report.notes.append(f"optimizer          {type(optimizer).__name__} in one kernel")
     report.on_undo(update.undo)
 
 
+def _is_replicated(model: nn.Module) -> bool:
+    """Return whether this is a model in DataParallel on several devices."""
+    return isinstance(model, nn.DataParallel) and len(model.device_ids) > 1
+
+
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model within DistributedDataParallel or torch.compile."""
+    """Return the model within DistributedDataParallel, DataParallel or torch.compile."""
     while True:
         with contextlib.suppress(AttributeError):
             model = model._orig_mod
             continue
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
             continue
         return model  # type: ignore[no-any-return]

@@ -126,7 +126,7 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 def _run(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Run:
     """Run forward and backward on detached inputs."""
     leaves, tree = tree_flatten((args, kwargs))
-    inputs = [_detached(leaf) for leaf in leaves]
+    inputs = _inputs(leaves)
     args, kwargs = tree_unflatten(inputs, tree)
     parameters = [p for p in module.parameters() if p.requires_grad]
     return _backward(forward(*args, **kwargs), inputs, parameters)
@@ -135,7 +135,7 @@ def _run(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Run:
 def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Run:
     """Run the original in float32, without autocast."""
     leaves, tree = tree_flatten((args, kwargs))
-    inputs = [_detached(leaf, torch.float32) for leaf in leaves]
+    inputs = _inputs(leaves, torch.float32)
     args, kwargs = tree_unflatten(inputs, tree)
     tensors = {
         name: _detached(tensor, torch.float32, tensor.requires_grad)
@@ -165,6 +165,12 @@ def _upstream(output: Tensor, index: int) -> Tensor:
     generator = torch.Generator(output.device).manual_seed(index)
     sample = torch.randn(output.shape, device=output.device, generator=generator)
     return sample.to(output.dtype)
+
+
+def _inputs(leaves: list[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    """Detach each argument; one that is given several times stays one tensor."""
+    copies = {id(leaf): _detached(leaf, dtype) for leaf in leaves}
+    return [copies[id(leaf)] for leaf in leaves]
 
 
 def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = None) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 
 from stepscope.acceleration.checks import difference
 from stepscope.acceleration.replacement import Replacement, has_hooks
+from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 
 FP8_TOLERANCE = 0.2
@@ -40,6 +41,7 @@ class Patch:
         self._copies = copies
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
+        self._declined, self._is_used = "", False
         module = replacement.module
         self._previous = module.__dict__.get("forward")
         self._original: Callable[..., Any] = module.forward
@@ -49,6 +51,11 @@ class Patch:
     def is_checked(self) -> bool:
         return bool(self._checked_modes)
 
+    @property
+    def declined(self) -> str:
+        """Why the original has run in every call so far; empty if it has not."""
+        return "" if self._is_used else self._declined
+
     def undo(self) -> None:
         restore_forward(self.replacement.module, self._previous)
 
@@ -57,6 +64,11 @@ class Patch:
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
+        if reason := self.replacement.declines(module, *args, **kwargs):
+            # The first reason: a comparison of a module that contains this one exchanges weights.
+            self._declined = self._declined or reason
+            return self._original(*args, **kwargs)
+        self._is_used = True
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.
@@ -112,14 +124,25 @@ def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         parameters = [first, *(p for p in named.parameters.values() if p.name != first.name)]
         forward.__signature__ = named.replace(parameters=parameters)  # type: ignore[attr-defined]
     module.forward = MethodType(forward, module)
+    module._replicate_for_data_parallel = MethodType(_replicate_for_data_parallel, module)  # type: ignore[method-assign]
 
 
 def restore_forward(module: nn.Module, previous: Any) -> None:
     """Set the forward of an instance back; None removes it, so that the class's is used."""
     if previous is None:
         module.__dict__.pop("forward", None)
+        module.__dict__.pop("_replicate_for_data_parallel", None)
     else:
         module.forward = previous
+
+
+def _replicate_for_data_parallel(module: nn.Module) -> nn.Module:
+    """Refuse to be replicated: a replica would call the forward that is bound to the original, with
+    the weights of the first device. Pickled as the method of the class, by its name."""
+    raise UsageError(
+        f"DataParallel cannot replicate an accelerated {type(module).__name__}",
+        "use DistributedDataParallel, or undo() of its report",
+    )
 
 
 def _forward_of(patch: Patch) -> Callable[..., Any]:

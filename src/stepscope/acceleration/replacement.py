@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 
+def _takes_every_call(module: nn.Module, *args: Any, **kwargs: Any) -> str:
+    del module, args, kwargs
+    return ""
+
+
 class Replacement(NamedTuple):
     """A faster forward for a module: `forward(module, *args, **kwargs)`."""
 
@@ -15,6 +20,8 @@ class Replacement(NamedTuple):
     name: str
     module: nn.Module
     forward: Callable[..., Any]
+    declines: Callable[..., str] = _takes_every_call
+    """Returns why the original runs in a call with these arguments; empty if it does not."""
 
 
 class Left(NamedTuple):

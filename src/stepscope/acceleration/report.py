@@ -22,11 +22,11 @@ class Report:
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.left: list[Left] = []
         self.notes: list[str] = []
         self.fp8: Fp8Layers | None = None
         """The layers in FP8, if the model was accelerated with `dtype="fp8"`: `decisions` says why
         a layer stays in bf16, `override` changes the choice."""
+        self._left: list[Left] = []
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], object]] = []
 
@@ -35,18 +35,34 @@ class Report:
         """Names of the replaced modules, by piece."""
         names: dict[str, list[str]] = {}
         for patch in self._patches:
+            if patch.declined:
+                continue
             names.setdefault(patch.replacement.piece, []).append(patch.replacement.name)
         return names
+
+    @property
+    def left(self) -> list[Left]:
+        """Modules that stay as they are, and those whose original has run in every call so far."""
+        declined = (
+            Left(patch.replacement.piece, patch.replacement.name, patch.declined)
+            for patch in self._patches
+            if patch.declined
+        )
+        return [*self._left, *declined]
 
     @property
     def unchecked(self) -> int:
         """Number of replacements that have not been compared with the original yet: this happens
         in their first call with gradients."""
-        return sum(not patch.is_checked for patch in self._patches)
+        return sum(not (patch.is_checked or patch.declined) for patch in self._patches)
 
     def add(self, patch: Patch) -> None:
         self._patches.append(patch)
         self._undo.append(patch.undo)
+
+    def leave(self, *left: Left) -> None:
+        """Record modules that stay as they are."""
+        self._left += left
 
     def on_undo(self, action: Callable[[], object]) -> None:
         self._undo.append(action)
@@ -54,7 +70,7 @@ class Report:
     def reject(self, patch: Patch, reason: str) -> None:
         """Record that a replacement differed from the original, which runs instead."""
         self._patches.remove(patch)
-        self.left.append(Left(patch.replacement.piece, patch.replacement.name, reason))
+        self.leave(Left(patch.replacement.piece, patch.replacement.name, reason))
 
     def undo(self) -> None:
         """Restore the model and the optimizer as they were. A second call does nothing."""
@@ -67,7 +83,7 @@ class Report:
         for piece, names in self.replaced.items():
             lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}")
         lines += [f"  {note}" for note in self.notes]
-        left_as_they_are = list(self.left)
+        left_as_they_are = self.left
         if self.fp8 is not None:
             lines.append(f"  {FP8:<18} {self._fp8_layers(self.fp8, left_as_they_are)}")
         if len(lines) == 1:

@@ -29,6 +29,7 @@ from stepscope.kernels.matmul import (
     stored_as_rows,
 )
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -83,7 +84,7 @@ def mlp(
         read.to(dtype), normed, narrow, narrow_second, narrow_biases, settings,
         *first, second, *biases, *outer,
     )  # fmt: skip
-    return out
+    return note_bias(out, outer)
 
 
 class _Settings(NamedTuple):
@@ -161,7 +162,7 @@ class _FeedForward(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = linear_grad_input(grad_gates, tuple(first)).view(*grad.shape[:-1], x.shape[-1])
-        outer_grads = bias_gradients(flat, ctx.outer, of_outer)
+        outer_grads = bias_gradients(flat, ctx.outer, of_outer, take_sums(grad))
         second_grads = ctx.second.gradients(flat, hidden, needed[end - 1 : end])
         first_grads = ctx.first.gradients(grad_gates, x, needed[: end - 1])
         return (

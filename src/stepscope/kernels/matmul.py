@@ -19,6 +19,7 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.autotune import autotuned_matmul_into, autotuning
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.side_stream import gradient_consumer
@@ -58,7 +59,7 @@ def fused_linear(
         *weights,
         *biases,
     )
-    return out
+    return note_bias(out, biases)
 
 
 def stored_as_rows(weight: Tensor, transposed: bool) -> Tensor:
@@ -83,7 +84,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once("a fused projection", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return projection_gradients(ctx, grad)
+        return projection_gradients(ctx, grad, take_sums(grad))
 
 
 FIRST_WEIGHT = 5
@@ -116,7 +117,7 @@ def projection_gradients(
     bias_sums: Tensor | None = None,  # (all rows,)
 ) -> tuple[Any, ...]:
     """Return the gradients of the arguments of an autograd Function that has called `project`.
-    `bias_sums` are those of the biases, if a kernel has summed them."""
+    `bias_sums` are the gradients of the biases, if a kernel has summed them."""
     x, narrow, _ = ctx.x.restore(ctx)
     flat = grad.reshape(-1, grad.shape[-1])
     grad_x = None

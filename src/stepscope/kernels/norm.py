@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.kernels.fp8.noted import note_amax
 from stepscope.kernels.launch import kernels_take
+from stepscope.kernels.noted import note_amax, note_cast, note_sums, noted_bias, take_cast
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
 MAX_COLUMNS = 16_384
 """Maximum number of columns: a program keeps an entire row in registers."""
-_CAST = "_stepscope_cast"
-"""Attribute of a gradient: a copy in another dtype, and the version that was copied."""
+_MAX_SUMMED = 4096
+"""Maximum number of columns of which the sums of the gradient fit in registers as well."""
 
 
 class Normed(NamedTuple):
@@ -38,6 +38,8 @@ class Computed(NamedTuple):
     """None if no kernel computed it: then the norm is differentiable as it is."""
     mean: Tensor | None = None
     amax: Tensor | None = None
+    summed: bool = False
+    """True if the backward pass sums the gradient of the branch, for its bias."""
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -113,7 +115,7 @@ def normed_sum(
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
 
     With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
-    an FP8 cast (`kernels.fp8.noted`).
+    an FP8 cast (`kernels.noted`).
 
     `computed` is what `sum_before_norm` returned for this x, with the same other arguments.
     """
@@ -135,6 +137,7 @@ def normed_sum(
         wide = torch.promote_types(weight.dtype, torch.float32)
         scale = weight.to(wide) + offset if offset else weight
         return stream, Normed(plain_rms_norm(stream, scale, eps).to(dtype))
+    summed = _sums_for_bias(branch, weight) if computed is None else computed.summed
     added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
@@ -149,6 +152,7 @@ def normed_sum(
         centered,
         through,
         amax,
+        summed,
         computed,
     )
     note_amax(normed, largest)
@@ -178,17 +182,25 @@ def sum_before_norm(
 
     shift = None if bias is None else bias.detach().contiguous()
     scale = weight.detach().contiguous()
+    summed = _sums_for_bias(branch, weight)
     computed: list[Computed] = []
 
     def add(x: Tensor, branch: Tensor) -> Tensor:
         out = triton_norm.forward(
             x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
         )
-        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax))
+        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax, summed))
         return out.stream
 
     total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
     return total, computed[0]
+
+
+def _sums_for_bias(branch: Tensor | None, weight: Tensor) -> bool:
+    """Return whether the branch is a projection whose bias needs the sums of the gradient, which
+    are written with the gradients of the weight, in their dtype."""
+    fits = weight.shape[0] <= _MAX_SUMMED
+    return branch is not None and fits and noted_bias(branch) == weight.dtype
 
 
 def _kernels_take(
@@ -211,10 +223,7 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x_dtype, branch_dtype = ctx.dtypes
         # The backward pass of the norm has written it in this dtype too, if it is the only one.
-        cast, version = vars(grad).pop(_CAST, (None, None))
-        if cast is None or version != grad._version or cast.dtype != branch_dtype:
-            cast = grad.to(branch_dtype)
-        return grad.to(x_dtype), cast, None
+        return grad.to(x_dtype), take_cast(grad, branch_dtype), None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -236,6 +245,7 @@ class _AddNorm(torch.autograd.Function):
         centered: bool,
         through: bool,
         amax: bool,
+        summed: bool,
         computed: Computed | None,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
@@ -260,6 +270,7 @@ class _AddNorm(torch.autograd.Function):
         branch_dtype = ctx.stream if branch is None else branch.dtype
         ctx.dtypes = (x.dtype, branch_dtype if computed is None else computed.branch)
         ctx.amax = amax and (ctx.added or computed is not None)
+        ctx.summed = summed
         ctx.set_materialize_grads(False)
         fixed = [one for one in (result.unit, result.amax) if one is not None]
         ctx.mark_non_differentiable(*fixed)
@@ -277,7 +288,7 @@ class _AddNorm(torch.autograd.Function):
         grad_weight = grad_bias = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 12
+                return (None,) * 13
             grad_sum = grad_branch = grad_stream
             if ctx.added:
                 grad_branch = grad_stream.to(branch_dtype)
@@ -285,7 +296,7 @@ class _AddNorm(torch.autograd.Function):
             # Not before: without this gradient, they may have been written to since.
             saved, weight, inverse, mean = ctx.saved_tensors
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
-            grad_sum, grad_branch, grad_weight, grad_bias = triton_norm.backward(
+            grad_sum, grad_branch, grad_weight, grad_bias, sums = triton_norm.backward(
                 grad_normed.contiguous(),
                 stream_grad,
                 saved,
@@ -299,8 +310,10 @@ class _AddNorm(torch.autograd.Function):
                 offset=ctx.offset,
                 learned=any(ctx.needs_input_grad[2:4]),
                 amax=ctx.amax,
+                summed=ctx.summed,
             )
+            note_sums(grad_branch, sums)
         if not ctx.added and grad_branch is not grad_sum:
-            setattr(grad_sum, _CAST, (grad_branch, grad_sum._version))
+            note_cast(grad_sum, grad_branch)
         branch = grad_branch if ctx.added else None
-        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 8
+        return grad_sum.to(x_dtype), branch, grad_weight, grad_bias, *(None,) * 9

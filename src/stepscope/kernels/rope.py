@@ -2,7 +2,8 @@
 
 A projection returns (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
 any strides, so the heads are a view, and a gradient with the strides of its input already has the
-layout that the projection needs: no copy in forward or backward.
+layout that the projection needs: no copy in forward or backward. With tables of fewer pairs than a
+head has, its first entries are rotated and the others stay.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepscope.attention.packed import split_heads
 from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., seq, d_head)
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = cos.shape[-1]
+    rest = x.shape[-1] - 2 * pairs
+    first, second, *more = x.to(cos.dtype).split([pairs, pairs] + [rest] * (rest > 0), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, *more), dim=-1)
     return rotated.to(x.dtype)
 
 
@@ -35,7 +39,8 @@ def rotated_heads_(
         raise ValueError(
             f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
         )
-    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1:
+    partial = x.shape[-1] != 2 * heads * cos.shape[-1]
+    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1 or partial:
         return plain_rotate(_split(x, heads), cos, sin)
     rotated: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
     return _split(rotated, heads)
@@ -43,27 +48,34 @@ def rotated_heads_(
 
 def rotated_parts_(
     x: Tensor,  # (batch, seq, (heads + 2 · key_heads) · d_head): queries, keys, values
-    cos: Tensor,
+    cos: Tensor,  # (context, pairs)
     sin: Tensor,
     heads: int,
     key_heads: int | None = None,
+    by_head: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, its heads, seq, d_head)
     """Return the heads of a fused QKV projection, queries and keys rotated by position. x is
     overwritten: it must not be used elsewhere. `key_heads` is the number of key heads of grouped
-    attention."""
+    attention. With `by_head`, q, k and v of the first head come first."""
     if x.shape[1] > cos.shape[0]:
         raise ValueError(
             f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
         )
     key_heads = key_heads or heads
+    if by_head and key_heads != heads:
+        raise ValueError("by_head needs as many key heads as query heads")
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
-        q, k, v = _parts(x, heads, key_heads)
+        q, k, v = _parts(x, heads, key_heads, by_head)
         return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
-    parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads, key_heads)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(  # type: ignore[no-untyped-call]
+        x, cos, sin, heads, key_heads, by_head
+    )
     return parts
 
 
-def _parts(x: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(x: Tensor, heads: int, key_heads: int, by_head: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if by_head:
+        return split_heads(x, heads, by_head)
     d_head = x.shape[-1] // (heads + 2 * key_heads)
     sizes = [heads * d_head, key_heads * d_head, key_heads * d_head]
     q, k, v = torch.split(x, sizes, dim=-1)
@@ -104,16 +116,17 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int, by_head: bool
     ) -> tuple[Tensor, ...]:
         from stepscope.kernels.triton.rope import rotate
 
         data = x.detach()
         d_head = x.shape[-1] // (heads + 2 * key_heads)
-        q_and_k = data[..., : (heads + key_heads) * d_head]
-        rotate(q_and_k, q_and_k, cos, sin, heads + key_heads, back=False)
+        q_and_k = data if by_head else data[..., : (heads + key_heads) * d_head]
+        rotate(q_and_k, q_and_k, cos, sin, heads + key_heads, back=False, by_head=by_head)
         ctx.save_for_backward(cos, sin)
-        return _parts(data, heads, key_heads)
+        ctx.by_head = by_head
+        return _parts(data, heads, key_heads, by_head)
 
     @staticmethod
     @differentiable_once("the fused rotation", "fused=False")
@@ -123,4 +136,5 @@ class _RotateParts(torch.autograd.Function):
         from stepscope.kernels.triton.rope import gather_back
 
         cos, sin = ctx.saved_tensors
-        return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None, None
+        grad = gather_back(grad_q, grad_k, grad_v, cos, sin, ctx.by_head)
+        return grad, None, None, None, None, None

@@ -1,18 +1,20 @@
 """Self-attention of Hugging Face decoders: Q, K and V as one matmul, rotary positions in place, and
 the fastest attention kernel.
 
-These modules have `q_proj`, `k_proj`, `v_proj`, `o_proj` and `head_dim`, get the cosines and sines
-of the positions, and call the attention function that the model's configuration names (Llama,
-Mistral, Qwen, Gemma, SmolLM, …). Anything that the fused form does not cover (masks other than
-causal, dropout, a filled cache, positions that differ within a batch) still has the fused
-projection, and the rest as it was.
+These modules have projections for queries, keys and values, or one for all three that has them side
+by side in each head, and one of the output. They get the cosines and sines of the positions, of
+all entries of a head or the first ones, and call the attention function that the model's
+configuration names (Llama, Mistral, Qwen, Gemma, SmolLM, Phi, GPT-NeoX, …). Anything that the fused
+form does not cover (masks other than causal, dropout, a filled cache, positions that differ within
+a batch) still has the fused projection, and the rest as it was.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,41 +27,86 @@ from stepscope.acceleration.replacement import (
     is_plain_linear,
 )
 from stepscope.attention import attention
+from stepscope.attention.packed import split_heads
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.rope import rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "attention"
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_LAYERS = (*_PROJECTIONS, "o_proj")
-_NORMS = ("q_norm", "k_norm")
+_SEPARATE, _PACKED = ("q_proj", "k_proj", "v_proj"), ("query_key_value",)
+_OUTPUTS = ("o_proj", "dense")
+_NORMS = (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"))
+_HEAD_SIZES = ("head_dim", "head_size")
+_CACHES = ("past_key_values", "layer_past")
+
+
+class Layers(NamedTuple):
+    """Names of the linear layers of a module, and the sizes of its heads."""
+
+    projections: tuple[str, ...]
+    """Of queries, keys and values; or one, which has all three side by side in each head."""
+    output: str
+    d_head: int
+    heads: int
+    key_heads: int
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.projections, self.output)
+
+    @property
+    def by_head(self) -> bool:
+        return len(self.projections) == 1
 
 
 def find(model: nn.Module, copies: WeightCopies) -> Found:
     replacements, left = [], []
     tables = RotaryTables()
     for name, module in model.named_modules():
-        if not all(hasattr(module, layer) for layer in (*_LAYERS, "head_dim")):
-            continue
         if not hasattr(_modeling(module), "apply_rotary_pos_emb"):
             continue
-        if reason := _refused(module):
+        layers = _layers(module)
+        if isinstance(layers, str):
+            left += [Left(PIECE, name, layers)] if layers else []
+        elif reason := _refused(module, layers):
             left.append(Left(PIECE, name, reason))
         else:
-            fused = _Attention(module, copies, tables)
-            replacements.append(Replacement(PIECE, name, module, fused.forward))
+            fused = _Attention(module, layers, copies, tables)
+            replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
     return replacements, left
 
 
-def _refused(module: Any) -> str:
-    layers = [getattr(module, layer) for layer in _LAYERS]
+def _layers(module: nn.Module) -> Layers | str:
+    """Return the layers of an attention, or why it is left; an empty string if it is none."""
+    output = next((name for name in _OUTPUTS if hasattr(module, name)), None)
+    projections = next(
+        (names for names in (_SEPARATE, _PACKED) if all(hasattr(module, name) for name in names)),
+        None,
+    )
+    sizes = [getattr(module, name, None) for name in _HEAD_SIZES]
+    d_head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    if output is None or projections is None or d_head is None:
+        return ""
+    layers = [getattr(module, name) for name in (*projections, output)]
     if not all(type(layer) is nn.Linear for layer in layers):
         return "its projections are not plain linear layers"
-    if has_hooks(module) or not all(map(is_plain_linear, layers)):
+    heads = layers[-1].in_features // d_head
+    rows = [layer.out_features for layer in layers[:-1]]
+    packed = len(rows) == 1
+    key_heads = heads if packed else rows[1] // d_head
+    expected = [3 * heads * d_head] if packed else [n * d_head for n in (heads, *[key_heads] * 2)]
+    if rows != expected or not key_heads or heads % key_heads:
+        return "the sizes of its projections are not those of heads"
+    return Layers(projections, output, d_head, heads, key_heads)
+
+
+def _refused(module: Any, layers: Layers) -> str:
+    linear = [getattr(module, name) for name in layers.all]
+    if has_hooks(module) or not all(map(is_plain_linear, linear)):
         return "it has hooks"
-    if len({layer.bias is None for layer in layers[:3]}) != 1:
+    if len({layer.bias is None for layer in linear[:-1]}) != 1:
         return "only some of its projections have a bias"
-    known = {*_LAYERS, *_NORMS, "rotary_emb", "rotary_fn"}
+    known = {*layers.all, *_NORMS[0], *_NORMS[1], "rotary_emb", "rotary_fn"}
     if unknown := [name for name, _ in module.named_children() if name not in known]:
         return f"it has other parts: {', '.join(unknown)}"
     return ""
@@ -101,72 +148,87 @@ class RotaryTables:
 class _Attention:
     """The fused forward of one attention module."""
 
-    def __init__(self, module: Any, copies: WeightCopies, tables: RotaryTables) -> None:
-        self._original = module.forward
-        self._copies, self._tables = copies, tables
-        self._weights = [getattr(module, layer).weight for layer in _LAYERS]
+    def __init__(
+        self, module: Any, layers: Layers, copies: WeightCopies, tables: RotaryTables
+    ) -> None:
+        self._layers, self._copies, self._tables = layers, copies, tables
+        self._weights = [getattr(module, name).weight for name in layers.all]
+        self._norms = [
+            next((name for name in names if hasattr(module, name)), None) for names in _NORMS
+        ]
+        named = inspect.signature(module.forward).parameters.values()
+        self._names = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
 
-    def forward(
-        self,
-        module: Any,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if position_embeddings is None or not self._applies(module, past_key_values):
-            return self._original(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-        q, k, v = self._heads(module, hidden_states, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, module.layer_idx)
-        heads, weights = self._attend(module, q, k, v, attention_mask, kwargs)
-        merged = heads.reshape(*hidden_states.shape[:-1], -1)
-        output = module.o_proj
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs: other projections than before, or a cache with tokens."""
+        given = self._given(args, kwargs)
+        if given.get("position_embeddings") is None:
+            return "it is called without position embeddings"
+        layers = [getattr(module, name) for name in self._layers.all]
+        if not all(
+            is_plain_linear(layer) and layer.weight is weight
+            for layer, weight in zip(layers, self._weights, strict=True)
+        ):
+            return "its projections were exchanged or have hooks"
+        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        if cache is not None and cache.get_seq_length(module.layer_idx):
+            return "its cache has tokens"
+        return ""
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self._given(args, kwargs)
+        x, (cos, sin) = given.pop(self._names[0]), given.pop("position_embeddings")
+        mask = given.pop("attention_mask", None)
+        caches = [given.pop(name) for name in _CACHES if name in given]
+        q, k, v = self._heads(module, x, cos, sin)
+        for cache in caches:
+            if cache is not None:
+                k, v = cache.update(k, v, module.layer_idx)
+        heads, weights = self._attend(module, q, k, v, mask, given)
+        merged = heads.reshape(*x.shape[:-1], -1)
+        output = getattr(module, self._layers.output)
         biases = () if output.bias is None else (output.bias,)
         return fused_linear(merged, (output.weight,), self._copies, biases), weights
 
-    def _applies(self, module: Any, cache: Any) -> bool:
-        """Return whether the projections are still those of before, and nothing was generated."""
-        layers = [getattr(module, layer) for layer in _LAYERS]
-        same = all(
-            is_plain_linear(layer) and layer.weight is weight
-            for layer, weight in zip(layers, self._weights, strict=True)
-        )
-        empty = cache is None or cache.get_seq_length(module.layer_idx) == 0
-        return same and empty
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | kwargs
 
     def _heads(
         self, module: Any, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values (batch, heads, seq, d_head), the first two rotated."""
-        projections = [getattr(module, name) for name in _PROJECTIONS]
+        layers = self._layers
+        projections = [getattr(module, name) for name in layers.projections]
         biases = [layer.bias for layer in projections if layer.bias is not None]
         weights = tuple(layer.weight for layer in projections)
         parts = fused_linear(x, weights, self._copies, biases)
-        d_head = module.head_dim
-        heads, key_heads = (weight.shape[0] // d_head for weight in weights[:2])
-        shared = cos.shape[0] == 1 and cos.shape[-1] == d_head and not cos.requires_grad
-        if shared and not any(hasattr(module, name) for name in _NORMS):
-            return rotated_parts_(parts, *self._tables.of(cos, sin), heads, key_heads)
-        sizes = [weight.shape[0] for weight in weights]
-        q, k, v = (
-            part.view(*part.shape[:-1], -1, d_head) for part in torch.split(parts, sizes, -1)
-        )
+        rotated = cos.shape[-1]
+        shared = cos.shape[0] == 1 and rotated <= layers.d_head and not cos.requires_grad
+        if shared and not any(self._norms):
+            return rotated_parts_(
+                parts, *self._tables.of(cos, sin), layers.heads, layers.key_heads, layers.by_head
+            )
+        if layers.by_head:
+            q, k, v = split_heads(parts, layers.heads, by_head=True)
+        else:
+            sizes = [weight.shape[0] for weight in weights]
+            q, k, v = (
+                part.view(*part.shape[:-1], -1, layers.d_head).transpose(1, 2)
+                for part in torch.split(parts, sizes, -1)
+            )
+        # By token, as they are in memory.
         q, k = (
-            getattr(module, name, nn.Identity())(part)
-            for name, part in zip(_NORMS, (q, k), strict=True)
+            part if name is None else getattr(module, name)(part.transpose(1, 2)).transpose(1, 2)
+            for name, part in zip(self._norms, (q, k), strict=True)
         )
-        q, k = _modeling(module).apply_rotary_pos_emb(
-            q.transpose(1, 2), k.transpose(1, 2), cos, sin
-        )
-        return q, k, v.transpose(1, 2)
+        first = [part[..., :rotated] for part in (q, k)]
+        turned = _modeling(module).apply_rotary_pos_emb(*first, cos, sin)
+        if rotated < layers.d_head:
+            turned = [
+                torch.cat((new, old[..., rotated:]), dim=-1)
+                for new, old in zip(turned, (q, k), strict=True)
+            ]
+        return turned[0], turned[1], v
 
     def _attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any

@@ -33,7 +33,8 @@ def find(model: nn.Module, copies: WeightCopies, claimed: set[nn.Module]) -> Fou
         if reason := _refused(module):
             left.append(Left(PIECE, name, reason))
         elif is_linear(module) or is_transposed(module):
-            replacements.append(Replacement(PIECE, name, module, _forward(module, copies)))
+            fused = _Linear(module, copies)
+            replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
     return replacements, left
 
 
@@ -61,21 +62,23 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(tensor.dim() > 1 and tensor.element_size() == 1 for tensor in tensors)
 
 
-def _forward(module: Any, copies: WeightCopies) -> Any:
-    original, weight = module.forward, module.weight
-    transposed = is_transposed(module)
+class _Linear:
+    """The fused forward of one linear layer."""
 
-    def forward(module: Any, x: Tensor) -> Any:
-        in_fp8 = copies.fp8 is not None and module.weight is weight
-        if not in_fp8 and not casts(module, weight, x):
-            return original(x)
+    def __init__(self, module: Any, copies: WeightCopies) -> None:
+        self._weight, self._copies = module.weight, copies
+        self._transposed = is_transposed(module)
+
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs. Other parameters are those of a parametrization or of a
+        sharded model."""
+        if module.weight is not self._weight:
+            return "its weight was exchanged"
+        if len(args) != 1 or kwargs:
+            return "it is called with other arguments than a tensor"
+        casts = self._weight.dtype != matmul_dtype(args[0])
+        return "" if casts or self._copies.fp8 is not None else "its weight needs no cast"
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
         biases = () if module.bias is None else (module.bias,)
-        return fused_linear(x, (weight,), copies, biases, transposed=transposed)
-
-    return forward
-
-
-def casts(module: Any, weight: Tensor, x: Tensor) -> bool:
-    """Return whether the module still has this parameter, and a matmul with x would cast it. Other
-    parameters are those of a parametrization or of a sharded model."""
-    return module.weight is weight and weight.dtype != matmul_dtype(x)
+        return fused_linear(x, (self._weight,), self._copies, biases, transposed=self._transposed)

@@ -64,7 +64,8 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
         reason = _refused(module)
         match = None if reason else _match(module, candidates)
         if match is not None:
-            replacements.append(Replacement(piece, name, module, _forward(match, module, copies)))
+            fused = _Mlp(match, module, copies)
+            replacements.append(Replacement(piece, name, module, fused.forward, fused.declines))
         elif reason or piece == GATED:
             # Not every pair of linear layers is meant to be an MLP.
             left.append(Left(piece, name, reason or "it computes something else"))
@@ -104,6 +105,20 @@ def _shape(layer: Any) -> tuple[int, int]:
     """Return outputs and inputs of a layer."""
     rows, columns = layer.weight.shape
     return (columns, rows) if is_transposed(layer) else (rows, columns)
+
+
+@torch.no_grad()
+def activation_name(function: Any) -> str | None:
+    """Return the name of the activation that a function or module without parameters computes; None
+    if it is another one."""
+    x = torch.linspace(-4.0, 4.0, 64)
+    try:
+        actual = function(x)
+    except Exception:
+        # It is not a function of one tensor.
+        return None
+    equal = (name for name, plain in PLAIN.items() if torch.allclose(actual, plain(x), 1e-5, 1e-6))
+    return next(equal, None)
 
 
 def _refused(module: nn.Module) -> str:
@@ -166,35 +181,42 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
     return functional.linear(x, weight, layer.bias)
 
 
-def _forward(match: Match, module: nn.Module, copies: WeightCopies) -> Any:
-    original = module.forward
-    names = (*match.names.first, match.names.second)
-    weights = [getattr(module, name).weight for name in names]
-    kinds = [type(getattr(module, name)) for name in names]
-    transposed = is_transposed(getattr(module, match.names.second))
+class _Mlp:
+    """The fused forward of one MLP."""
 
-    def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layers = [getattr(module, name) for name in names]
-        # Other layers (an adapter), other parameters (sharded), later hooks or dropout.
-        same = all(
+    def __init__(self, match: Match, module: nn.Module, copies: WeightCopies) -> None:
+        self._match, self._copies = match, copies
+        self._names = (*match.names.first, match.names.second)
+        layers = [getattr(module, name) for name in self._names]
+        self._kinds = [type(layer) for layer in layers]
+        self._weights = [layer.weight for layer in layers]
+        self._transposed = is_transposed(layers[-1])
+
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs: other layers (an adapter), other parameters (sharded),
+        later hooks or dropout."""
+        layers = [getattr(module, name) for name in self._names]
+        if not all(
             type(layer) is kind and layer.weight is weight and not has_hooks(layer)
-            for layer, kind, weight in zip(layers, kinds, weights, strict=True)
-        )
-        alike = len({weight.dtype for weight in weights}) == 1
-        dropped = module.training and any(map(drops, module.children()))
-        if args or kwargs or not same or not alike or dropped:
-            return original(x, *args, **kwargs)
-        *first, last = layers
+            for layer, kind, weight in zip(layers, self._kinds, self._weights, strict=True)
+        ):
+            return "its layers were exchanged or have hooks"
+        if module.training and any(map(drops, module.children())):
+            return "it has dropout"
+        if len({weight.dtype for weight in self._weights}) != 1:
+            return "its weights have several dtypes"
+        return "it is called with other arguments than a tensor" if len(args) != 1 or kwargs else ""
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        *first, last = (getattr(module, name) for name in self._names)
         return mlp(
             x,
             tuple(layer.weight for layer in first),
             last.weight,
-            copies,
-            activation=match.activation,
+            self._copies,
+            activation=self._match.activation,
             biases=[layer.bias for layer in first if layer.bias is not None],
             out_bias=last.bias,
-            transposed=transposed,
+            transposed=self._transposed,
             policy=NORMS,
         )
-
-    return forward

@@ -85,9 +85,10 @@ class Norm:
         """True unless the weight is sharded."""
         return type(self.module.weight) in (Tensor, nn.Parameter)
 
+    def declines(self, *_: Any, **__: Any) -> str:
+        return "" if self.is_dense else "its weight is sharded"
+
     def forward(self, _: nn.Module, x: Tensor) -> Tensor:
-        if not self.is_dense:
-            return self._original(x)  # type: ignore[no-any-return]
         return self.read(x, self.output_dtype(x.dtype))[1]
 
     def of_sum(
@@ -191,7 +192,8 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
     for name, module in model.named_modules():
         if module in norms:
             piece = LAYER_NORM if norms[module].formula.centered else PIECE
-            replacements.append(Replacement(piece, name, module, norms[module].forward))
+            fused = norms[module]
+            replacements.append(Replacement(piece, name, module, fused.forward, fused.declines))
         elif _may_be_norm(module):
             reason = "it has hooks" if has_hooks(module) else "it computes something else"
             left.append(Left(LAYER_NORM if _has_bias(module) else PIECE, name, reason))

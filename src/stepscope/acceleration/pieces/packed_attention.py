@@ -4,9 +4,9 @@ gradient of all three, and the fastest attention kernel.
 A module whose linear layers have matching shapes (one that returns q, k and v, or three; and the
 output projection, or none) is compared with these formulas in float32 on a small input with random
 weights: with every number of heads and order of q, k and v, causal or not. The layers may be
-`nn.Linear` or the `Conv1D` of transformers. Calls with other arguments than the input run the
-original, except for masks and empty caches of Hugging Face models, which are passed to the
-attention function that the model's configuration names.
+`nn.Linear` or the `Conv1D` of transformers. Calls with other arguments than the input (such as
+rotary positions of timm) run the original, and the report says so; masks and empty caches of
+Hugging Face models are passed to the attention function that the model's configuration names.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
         match = known[key]
         if isinstance(match, Match):
             fused = _Attention(module, match, copies)
-            replacements.append(Replacement(PIECE, name, module, fused.forward))
+            replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
         elif match:
             left.append(Left(PIECE, name, match))
     return replacements, left
@@ -274,7 +274,7 @@ class _Attention:
     """The fused forward of one attention module."""
 
     def __init__(self, module: Any, match: Match, copies: WeightCopies) -> None:
-        self._original, self._match, self._copies = module.forward, match, copies
+        self._match, self._copies = match, copies
         layers = [getattr(module, name) for name in match.names.all]
         self._kinds = [type(layer) for layer in layers]
         self._weights = [layer.weight for layer in layers]
@@ -288,10 +288,14 @@ class _Attention:
             sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"
         )
 
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs."""
+        call = self._call(module, args, kwargs)
+        return call if isinstance(call, str) else self._changed(module, call.x)
+
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         call = self._call(module, args, kwargs)
-        if call is None or not self._applies(module, call.x):
-            return self._original(*args, **kwargs)
+        assert isinstance(call, _Call)
         match = self._match
         layers = [getattr(module, name) for name in match.names.all]
         projections = layers[: len(match.names.projections)]
@@ -322,23 +326,23 @@ class _Attention:
             )
         return out if match.nones is None else (out, *[None] * match.nones)
 
-    def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-        """Return the arguments of a call; None if it is another one than the formula's."""
+    def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | str:
+        """Return the arguments of a call, or why it is another one than the formula's."""
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         unknown = not self._takes_more and not given.keys() <= {*self._parameters}
         if unknown or len(args) > len(self._parameters) or not self._parameters:
-            return None
+            return "its arguments do not fit its signature"
         x = given.pop(self._parameters[0], None)
         given = {name: one for name, one in given.items() if not self._is_neutral(name, one)}
         mask = next((given.pop(name) for name in _MASKS if name in given), None)
         cache = next((given.pop(name) for name in _CACHES if name in given), None)
         rest = {name: given.pop(name) for name in _WITHOUT_EFFECT if name in given}
         if given or not isinstance(x, Tensor):
-            return None
+            return f"it is called with {', '.join(sorted(given)) or type(x).__name__}"
         if mask is not None and (not self._has_function or type(mask) is not Tensor):
-            return None
+            return "it is called with a mask"
         if cache is not None and not self._is_empty(module, cache):
-            return None
+            return "its cache has tokens"
         return _Call(x, mask, cache, rest)
 
     def _is_neutral(self, name: str, value: Any) -> bool:
@@ -353,22 +357,22 @@ class _Attention:
             return False
         return hasattr(cache, "update") and cache.get_seq_length(module.layer_idx) == 0
 
-    def _applies(self, module: Any, x: Tensor) -> bool:
-        """Return whether the module is as it was compared: no other layers (an adapter), parameters
-        (sharded), hooks, settings or dropout."""
+    def _changed(self, module: Any, x: Tensor) -> str:
+        """Return whether the module is not as it was compared: other layers (an adapter),
+        parameters (sharded), hooks, settings or dropout."""
         layers = [getattr(module, name) for name in self._match.names.all]
         same = all(
             type(layer) is kind and layer.weight is weight and not has_hooks(layer)
             for layer, kind, weight in zip(layers, self._kinds, self._weights, strict=True)
         )
-        return (
-            same
-            and x.dim() == 3
-            and x.is_floating_point()
-            and len({weight.dtype for weight in self._weights}) == 1
-            and not (module.training and any(map(drops, module.children())))
-            and _settings(module) == self._settings
-        )
+        if not same or _settings(module) != self._settings:
+            return "its layers or settings were changed"
+        if module.training and any(map(drops, module.children())):
+            return "it has dropout"
+        alike = len({weight.dtype for weight in self._weights}) == 1
+        if x.dim() != 3 or not x.is_floating_point() or not alike:
+            return "its input or weights have another shape or dtype"
+        return ""
 
 
 class _Call(NamedTuple):

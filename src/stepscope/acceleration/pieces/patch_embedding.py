@@ -31,7 +31,8 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
         if has_hooks(module):
             left.append(Left(PIECE, name, "it has hooks"))
         else:
-            replacements.append(Replacement(PIECE, name, module, _forward(module, copies)))
+            fused = _PatchEmbedding(module, copies)
+            replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
     return replacements, left
 
 
@@ -48,32 +49,31 @@ def _is_patch_embedding(module: nn.Module) -> bool:
     )
 
 
-def _forward(module: Any, copies: WeightCopies) -> Any:
-    original, weight = module.forward, module.weight
+class _PatchEmbedding:
+    """The forward of one convolution as a matmul."""
 
-    def forward(module: Any, x: Tensor) -> Any:
-        if module.weight is not weight or not _applies(module, x):
-            return original(x)
+    def __init__(self, module: nn.Conv2d, copies: WeightCopies) -> None:
+        self._weight, self._copies = module.weight, copies
+
+    def declines(self, module: nn.Conv2d, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs: these are not images of whole patches, or it would run in
+        float32, in which it may use TF32, as matmuls do not by default."""
+        if len(args) != 1 or kwargs:
+            return "it is called with other arguments than a tensor"
+        (x,) = args
+        height, width = module.kernel_size
+        if module.weight is not self._weight or not module.weight.is_contiguous():
+            return "its weight was exchanged"
+        if x.dim() != 4 or x.requires_grad or x.shape[1] != module.in_channels:
+            return "its input is not a batch of images"
+        if x.shape[2] % height or x.shape[3] % width:
+            return "the images are not whole patches"
+        return "" if matmul_dtype(x).itemsize == 2 else "it runs in float32"
+
+    def forward(self, module: nn.Conv2d, x: Tensor) -> Tensor:
         biases = () if module.bias is None else (module.bias,)
-        tokens = fused_linear(_patches(x, *module.kernel_size), (weight,), copies, biases)
-        return tokens.permute(0, 3, 1, 2)
-
-    return forward
-
-
-def _applies(module: nn.Conv2d, x: Tensor) -> bool:
-    """Return whether x are images of whole patches, and the convolution would run in 16 bits: in
-    float32 it may use TF32, which matmuls do not use by default."""
-    height, width = module.kernel_size
-    return (
-        x.dim() == 4
-        and not x.requires_grad
-        and x.shape[1] == module.in_channels
-        and x.shape[2] % height == 0
-        and x.shape[3] % width == 0
-        and matmul_dtype(x).itemsize == 2
-        and module.weight.is_contiguous()
-    )
+        patches = _patches(x, *module.kernel_size)
+        return fused_linear(patches, (self._weight,), self._copies, biases).permute(0, 3, 1, 2)
 
 
 def _patches(x: Tensor, height: int, width: int) -> Tensor:  # (batch, channels, rows, columns)

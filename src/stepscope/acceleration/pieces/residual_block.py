@@ -3,22 +3,34 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 
 A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
 RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
-attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm; so are the
-parts of BERT, a linear layer and the norm of its sum with the residual.
+attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm, and have an
+MLP that is no module of its own; so are the parts of BERT, a linear layer and the norm of its sum
+with the residual.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.pieces.mlp import activation_name
 from stepscope.acceleration.pieces.norm import Norm, Sum
-from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
+from stepscope.acceleration.replacement import (
+    Found,
+    Left,
+    Replacement,
+    drops,
+    has_hooks,
+    is_plain_linear,
+)
 from stepscope.attention.inputs import matmul_dtype
+from stepscope.kernels.activation_policy import NORMS
+from stepscope.kernels.feed_forward import mlp
+from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "residual block"
 
@@ -30,6 +42,8 @@ class Sublayer(NamedTuple):
     call: Callable[[Any, Tensor, dict[str, Any]], Any]
     parts: tuple[str, ...] = ()
     """The modules that it calls."""
+    ff_dropout: str = ""
+    """The last dropout of the MLP of a layer of `nn.Transformer`."""
 
 
 def _attention(norm: str, *parts: str) -> Sublayer:
@@ -79,7 +93,7 @@ _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
                 x, given["src_mask"], given["src_key_padding_mask"], given["is_causal"]
             ),
         ),
-        Sublayer("norm2", lambda module, x, _: module._ff_block(x)),
+        Sublayer("norm2", lambda module, x, _: module._ff_block(x), ff_dropout="dropout2"),
     ),
     nn.TransformerDecoderLayer: (
         Sublayer(
@@ -98,13 +112,13 @@ _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
                 given["memory_is_causal"],
             ),
         ),
-        Sublayer("norm3", lambda module, x, _: module._ff_block(x)),
+        Sublayer("norm3", lambda module, x, _: module._ff_block(x), ff_dropout="dropout3"),
     ),
 }
 _POST_NORM = {"dense", "LayerNorm", "dropout"}
 
 
-def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
+def find(model: nn.Module, norms: dict[nn.Module, Norm], copies: WeightCopies) -> Found:
     replacements, left = [], []
     for name, module in model.named_modules():
         parts = {name for name, _ in module.named_children()}
@@ -121,8 +135,9 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
             left.append(Left(PIECE, name, "its norms compute something else"))
         else:
             kind = _PostNorm if parts == _POST_NORM else _Block
-            block = kind(module, sublayers, norms)
-            replacements.append(Replacement(PIECE, name, module, block.forward))
+            with_mlp = [_with_mlp(one, module, copies) for one in sublayers]
+            block = kind(module, with_mlp, norms)
+            replacements.append(Replacement(PIECE, name, module, block.forward, block.declines))
     return replacements, left
 
 
@@ -141,13 +156,46 @@ def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | Non
     return max(found, key=lambda one: one[0], default=(0, None))[1]
 
 
+def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer:
+    """Return the MLP of a layer of `nn.Transformer` as one operation if its activation is known."""
+    kinds = (kind for kind in _OF_TORCH if isinstance(module, kind))
+    if not sublayer.ff_dropout or type(module)._ff_block is not next(kinds)._ff_block:
+        return sublayer
+    activation = activation_name(module.activation)
+    layers = module.linear1, module.linear2
+    if activation is None or not all(map(is_plain_linear, layers)):
+        return sublayer
+    weights = [layer.weight for layer in layers]
+
+    def call(module: Any, read: Tensor, given: dict[str, Any]) -> Tensor:
+        first, second = module.linear1, module.linear2
+        # Other layers (an adapter), other parameters (sharded), later hooks, or dropout.
+        same = first.weight is weights[0] and second.weight is weights[1]
+        plain = all(map(is_plain_linear, (first, second)))
+        if not same or not plain or (module.training and drops(module.dropout)):
+            return sublayer.call(module, read, given)  # type: ignore[no-any-return]
+        out = mlp(
+            read,
+            (first.weight,),
+            second.weight,
+            copies,
+            activation=activation,
+            biases=[layer.bias for layer in (first,) if layer.bias is not None],
+            out_bias=second.bias,
+            policy=NORMS,
+        )
+        return getattr(module, sublayer.ff_dropout)(out)  # type: ignore[no-any-return]
+
+    return sublayer._replace(call=call)
+
+
 class _Block:
     """The fused forward of one block."""
 
     def __init__(
-        self, module: Any, sublayers: tuple[Sublayer, ...], norms: dict[nn.Module, Norm]
+        self, module: Any, sublayers: Sequence[Sublayer], norms: dict[nn.Module, Norm]
     ) -> None:
-        self._original, self._calls = module.forward, [one.call for one in sublayers]
+        self._calls = [one.call for one in sublayers]
         self._norms = [norms[getattr(module, one.norm)] for one in sublayers]
         self._sum = Sum()
         parameters = inspect.signature(module.forward).parameters.values()
@@ -155,18 +203,26 @@ class _Block:
         self._names = [p.name for p in named] or [""]
         self._defaults = {p.name: p.default for p in named if p.default is not p.empty}
 
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        """Return why the original runs. Cross-attention of GPT-2 is another block."""
+        del module
+        x, given = self._given(args, kwargs)
+        if not isinstance(x, Tensor) or len(args) > len(self._names):
+            return "its input is not a tensor"
+        if any(name.startswith("encoder_") and one is not None for name, one in given.items()):
+            return "it has cross-attention"
+        if not all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms):
+            return "its norms are sharded or have hooks"
+        return ""
+
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
-        x = given.pop(self._names[0], None)
-        # Cross-attention of GPT-2 is another block.
-        encoder = [given.pop(name) for name in list(given) if name.startswith("encoder_")]
-        known = isinstance(x, Tensor) and len(args) <= len(self._names)
-        if not known or any(one is not None for one in encoder) or not self._applies(given):
-            return self._original(*args, **kwargs)
+        x, given = self._given(args, kwargs)
+        given = {name: one for name, one in given.items() if not name.startswith("encoder_")}
         return self._run(module, x, given)
 
-    def _applies(self, _: dict[str, Any]) -> bool:
-        return all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms)
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
+        return given.pop(self._names[0], None), given
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         if not getattr(module, "norm_first", True):
@@ -188,8 +244,10 @@ class _Block:
 class _PostNorm(_Block):
     """The fused forward of LayerNorm(dropout(dense(x)) + residual), as in BERT."""
 
-    def _applies(self, given: dict[str, Any]) -> bool:
-        return len(given) == 1 and super()._applies(given)
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        if len(self._given(args, kwargs)[1]) != 1:
+            return "it is called with other arguments than the residual"
+        return super().declines(module, *args, **kwargs)
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         (residual,) = given.values()

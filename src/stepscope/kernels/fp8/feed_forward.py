@@ -26,10 +26,10 @@ from stepscope.kernels.fp8.linear import (
     quantized_gradient,
     weight_gradients,
 )
-from stepscope.kernels.fp8.noted import noted_amax
 from stepscope.kernels.fp8.recipe import BF16, E4M3, FP8
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import Weights
 from stepscope.torch_tools.derivatives import differentiable_once
 
@@ -60,7 +60,7 @@ def fp8_mlp(
     out: Tensor = _Fp8FeedForward.apply(  # type: ignore[no-untyped-call]
         x, normed, operands, settings, *first, second, *biases, *outer
     )
-    return out
+    return note_bias(out, outer)
 
 
 class _Fp8FeedForward(torch.autograd.Function):
@@ -164,7 +164,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = scaled_mm(of_gates.operand(rows=True), of_first, ctx.dtype, fast)
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
-        outer_grads = bias_gradients(flat, ctx.outer, of_outer)
+        outer_grads = bias_gradients(flat, ctx.outer, of_outer, take_sums(grad))
         second_source, second_saved = ctx.kept.hidden_source(hidden, kept_hidden)
         second_grads = weight_gradients(
             ctx.second, flat, of_grad, second_source, second_saved, second, ctx.dtype,

@@ -25,7 +25,6 @@ from stepscope.kernels.fp8.casts import (
     quantize_weights,
     scaled_mm,
 )
-from stepscope.kernels.fp8.noted import noted_amax
 from stepscope.kernels.fp8.recipe import (
     BF16,
     E4M3,
@@ -37,6 +36,7 @@ from stepscope.kernels.fp8.recipe import (
 )
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
+from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -103,7 +103,7 @@ def apply(
     out: Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         x, normed, operands, layer, *weights, *biases
     )
-    return out
+    return note_bias(out, biases)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -150,7 +150,7 @@ class _Fp8Linear(torch.autograd.Function):
             fast = layer.recipe.fast(forward=False)
             grad_x = scaled_mm(source.operand(rows=True), (values, inverse), ctx.dtype, fast)
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
-        bias_grads = bias_gradients(flat, ctx.biases, of_biases)
+        bias_grads = bias_gradients(flat, ctx.biases, of_biases, take_sums(grad))
         weight_grads = weight_gradients(
             ctx.learned, flat, source, ctx.source, saved, layer, ctx.dtype, needed
         )

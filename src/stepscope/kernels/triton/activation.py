@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.attention.triton.softmax import exponential
-from stepscope.kernels.fp8.noted import note_amax
+from stepscope.kernels.noted import note_amax
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.kernels.triton.norm import add_up
 from stepscope.torch_tools.side_stream import run_overlapped

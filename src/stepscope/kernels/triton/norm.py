@@ -4,8 +4,9 @@ backward.
 LayerNorm is the norm of centered rows (CENTERED), plus a bias (BIAS). The forward pass saves the
 inverse root mean square of each (centered) row, its mean, and either the row itself or the unit row
 (the row over its root mean square). In the backward pass each program processes consecutive rows
-and writes one partial sum of the gradients of weight and bias; a second kernel reduces these, so
-there are no atomics and the result is bitwise reproducible.
+and writes one partial sum of the gradients of weight and bias, and of the gradient of the branch
+(the bias of the projection that returned it); a second kernel reduces these, so there are no
+atomics and the result is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepscope.kernels.fp8.noted import note_amax
+from stepscope.kernels.noted import note_amax
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
@@ -113,15 +114,16 @@ def norm_backward_kernel(
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
     UNITS: tl.constexpr,
+    SUMMED: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradients of consecutive rows and partial sums of the gradients of weight and bias, side by
-    side; blocks are (BLOCK_D,).
+    """Gradients of consecutive rows and partial sums of the gradients of weight and bias and of the
+    gradient of the branch, side by side; blocks are (BLOCK_D,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
-    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved. AMAX: also store the
-    largest magnitude of the branch's gradient.
+    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved. SUMMED: also sum the
+    branch's gradient. AMAX: also store its largest magnitude.
     """
     pid = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -129,6 +131,7 @@ def norm_backward_kernel(
     b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + offset
     b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_db = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_ds = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_amax = tl.zeros([BLOCK_D], dtype=tl.float32)
     start = pid * rows_per_program
     for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
@@ -156,17 +159,21 @@ def norm_backward_kernel(
         tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
             tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
+        if SUMMED:
+            b_ds += b_dx
         if AMAX:
             b_amax = tl.maximum(b_amax, stored_magnitude(b_dx, grad_branch_ptr))
     if AMAX:
         tl.store(amax_ptr + pid, tl.max(tl.where(mask_d, b_amax, 0.0), 0))
-    if LEARNED:
-        if BIAS:
-            partial_ptrs = partial_ptr + pid * 2 * D + offs_d
-            tl.store(partial_ptrs + D, b_db, mask=mask_d)
-        else:
-            partial_ptrs = partial_ptr + pid * D + offs_d
-        tl.store(partial_ptrs, b_dw, mask=mask_d)
+    if LEARNED or SUMMED:
+        LEARNED_SUMS: tl.constexpr = LEARNED + (LEARNED and BIAS)
+        partial_ptrs = partial_ptr + pid * (LEARNED_SUMS + SUMMED) * D + offs_d
+        if LEARNED:
+            tl.store(partial_ptrs, b_dw, mask=mask_d)
+            if BIAS:
+                tl.store(partial_ptrs + D, b_db, mask=mask_d)
+        if SUMMED:
+            tl.store(partial_ptrs + LEARNED_SUMS * D, b_ds, mask=mask_d)
 
 
 @triton.jit
@@ -276,9 +283,11 @@ def backward(
     offset: float = 0.0,
     learned: bool = True,
     amax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    summed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
-    and, if `learned`, of the weight, and of the bias if there is one, in the dtype of the weight.
+    and, if `learned`, of the weight, and of the bias if there is one; and if `summed`, the sums of
+    the branch's gradient over all rows. These three are in the dtype of the weight.
     `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm. With `amax`
     the largest magnitudes of the gradient of the branch are noted on it."""
     rows, d = inverse.numel(), saved.shape[-1]
@@ -291,8 +300,8 @@ def backward(
     warps = min(16, max(4, block // 256))
     rows_each = triton.cdiv(rows, _programs(saved.device, warps))
     programs = triton.cdiv(rows, rows_each)
-    width = 2 * d if bias else d
-    partial = inverse.new_empty(programs, width) if learned else None
+    sums = learned + (learned and bias) + summed
+    partial = inverse.new_empty(programs, sums * d) if sums else None
     largest = inverse.new_empty(programs) if amax else None
     norm_backward_kernel[(programs,)](
         grad_normed,
@@ -315,18 +324,22 @@ def backward(
         CENTERED=mean is not None,
         BIAS=bias,
         UNITS=units,
+        SUMMED=summed,
         AMAX=amax,
         BLOCK_D=block,
         num_warps=warps,
     )
     note_amax(grad_branch, largest)
     if partial is None:
-        return grad_sum, grad_branch, None, None
-    grads = weight.new_empty(width)
+        return grad_sum, grad_branch, None, None, None
+    grads = weight.new_empty(sums * d)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
     run_overlapped(saved.device, functools.partial(add_up, partial, grads), partial)
-    return grad_sum, grad_branch, grads[:d], grads[d:] if bias else None
+    parts = iter(grads.split(d))
+    of_weight = next(parts) if learned else None
+    of_bias = next(parts) if learned and bias else None
+    return grad_sum, grad_branch, of_weight, of_bias, next(parts, None)
 
 
 @on_its_device

@@ -1,4 +1,8 @@
-"""Rotary position embedding; a program rotates the pairs of one token and some of its heads."""
+"""Rotary position embedding; a program rotates the pairs of one token and some of its heads.
+
+The first 2 · HALF entries of a head are rotated; the others, if there are any, stay. Heads of q and
+k follow each other, or alternate (GROUP = 2) with those of v between them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,14 @@ def rotary_turn_kernel(
     S,
     H,
     HALF,
+    D,
+    stride_group,
     sign,
+    GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Rotate BLOCK_H heads of one token by `sign` times the angle of its position.
+    """Rotate BLOCK_H heads of D entries of one token by `sign` times the angle of its position.
 
     Tables are (1, BLOCK_HALF), halves of heads (BLOCK_H, BLOCK_HALF).
     """
@@ -44,7 +51,8 @@ def rotary_turn_kernel(
     b_sin = (
         tl.load(sin_ptr + position * table_stride + offs_p, mask=mask_p, other=0.0)[None, :] * sign
     )
-    offs = offs_h[:, None] * (2 * HALF) + offs_p[None, :]
+    offs_head = (offs_h // GROUP) * stride_group + (offs_h % GROUP) * D
+    offs = offs_head[:, None] + offs_p[None, :]
     x_ptrs = x_ptr + batch * x_stride_b + position * x_stride_s + offs
     b_x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     b_x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -76,12 +84,17 @@ def rotary_gather_kernel(
     H,
     KH,
     HALF,
+    D,
+    out_start_k,
+    out_start_v,
+    out_stride_h,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """Gather one part (q, k or v) of one token: q and k rotated back, v unchanged.
 
-    q has H heads, k and v have KH.
+    q has H heads, k and v have KH. BLOCK_REST: block of the entries that are not rotated, or zero.
     """
     pid_token = tl.program_id(0).to(tl.int64)
     batch, position = pid_token // S, pid_token % S
@@ -96,7 +109,7 @@ def rotary_gather_kernel(
     else:
         token_ptr, stride_h = v_ptr + batch * v_stride_b + position * v_stride_s, v_stride_h
     heads = tl.where(pid_part == 0, H, KH)
-    first_h = tl.where(pid_part == 0, 0, tl.where(pid_part == 1, H, H + KH))
+    start = tl.where(pid_part == 0, 0, tl.where(pid_part == 1, out_start_k, out_start_v))
     mask = (offs_h < heads)[:, None] & mask_p[None, :]
     offs = offs_h[:, None] * stride_h + offs_p[None, :]
     b_x1 = tl.load(token_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -108,21 +121,31 @@ def rotary_gather_kernel(
     b_sin = tl.load(sin_ptr + position * table_stride + offs_p, mask=mask_rotated, other=0.0)[
         None, :
     ]
-    offs_out = (pid_token * (H + 2 * KH) + first_h + offs_h[:, None]) * (2 * HALF)
+    offs_out = pid_token * (H + 2 * KH) * D + start + offs_h[:, None] * out_stride_h
     out_ptrs = out_ptr + offs_out + offs_p[None, :]
     out_dtype = out_ptr.dtype.element_ty
     tl.store(out_ptrs, (b_x1 * b_cos + b_x2 * b_sin).to(out_dtype), mask=mask)
     tl.store(out_ptrs + HALF, (b_x2 * b_cos - b_x1 * b_sin).to(out_dtype), mask=mask)
+    if BLOCK_REST:
+        offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        mask_rest = (offs_h < heads)[:, None] & (offs_rest < D)[None, :]
+        rest_ptrs = token_ptr + offs_h[:, None] * stride_h + offs_rest[None, :]
+        b_rest = tl.load(rest_ptrs, mask=mask_rest, other=0.0)
+        tl.store(out_ptr + offs_out + offs_rest[None, :], b_rest, mask=mask_rest)
 
 
 @on_its_device
-def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def gather_back(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, by_head: bool = False
+) -> Tensor:
     """Return the gradients (batch, heads, seq, d_head) of q, k and v as one (batch, seq, all heads
-    · d_head)."""
+    · d_head): all heads of q, then those of k and of v; with `by_head`, q, k and v of each head."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, seq, d = q.shape
     key_heads = k.shape[1]
     out = torch.empty(batch, seq, (heads + 2 * key_heads) * d, device=q.device, dtype=q.dtype)
+    half = cos.shape[-1]
+    rest = d - 2 * half
     rotary_gather_kernel[(batch * seq, 3)](
         q,
         k,
@@ -137,20 +160,37 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
         seq,
         heads,
         key_heads,
-        d // 2,
+        half,
+        d,
+        d if by_head else heads * d,
+        2 * d if by_head else (heads + key_heads) * d,
+        3 * d if by_head else d,
         BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_HALF=triton.next_power_of_2(d // 2),
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
         num_warps=4,
     )
     return out
 
 
 @on_its_device
-def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool) -> None:
+def rotate(
+    x: Tensor,
+    out: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    *,
+    back: bool,
+    by_head: bool = False,
+) -> None:
     """Rotate x into out, both (batch, seq, heads · d_head), possibly the same tensor. The tables
-    are (context, d_head/2) in float32. `back` applies the inverse rotation."""
+    are (context, pairs) in float32; entries of a head beyond these pairs are not written. `back`
+    applies the inverse rotation. With `by_head` x is (batch, seq, heads/2 · 3 · d_head), and the
+    first two of every three heads are rotated."""
     batch, seq, width = x.shape
-    half = width // heads // 2
+    d_head = 2 * width // (3 * heads) if by_head else width // heads
+    half = cos.shape[-1]
     block_half = triton.next_power_of_2(half)
     block_heads = min(triton.next_power_of_2(heads), max(1, _MAX_PAIRS // block_half))
     rotary_turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
@@ -166,7 +206,10 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back
         seq,
         heads,
         half,
+        d_head,
+        3 * d_head if by_head else d_head,
         -1.0 if back else 1.0,
+        GROUP=2 if by_head else 1,
         BLOCK_H=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,
