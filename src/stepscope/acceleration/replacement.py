@@ -15,6 +15,8 @@ class Replacement(NamedTuple):
     name: str
     module: nn.Module
     forward: Callable[..., Any]
+    unused: tuple[int, ...] = ()
+    """Indices of outputs that the model does not read; the replacement may return None there."""
 
 
 class Left(NamedTuple):

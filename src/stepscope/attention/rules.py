@@ -8,7 +8,7 @@ keys as a mask and as intervals are in `visibility.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stepscope.attention.masking import causal_offset
@@ -108,6 +108,15 @@ class ScoreRules:
             parts = value if isinstance(value, tuple) else (value,)
             found += [(name, part) for part in parts if _is_tensor(part)]
         return tuple(found)
+
+    def with_scores(
+        self, *, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> ScoreRules:
+        """Return rules with the same visible keys, soft-capping and sinks; they share what has been
+        derived from the visible keys."""
+        changed = replace(self, softcap=softcap, sinks=sinks)
+        object.__setattr__(changed, "_cache", self._cache)
+        return changed
 
     @property
     def key(self) -> tuple[object, ...]:

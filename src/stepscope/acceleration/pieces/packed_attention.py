@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.acceleration.pieces.attention import PIECE, attention_function
+from stepscope.acceleration.pieces.mask_rules import rules_of
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -35,6 +36,7 @@ from stepscope.acceleration.replacement import (
 )
 from stepscope.attention import attention
 from stepscope.attention.packed import split_heads
+from stepscope.attention.rules import ScoreRules
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.weight_copies import WeightCopies
@@ -306,9 +308,11 @@ class _Attention:
         )
         if call.cache is not None:
             k, v = call.cache.update(k, v, module.layer_idx)
-        if call.mask is None:
+        rules = self._rules(module, q, k, call.mask)
+        if call.mask is None or rules is not None:
             k, v = k.to(q.dtype), v.to(q.dtype)
-            out = attention(q, k, v, is_causal=match.causal, scale=match.scale).transpose(1, 2)
+            out = attention(q, k, v, is_causal=match.causal, scale=match.scale, rules=rules)
+            out = out.transpose(1, 2)
         else:
             out, _ = attention_function(module)(
                 module, q, k, v, call.mask, dropout=0.0, scaling=match.scale, **call.rest
@@ -321,6 +325,11 @@ class _Attention:
                 out, (output.weight,), self._copies, biases, transposed=self._transposed
             )
         return out if match.nones is None else (out, *[None] * match.nones)
+
+    def _rules(self, module: Any, q: Tensor, k: Tensor, mask: Tensor | None) -> ScoreRules | None:
+        """Return the rules that say the same as the mask of a causal model, if known."""
+        rules = rules_of(mask) if self._match.causal and q.shape[2] == k.shape[2] > 1 else None
+        return rules if rules is not None and module.config._attn_implementation == "sdpa" else None
 
     def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         """Return the arguments of a call; None if it is another one than the formula's."""
