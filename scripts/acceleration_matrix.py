@@ -32,6 +32,11 @@ SIZES = {
     "num_attention_heads": 4,
 }
 DECODER = SIZES | {"num_key_value_heads": 2, "vocab_size": VOCAB, "use_cache": False}
+WINDOWS = DECODER | {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {
     "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "use_cache": False,
@@ -79,11 +84,13 @@ def _images(generator: torch.Generator) -> Batch:
     }
 
 
-def _hugging_face(name: str, kind: str, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
+def _hugging_face(
+    name: str, kind: str, options: Mapping[str, Any], config_name: str = ""
+) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(**options)
+        config = getattr(transformers, config_name or f"{name}Config")(**options)
         model: nn.Module = getattr(transformers, name + kind)(config)
         return model
 
@@ -140,6 +147,12 @@ FAMILIES = {
     "Qwen2": _language_model("Qwen2", DECODER),
     "Qwen3": _language_model("Qwen3", DECODER | {"head_dim": 16}),
     "Gemma": _language_model("Gemma", DECODER | {"head_dim": 16}),
+    "Gemma 2": _language_model("Gemma2", WINDOWS),
+    "Gemma 3": Family(
+        "transformers",
+        _hugging_face("Gemma3", "ForCausalLM", WINDOWS, "Gemma3TextConfig"),
+        _tokens,
+    ),
     "Phi": _language_model("Phi", DECODER),
     "GPT-2": _language_model("GPT2", GPT2, "LMHeadModel"),
     "GPT-NeoX": _language_model("GPTNeoX", SIZES | {"vocab_size": VOCAB, "use_cache": False}),

@@ -38,6 +38,7 @@ RULES = {
     "softcap": {"softcap": "fp32"},
     "alibi": {"slopes": "*fp32"},
     "sinks": {"sinks": "*fp32"},
+    "dropout": {"seeds": "*i64", "dropout": "fp32"},
 }
 """Arguments of the kernels by rule; None if the rule is not in use."""
 

@@ -40,6 +40,8 @@ PER_BATCH = torch.stack((RUNS, torch.arange(70) // 25))
 SLOPES = torch.tensor([0.5, 0.0625])
 SINKS = torch.tensor([-1.0, 2.0])
 BOUNDS = torch.tensor([0, 9, 41, 42, 70], dtype=torch.int32)
+SEED = torch.tensor([8_123_456_789_012_345_678, -3])
+DROPOUT: dict[str, Any] = {"dropout": 0.3, "dropout_seed": SEED}
 UNEQUAL = (torch.tensor([0, 9, 9, 60, 70]), torch.tensor([0, 40, 50, 53, 97]))
 
 VISIBLE: dict[str, RuleCase] = {
@@ -75,6 +77,13 @@ SCORES: dict[str, RuleCase] = {
     "sinks without a visible key": RuleCase({"sinks": SINKS}, BOTTOM, 97, 33),
     "all": RuleCase(
         {"sinks": SINKS, "softcap": 4.0, "alibi_slopes": SLOPES, "documents": PER_BATCH,
+         "window": 12}, CAUSAL,
+    ),
+    "dropout": RuleCase(DROPOUT, CAUSAL),
+    "dropout, more keys": RuleCase(DROPOUT, BOTTOM, 33, 97),
+    "dropout, fewer keys, not causal": RuleCase(DROPOUT, {}, 97, 33),
+    "dropout and all": RuleCase(
+        DROPOUT | {"sinks": SINKS, "softcap": 4.0, "alibi_slopes": SLOPES, "documents": PER_BATCH,
          "window": 12}, CAUSAL,
     ),
     "all over a single key": RuleCase({"sinks": SINKS, "softcap": 4.0, "window": 5}, TOP, 40, 1),

@@ -119,8 +119,9 @@ def score_rules(heads: int, length: int, **fields: Any) -> ScoreRules:
         sizes = fields["documents"]
         ids = torch.stack([torch.arange(length, device="cuda") // size for size in sizes])
         fields["documents"] = ids[0] if len(sizes) == 1 else ids
-    if isinstance(fields.get("prefix"), tuple):
-        fields["prefix"] = torch.tensor(fields["prefix"], device="cuda")
+    for name in ("prefix", "dropout_seed"):
+        if isinstance(fields.get(name), tuple):
+            fields[name] = torch.tensor(fields[name], device="cuda")
     return ScoreRules(**fields)
 
 
@@ -140,6 +141,10 @@ RULES: dict[str, dict[str, Any]] = {
     "other slopes": {"alibi_slopes": 2},
     "sinks": {"sinks": 1},
     "other sinks": {"sinks": 2},
+    "dropout": {"dropout": 0.5, "dropout_seed": (1, 2)},
+    "another dropout": {"dropout": 0.25, "dropout_seed": (1, 2)},
+    "another seed": {"dropout": 0.5, "dropout_seed": (3, 2)},
+    "another offset": {"dropout": 0.5, "dropout_seed": (1, 3)},
 }
 
 

@@ -124,6 +124,7 @@ def long_rules(length: int) -> dict[str, ScoreRules]:
         "soft cap": ScoreRules(softcap=3.0),
         "ALiBi": ScoreRules(alibi_slopes=heads.abs() / 8),
         "sinks": ScoreRules(sinks=heads),
+        "dropout": ScoreRules(dropout=0.1, dropout_seed=torch.tensor([5, 0], device="cuda")),
         "all": ScoreRules(
             documents=documents, window=200, softcap=3.0, alibi_slopes=heads.abs(), sinks=heads
         ),
@@ -196,3 +197,45 @@ def test_documents_that_change_between_replays_of_a_captured_step() -> None:
         replayed = [x.detach().clone() for x in captured]
         for ours_, theirs in zip(replayed, step(), strict=True):
             assert torch.equal(ours_, theirs)
+
+
+def test_dropout_of_a_captured_step() -> None:
+    """Every replay drops other weights, the same ones in both passes."""
+    length = 128
+    q, k, _, _ = draw(1, HEADS, length, length, dtype=torch.float32)
+    v = torch.eye(length, device="cuda").expand(1, HEADS, -1, -1).contiguous().requires_grad_()
+    rules = ScoreRules(window=50, dropout=0.5)
+
+    def step() -> tuple[Tensor, Tensor]:
+        # The output is the weights, and the gradient of v their sum over the queries.
+        weights = ours(q, k, v, is_causal=True, rules=rules)
+        (grad,) = torch.autograd.grad(weights.sum(), v)
+        return weights.detach(), grad
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights, grad = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        masks.append(weights != 0)
+        torch.testing.assert_close(grad[..., 0], weights.sum(-2), rtol=1e-4, atol=1e-5)
+        visible = torch.ones_like(masks[-1]).tril().triu(-49)
+        assert not (masks[-1] & ~visible).any()
+        assert abs(float(masks[-1].sum() / visible.sum()) - 0.5) < 0.03
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+
+
+def test_dropout_without_other_rules_is_left_to_torch() -> None:
+    q, k, v, _ = draw(1, HEADS, 256, 64, dtype=torch.bfloat16)
+    assert explain(q, k, v, is_causal=True, rules=ScoreRules(dropout=0.1)).chosen == "sdpa"
+    rules = ScoreRules(dropout=0.1, window=100)
+    assert explain(q, k, v, is_causal=True, rules=rules).chosen == "triton"

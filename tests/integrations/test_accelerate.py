@@ -258,18 +258,30 @@ def test_padding_and_a_cache_in_training(family: str) -> None:
     assert len(report.replaced["attention"]) == 2
 
 
-def test_attention_with_dropout_or_returned_weights_is_left() -> None:
-    for options, reason in (
-        ({"attn_pdrop": 0.1}, "it has dropout"),
-        (
-            {"output_attentions": True, "attn_implementation": "eager"},
-            "it returns attention weights",
-        ),
-    ):
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | options))
-        report = stepscope.accelerate(model)
-        assert [one.reason for one in report.left if one.piece == "attention"] == [reason] * 2
-        assert len(report.replaced["linear"]) == 4
+def test_attention_with_returned_weights_is_left() -> None:
+    options = {"output_attentions": True, "attn_implementation": "eager"}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | options))
+    report = stepscope.accelerate(model)
+    reasons = [one.reason for one in report.left if one.piece == "attention"]
+    assert reasons == ["it returns attention weights"] * 2
+    assert len(report.replaced["linear"]) == 4
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_dropout_has_the_random_numbers_of_the_model(padded: bool) -> None:
+    """Of GPT-2 as its configuration has it by default: of weights, outputs and embeddings."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in GPT2.items() if not name.endswith("pdrop")}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+    batch = _padded() if padded else {name: _padded()[name] for name in ("input_ids", "labels")}
+    expected = _gradients_of(model, batch)
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        actual = _gradients_of(model, batch)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
+    assert len(report.replaced["attention"]) == 2
+    assert report.unchecked == 0
 
 
 def test_cross_attention_is_left() -> None:

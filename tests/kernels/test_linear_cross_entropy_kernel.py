@@ -61,8 +61,8 @@ def test_rows(vocab: int, dtype: torch.dtype) -> None:
 
 @both_kernels
 def test_rows_with_padding(in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The padding is ignored, and its gradient is zero. On a GPU rows with another alignment are read in other blocks, so
-    their sums may differ in the last bit."""
+    """The padding is ignored, and its gradient is zero. On a GPU rows with another alignment are
+    read in other blocks, so their sums may differ in the last bit."""
     monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 64 * in_registers)
     logits = draw(4, 53, scale=4.0)
     padded = torch.full((4, 64), math.nan, device=DEVICE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64, hold_to_policy
-from attention_rules import BOTTOM, CAUSAL, IN_KERNELS, SCORES, SINKS, RuleCase, inputs
+from attention_rules import BOTTOM, CAUSAL, IN_KERNELS, SCORES, SEED, SINKS, RuleCase, inputs
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.tiles import IN_PLANES, Tile
 from stepscope.attention.triton import launch as triton_launch
@@ -37,7 +37,7 @@ def test_output_and_gradients(name: str) -> None:
     check_against_float64(triton, *tensors, rules=case.on(DEVICE), **case.how)
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "all"])
+@pytest.mark.parametrize("name", ["window", "documents", "dropout and all"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_output_and_gradients_in_16_bits(dtype: torch.dtype, name: str) -> None:
     case = IN_KERNELS[name]
@@ -81,7 +81,7 @@ def test_the_gradient_of_the_sinks(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the tile comes from the table")
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)])
-@pytest.mark.parametrize("name", ["documents and a window", "prefix of each document"])
+@pytest.mark.parametrize("name", ["documents and a window", "dropout, more keys"])
 def test_any_tile_gives_the_same_result(
     name: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +91,7 @@ def test_any_tile_gives_the_same_result(
     check_against_float64(triton, *tensors, rules=case.on("cpu"), **case.how)
 
 
-@pytest.mark.parametrize("name", ["documents and a window", "all"])
+@pytest.mark.parametrize("name", ["documents and a window", "dropout and all"])
 def test_in_planes(name: str) -> None:
     """float32 split into three planes of a 16-bit dtype, as on a GPU."""
     case = IN_KERNELS[name]
@@ -152,7 +152,7 @@ def test_without_gradients() -> None:
 
 class TestOperator:
     def test_compiles_as_one_graph(self) -> None:
-        case = IN_KERNELS["all"]
+        case = IN_KERNELS["dropout and all"]
         *tensors, grad = inputs(case, dtype=torch.float32, device=DEVICE)
         leaves = [x.requires_grad_() for x in tensors]
         fields = {field: getattr(case.on(DEVICE), field) for field in case.rules}
@@ -180,8 +180,9 @@ class TestOperator:
         sinks, slopes = SINKS.to(DEVICE, copy=True).requires_grad_(), SINKS.abs().to(DEVICE)
         intervals = (key_intervals(rules, lengths), query_intervals(rules, lengths))
         settings = (True, 0.25, 0, *intervals, slopes)
-        torch.library.opcheck(flash_forward, (q.requires_grad_(), k, v, *settings, sinks, 3.0))
-        settings = (*settings, sinks.detach(), 3.0)
+        numbers = (SEED.to(DEVICE), 3.0, 0.25)
+        torch.library.opcheck(flash_forward, (q.requires_grad_(), k, v, *settings, sinks, *numbers))
+        settings = (*settings, sinks.detach(), *numbers)
         out, lse = flash_forward(q.detach(), k, v, *settings)
         torch.library.opcheck(flash_backward, (grad, q.detach(), k, v, out, lse, *settings))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "screen_tiles.py"
-RULES = ("intervals", "softcap", "alibi", "sinks")
+RULES = ("intervals", "softcap", "alibi", "sinks", "dropout")
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")

@@ -64,7 +64,7 @@ def test_short_races_time_more_consecutive_calls() -> None:
         if isinstance(case, AttentionRaceCase)
     ]
     many = {case.key for case in races if case.back_to_back == 20}
-    assert len(races) == 27
+    assert len(races) == 28
     assert len(many) == 8
     assert all("_b1_h1_" in key for key in many)
     assert all(case.back_to_back and case.host_ahead for case in races)
@@ -191,6 +191,8 @@ def test_races_with_other_masks_and_rules() -> None:
         ("1x4x64x16:windows=3", "is not a rule of attention"),
         ("1x4x64x16:window", "is not a rule of attention"),
         ("1x4x64x16:sinks=2", "is not a rule of attention"),
+        ("1x4x64x16:dropout=1.5", "is not a rule of attention"),
+        ("1x4x64x16:dropout=0.0", "is not a rule of attention"),
         ("1x4x64x16:keys=3", "do not divide the 4 heads"),
     ],
 )

@@ -147,6 +147,7 @@ def test_a_race_excludes_unsupported_implementations() -> None:
         ("prefix=10", 64 * 65 // 2 + 45),
         ("full:keys=1", None),
         ("softcap=5", None),
+        ("dropout=0.25", None),
     ],
 )
 def test_a_race_with_a_rule_counts_visible_pairs(option: str, pairs: int | None) -> None:

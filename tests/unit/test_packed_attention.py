@@ -139,9 +139,45 @@ class Normalized(Packed):
 
 
 class Dropping(Packed):
-    def __init__(self) -> None:
+    """Attention with dropout of the weights and of the output, or of the queries."""
+
+    def __init__(self, weights: float, output: float = 0.0, queries: float = 0.0) -> None:
         super().__init__()
-        self.drop.p = 0.5
+        self.drop.p = weights
+        self.of_output, self.of_queries = nn.Dropout(output), nn.Dropout(queries)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(self.of_queries(q), k, v, mask)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.of_output(super().forward(x, attn_mask))
+        return out
+
+
+@pytest.mark.parametrize(("weights", "output"), [(0.5, 0.0), (0.0, 0.25), (0.5, 0.25), (0.1, 0.1)])
+def test_dropout_is_that_of_torch(weights: float, output: float) -> None:
+    """The same random numbers as before, in training only."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Dropping(weights, output))
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+
+    def run(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        out = model(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+
+    expected = {}
+    for training in (True, False):
+        model.train(training)
+        expected |= {(training, seed): run(seed) for seed in (1, 2)}
+    assert not torch.equal(expected[True, 1][0], expected[True, 2][0])
+    report = stepscope.accelerate(model)
+    for (training, seed), values in expected.items():
+        model.train(training)
+        for _ in range(2):
+            torch.testing.assert_close(run(seed), values)
+    assert len(report.replaced["attention"]) == 1
+    assert report.unchecked == 0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +187,7 @@ class Dropping(Packed):
         (Banded, "its buffer mask is not a causal mask"),
         (Biased, ""),
         (Normalized, ""),
-        (Dropping, "it has dropout"),
+        (lambda: Dropping(0.5, queries=0.5), "it has dropout of another form"),
         (lambda: Separate(weighted=True), "it returns attention weights"),
     ],
 )

@@ -46,9 +46,12 @@ def difference(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tolerance: float = 0.0,
+    unused: Sequence[int] = (),
 ) -> str:
     """Return how the replacement differs from the original on these inputs; empty if it does not.
-    `tolerance` is a relative error that is accepted in any case."""
+    `tolerance` is a relative error that is accepted in any case; `unused` has the indices of
+    outputs that are not compared."""
+    original, replaced = (_without(forward, unused) for forward in (original, replaced))
     with _preserved(module, args, kwargs):
         expected = _run(module, original, args, kwargs)
     try:
@@ -69,6 +72,18 @@ def difference(
     return _compare(
         "outputs", actual.outputs, expected.outputs, reference.outputs, tolerance
     ) or _compare("gradients", actual.gradients, expected.gradients, reference.gradients, tolerance)
+
+
+def _without(forward: Forward, unused: Sequence[int]) -> Forward:
+    """Return the forward with None for these outputs of a tuple."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not isinstance(output, tuple):
+            return output
+        return tuple(None if index in unused else one for index, one in enumerate(output))
+
+    return run if unused else forward
 
 
 def _compare(
@@ -179,11 +194,13 @@ def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = N
         return None
     if not isinstance(leaf, Tensor):
         return leaf
-    if not leaf.is_floating_point():
-        return leaf.detach()
-    wide = dtype or leaf.dtype
-    copy = leaf.detach().to(wide, copy=True)
-    return copy.requires_grad_(leaf.requires_grad if grad is None else grad)
+    copy = leaf.detach()
+    if leaf.is_floating_point():
+        copy = copy.to(dtype or leaf.dtype, copy=True)
+        copy.requires_grad_(leaf.requires_grad if grad is None else grad)
+    # A mask carries its rules as an attribute.
+    vars(copy).update(vars(leaf))
+    return copy
 
 
 @contextlib.contextmanager

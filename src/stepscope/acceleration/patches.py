@@ -91,14 +91,15 @@ class Patch:
 
     def _difference(self, replaced: Callable[..., Any], args: Any, kwargs: Any) -> str:
         """Return how it differs: at the precision of the original, then with layers in FP8."""
-        module = self.replacement.module
+        module, unused = self.replacement.module, self.replacement.unused
+        inputs = (module, self._original, replaced, args, kwargs)
         if self._copies is None or self._copies.fp8 is None:
-            return difference(module, self._original, replaced, args, kwargs)
+            return difference(*inputs, unused=unused)
         with self._copies.without_fp8():
-            why = difference(module, self._original, replaced, args, kwargs)
+            why = difference(*inputs, unused=unused)
         if why:
             return why
-        why = difference(module, self._original, replaced, args, kwargs, FP8_TOLERANCE)
+        why = difference(*inputs, FP8_TOLERANCE, unused)
         return f"in FP8 {why}" if why else ""
 
 

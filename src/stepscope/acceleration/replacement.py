@@ -22,6 +22,8 @@ class Replacement(NamedTuple):
     forward: Callable[..., Any]
     declines: Callable[..., str] = _takes_every_call
     """Returns why the original runs in a call with these arguments; empty if it does not."""
+    unused: tuple[int, ...] = ()
+    """Indices of outputs that the model does not read; the replacement may return None there."""
 
 
 class Left(NamedTuple):

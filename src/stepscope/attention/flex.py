@@ -159,7 +159,9 @@ def refuses(
     causal_align: str | None,
     rules: ScoreRules | None = None,
 ) -> str | None:
-    del is_causal, scale, causal_align, rules
+    del is_causal, scale, causal_align
+    if rules is not None and rules.dropout is not None:
+        return "FlexAttention has no dropout"
     if q.dtype == torch.float64:
         return "FlexAttention has no kernel for float64"
     smallest = min(q.shape[-1], v.shape[-1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from stepscope.attention.dropout import seeds_of
 from stepscope.attention.inputs import (
     as_four_dims,
     checked_inputs,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
 
 KernelRules = tuple[Any, ...]
-"""The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, soft cap.
-"""
+"""The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, seeds,
+soft cap, dropout."""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
@@ -125,9 +126,11 @@ def flash_forward(
     query_intervals: Tensor | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    seeds: Tensor | None = None,
     softcap: float | None = None,
+    dropout: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rules = (key_intervals, query_intervals, slopes, sinks, softcap)
+    rules = (key_intervals, query_intervals, slopes, sinks, seeds, softcap, dropout)
     return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
 
 
@@ -159,9 +162,11 @@ def flash_backward(
     query_intervals: Tensor | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    seeds: Tensor | None = None,
     softcap: float | None = None,
+    dropout: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rules = (key_intervals, query_intervals, slopes, sinks, softcap)
+    rules = (key_intervals, query_intervals, slopes, sinks, seeds, softcap, dropout)
     settings = (is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
     return _launch_backward(grad, q, k, v, out, lse, *settings)
 
@@ -190,7 +195,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *settings = inputs
     ctx.settings = tuple(settings[:3])
-    *tensors, ctx.softcap = settings[3:] or [None] * _N_RULES
+    rules = settings[3:] or [None] * _N_RULES
+    tensors, ctx.numbers = rules[:_N_TENSORS], tuple(rules[_N_TENSORS:])
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, *tensors)
     ctx.mark_non_differentiable(lse)
@@ -198,15 +204,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    grads = flash_backward(grad, q, k, v, out, lse, *ctx.settings, *tensors, ctx.softcap)
+    grads = flash_backward(grad, q, k, v, out, lse, *ctx.settings, *tensors, *ctx.numbers)
     sinks = tensors[_SINKS]
     grad_sinks = None if sinks is None else sink_gradient(sinks, lse, grads[3])
-    return (*grads[:3], None, None, None, None, None, None, grad_sinks, None)
+    rest: list[Tensor | None] = [None] * (_N_SETTINGS + _N_RULES)
+    rest[_N_SETTINGS + _SINKS] = grad_sinks
+    return (*grads[:3], *rest)
 
 
-_N_SETTINGS, _N_RULES = 3, 5
-"""Numbers of arguments after q, k, v: is_causal, scale and shift, and the fields of `KernelRules`.
-"""
+_N_SETTINGS, _N_RULES, _N_TENSORS = 3, 7, 5
+"""Numbers of arguments after q, k, v: is_causal, scale and shift, and the fields of `KernelRules`,
+of which tensors come first."""
 _SINKS = 3
 """Index of the sinks in `KernelRules`."""
 
@@ -381,10 +389,11 @@ def _attend_by_rules(
         lengths = Lengths.of(q, k, is_causal, causal_align)
         of_keys = key_intervals(rules, lengths)
         of_queries = query_intervals(rules, lengths) if differentiates else None
-    softcap = None if rules.softcap is None else float(rules.softcap)
-    settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, softcap)
+    seeds = seeds_of(rules, q.device)
+    numbers = (None if x is None else float(x) for x in (rules.softcap, rules.dropout))
+    settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, seeds, *numbers)
     direct = _can_launch_directly(q, k, v) and all(
-        x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks)
+        x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks, seeds)
     )
     if direct and differentiates:
         return FlashAttentionTriton.attend_as(q, k, v, settings)
@@ -430,9 +439,11 @@ def leaves(
     """Return why another implementation is preferred although the kernels support the input."""
     if q.device.type != "cuda":
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
-    if rules is not None:
+    if rules is not None and (not rules.only_drops or rules.dropout_seed is not None):
         # Other implementations read a mask of seq_q × seq_k, or do not support the rules.
         return None
+    if rules is not None:
+        return "torch's kernels have dropout, and draw their random numbers faster"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
     grouped = heads_per_key_head(q, k) > 1
@@ -482,7 +493,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         direct = _can_launch_directly(q, k, v)
         out, lse = _attend(q, k, v, *settings, direct=direct)
         ctx.settings = settings[:_N_SETTINGS]
-        *tensors, ctx.softcap = settings[_N_SETTINGS:] or (None,)
+        tensors = settings[_N_SETTINGS:][:_N_TENSORS]
+        ctx.numbers = settings[_N_SETTINGS + _N_TENSORS :]
         ctx.direct = direct
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out
@@ -495,7 +507,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    settings = (*ctx.settings, *tensors, ctx.softcap) if tensors else ctx.settings
+    settings = (*ctx.settings, *tensors, *ctx.numbers)
     # Compiled autograd traces this for a forward pass that was launched directly.
     direct = ctx.direct and not torch.compiler.is_compiling()
     *grads, delta = _attend_backward(grad, q, k, v, out, lse, settings, direct)

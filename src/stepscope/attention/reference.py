@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.attention.dropout import kept, seeds_of
 from stepscope.attention.inputs import default_scale, heads_per_key_head
 from stepscope.attention.masking import CausalMask
 from stepscope.attention.visibility import Lengths, distances, visible_keys
@@ -87,8 +89,23 @@ def _attend_by_rules(
             weights = torch.softmax(torch.cat((scores, sinks), -1), dim=-1)[..., :-1]
         else:
             weights = torch.softmax(scores, dim=-1)
+    if rules.dropout is not None:
+        with named("dropout"):
+            weights = _dropped(weights, rules)
     with named("values"):
         return weights.masked_fill(empty, 0.0) @ v
+
+
+def _dropped(weights: Tensor, rules: ScoreRules) -> Tensor:
+    """Apply dropout to the weights, (..., seq_q, seq_k)."""
+    seeds = seeds_of(rules, weights.device)
+    assert rules.dropout is not None
+    assert seeds is not None
+    *leading, seq_q, seq_k = weights.shape
+    sizes = (math.prod(leading), seq_q, seq_k)
+    indices = (torch.arange(size, device=weights.device) for size in sizes)
+    keep = kept(rules.dropout, seeds, *indices).view(weights.shape)
+    return (weights / (1.0 - rules.dropout)).masked_fill(~keep, 0.0)
 
 
 def changed_scores(scores: Tensor, lengths: Lengths, rules: ScoreRules) -> Tensor:

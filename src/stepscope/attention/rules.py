@@ -8,7 +8,7 @@ keys as a mask and as intervals are in `visibility.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stepscope.attention.masking import causal_offset
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 VISIBILITY = ("window", "prefix", "documents", "cu_seqlens")
 """Rules that decide which keys are visible; the others change scores."""
-NAMES = (*VISIBILITY, "softcap", "alibi_slopes", "sinks", "bias")
-_TENSORS = ("documents", "cu_seqlens", "alibi_slopes", "sinks", "bias")
+DROPOUT = ("dropout", "dropout_seed")
+NAMES = (*VISIBILITY, "softcap", "alibi_slopes", "sinks", "bias", *DROPOUT)
+_TENSORS = ("documents", "cu_seqlens", "alibi_slopes", "sinks", "bias", "dropout_seed")
 _INTEGERS = ("int32", "int64")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoreRules:
-    """Rules that change the scores of an attention or hide some of them.
+    """Rules that change the scores of an attention or hide some of them, and dropout.
 
     With p the position of a query, aligned as `causal_align` says, s the scaled score of a key at
     position j becomes `softcap · tanh(s / softcap) - slope · |p - j| + bias`; hidden keys have the
@@ -53,6 +54,13 @@ class ScoreRules:
     value."""
     bias: Tensor | None = None
     """Float tensor that is added to the scores, broadcastable to (batch, heads, seq_q, seq_k)."""
+    dropout: float | None = None
+    """Probability with which a weight, after the softmax, becomes zero; the others are divided by
+    1 - dropout."""
+    dropout_seed: Tensor | None = None
+    """Int64 tensor (2,), a seed and an offset, that determines which weights become zero: the same
+    ones in every implementation but torch's, which have random numbers of their own. Without it
+    torch's generator draws one in every call."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +72,7 @@ class ScoreRules:
             and self.softcap > 0
         ):
             raise ValueError(f"softcap={self.softcap!r} is not a positive number")
+        self._check_dropout()
         if not (self.prefix is None or _is_tensor(self.prefix)) and (
             not _is_int(self.prefix) or self.prefix < 0
         ):
@@ -80,6 +89,17 @@ class ScoreRules:
         if self.unequal_documents and self.alibi_slopes is not None:
             raise ValueError("ALiBi needs the same documents for queries and keys")
 
+    def _check_dropout(self) -> None:
+        probability = self.dropout
+        if probability is None:
+            if self.dropout_seed is not None:
+                raise ValueError("dropout_seed needs dropout")
+        elif not (isinstance(probability, int | float) and 0 <= probability < 1):
+            raise ValueError(f"dropout={probability!r} is not a probability below 1")
+        elif not probability:
+            for name in DROPOUT:
+                object.__setattr__(self, name, None)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The rules that are set."""
@@ -88,6 +108,11 @@ class ScoreRules:
     @property
     def hides_keys(self) -> bool:
         return any(getattr(self, name) is not None for name in VISIBILITY)
+
+    @property
+    def only_drops(self) -> bool:
+        """It neither hides keys nor changes scores."""
+        return not set(self.names) - set(DROPOUT)
 
     @property
     def unequal_documents(self) -> bool:
@@ -109,11 +134,20 @@ class ScoreRules:
             found += [(name, part) for part in parts if _is_tensor(part)]
         return tuple(found)
 
+    def with_scores(
+        self, *, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> ScoreRules:
+        """Return rules with the same visible keys, soft-capping and sinks; they share what has been
+        derived from the visible keys."""
+        changed = replace(self, softcap=softcap, sinks=sinks)
+        object.__setattr__(changed, "_cache", self._cache)
+        return changed
+
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the choice of an implementation depends on."""
         prefix = self.prefix if _is_int(self.prefix) else None
-        numbers = (self.window, self.softcap, prefix, self.unequal_documents)
+        numbers = (self.window, self.softcap, prefix, self.dropout, self.unequal_documents)
         return numbers + tuple(
             (name, x.shape, x.dtype, x.device, x.requires_grad) for name, x in self.tensors
         )
@@ -154,6 +188,8 @@ class ScoreRules:
                 raise ValueError(f"cu_seqlens has shape {found}; it needs (documents + 1,)")
         if _is_tensor(self.prefix):
             _check_shape("prefix", self.prefix, (q.shape[0],))
+        if self.dropout_seed is not None:
+            _check_shape("dropout_seed", self.dropout_seed, (2,))
         for name in ("alibi_slopes", "sinks"):
             if getattr(self, name) is not None:
                 _check_shape(name, getattr(self, name), (q.shape[-3],))
@@ -178,7 +214,10 @@ def _is_tensor(x: object) -> bool:
 
 def _check_dtype(name: str, x: Tensor) -> None:
     dtype = str(x.dtype).removeprefix("torch.")
-    if name in VISIBILITY:
+    if name == "dropout_seed":
+        if dtype != "int64":
+            raise ValueError(f"{name} is {dtype}; it must be int64")
+    elif name in VISIBILITY:
         if dtype not in _INTEGERS:
             raise ValueError(f"{name} is {dtype}; it must be one of {', '.join(_INTEGERS)}")
     elif not x.is_floating_point():

@@ -110,6 +110,8 @@ def refuses_rules(rules: ScoreRules | None) -> str | None:
         return "torch's SDPA has no soft-capping"
     if rules is not None and rules.sinks is not None:
         return "torch's SDPA has no attention sinks"
+    if rules is not None and rules.dropout_seed is not None:
+        return "the dropout of torch's SDPA has random numbers of its own, not of a seed"
     return None
 
 
@@ -170,6 +172,7 @@ def _attend(
         call.k,
         call.v,
         attn_mask=call.mask,
+        dropout_p=call.dropout,
         is_causal=call.is_causal,
         scale=scale,
         enable_gqa=call.is_grouped,
@@ -193,6 +196,7 @@ class _Call(NamedTuple):
     """Number of leading queries without a visible key, which are not in `q`."""
     empty_rows: Tensor | None = None
     """Queries that see no key, for which the mask shows all; their output is zero."""
+    dropout: float = 0.0
 
     @classmethod
     def of(
@@ -205,11 +209,12 @@ class _Call(NamedTuple):
         rules: ScoreRules | None,
         backend: SDPBackend | None,
     ) -> _Call:
-        if rules is not None:
+        dropout = 0.0 if rules is None else rules.dropout or 0.0
+        if rules is not None and not rules.only_drops:
             lengths = Lengths.of(q, k, is_causal, causal_align)
             mask_of_rules, empty = _mask_of_rules(q, lengths, rules)
             q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
-            return cls(q, k, v, mask_of_rules, False, 0, empty)
+            return cls(q, k, v, mask_of_rules, False, 0, empty, dropout)
         mask: Tensor | None = None
         fully_masked_rows = 0
         if is_causal and q.shape[-2] != k.shape[-2]:
@@ -223,7 +228,8 @@ class _Call(NamedTuple):
                 mask = _bottom_right_mask(q, k, causal_mask.offset, backend)
         if q.dim() != 4:
             q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
-        return cls(q, k, v, mask, is_causal and mask is None, fully_masked_rows)
+        causal = is_causal and mask is None
+        return cls(q, k, v, mask, causal, fully_masked_rows, dropout=dropout)
 
     @property
     def is_grouped(self) -> bool:
@@ -235,7 +241,13 @@ class _Call(NamedTuple):
 
     def params(self) -> cuda.SDPAParams:
         return cuda.SDPAParams(
-            self.q, self.k, self.v, self._mask_in_memory(), 0.0, self.is_causal, self.is_grouped
+            self.q,
+            self.k,
+            self.v,
+            self._mask_in_memory(),
+            self.dropout,
+            self.is_causal,
+            self.is_grouped,
         )
 
     def choice(self) -> int:
@@ -244,7 +256,7 @@ class _Call(NamedTuple):
             self.k,
             self.v,
             self._mask_in_memory(),
-            0.0,
+            self.dropout,
             self.is_causal,
             enable_gqa=self.is_grouped,
         )

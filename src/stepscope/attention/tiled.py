@@ -15,6 +15,7 @@ head are rows of one tile, so that their gradients are summed within a matmul.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from stepscope.attention.dropout import kept, seeds_of
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import CausalMask, causal_offset, tiles
 from stepscope.attention.transforms import (
@@ -63,7 +65,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @classmethod
     def attend(cls, *arguments: Any) -> Tensor:
-        """Compute attention of checked inputs: the arguments of `apply`, rules and sinks."""
+        """Compute attention of checked inputs: the arguments of `apply`, rules, seeds and sinks."""
         out: Tensor = super().apply(*arguments)  # type: ignore[no-untyped-call]
         return out
 
@@ -77,15 +79,17 @@ class FlashAttentionTorch(torch.autograd.Function):
         scale: float | None = None,
         causal_align: str | None = None,
         rules: ScoreRules | None = None,
+        seeds: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
         ctx.scale = default_scale(q) if scale is None else scale
-        rule = TileRules.of(q, k, causal_mask, causal_align, rules, sinks)
+        rule = TileRules.of(q, k, causal_mask, causal_align, rules, seeds, sinks)
         out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.scale, rule)
-        ctx.causal_mask, ctx.softcap, ctx.offset = causal_mask, rule.softcap, rule.offset
+        ctx.causal_mask, ctx.offset = causal_mask, rule.offset
+        ctx.softcap, ctx.dropout = rule.softcap, rule.dropout
         intervals = rule.mask.intervals if isinstance(rule.mask, IntervalMask) else None
-        of_rules = () if rules is None else (intervals, rule.slopes, sinks)
+        of_rules = () if rules is None else (intervals, rule.slopes, sinks, seeds)
         ctx.save_for_backward(q, k, v, out, log_sum_exp, *of_rules)
         return out
 
@@ -93,9 +97,9 @@ class FlashAttentionTorch(torch.autograd.Function):
     @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp, *of_rules = ctx.saved_tensors
-        intervals, slopes, sinks = of_rules or [None] * 3
+        intervals, slopes, sinks, seeds = of_rules or [None] * 4
         mask = ctx.causal_mask if intervals is None else IntervalMask(q.shape[-2], intervals)
-        rule = TileRules(mask, ctx.softcap, slopes, sinks, ctx.offset)
+        rule = TileRules(mask, ctx.softcap, slopes, sinks, ctx.offset, ctx.dropout, seeds)
         grads = _without_autocast(
             backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.scale, rule
         )
@@ -103,7 +107,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         if ctx.needs_input_grad[-1]:
             delta = (grad_out.to(log_sum_exp.dtype) * out).sum(-1)
             grad_sinks = sink_gradient(sinks, log_sum_exp, delta)
-        return (*grads, None, None, None, None, grad_sinks)
+        return (*grads, None, None, None, None, None, grad_sinks)
 
 
 def sink_gradient(sinks: Tensor, log_sum_exp: Tensor, delta: Tensor) -> Tensor:
@@ -154,7 +158,9 @@ def tiled_attention(
     """Compute softmax(q kᵀ · scale) v by `FlashAttentionTorch`."""
     if rules is None:
         return FlashAttentionTorch.apply(q, k, v, is_causal, scale, causal_align)
-    return FlashAttentionTorch.attend(q, k, v, is_causal, scale, causal_align, rules, rules.sinks)
+    seeds = seeds_of(rules, q.device)
+    settings = (is_causal, scale, causal_align, rules, seeds, rules.sinks)
+    return FlashAttentionTorch.attend(q, k, v, *settings)
 
 
 def refuses(
@@ -208,6 +214,8 @@ class TileRules:
     sinks: Tensor | None = None
     offset: int = 0
     """Offset from a query's index to its position among the keys."""
+    dropout: float | None = None
+    seeds: Tensor | None = None
 
     @classmethod
     def of(
@@ -217,6 +225,7 @@ class TileRules:
         causal_mask: CausalMask,
         causal_align: str | None,
         rules: ScoreRules | None,
+        seeds: Tensor | None,
         sinks: Tensor | None,
     ) -> TileRules:
         if rules is None:
@@ -228,7 +237,7 @@ class TileRules:
         offset = 0
         if rules.alibi_slopes is not None:
             offset = causal_offset(q.shape[-2], k.shape[-2], causal_align)
-        return cls(mask, rules.softcap, rules.alibi_slopes, sinks, offset)
+        return cls(mask, rules.softcap, rules.alibi_slopes, sinks, offset, rules.dropout, seeds)
 
     def hidden(self, rows: slice, keys: slice, group: int, like: Tensor) -> Tensor:
         """Return a mask of a tile that is True where the key is not visible to the query."""
@@ -253,6 +262,17 @@ class TileRules:
         if self.softcap is None:
             return 1.0
         return 1.0 - torch.tanh(scaled / self.softcap).square()
+
+    def dropped(self, weights: Tensor, rows: slice, keys: slice, group: int) -> Tensor:
+        """Apply dropout to the weights of a tile, (..., group * rows, keys), or to their
+        gradients."""
+        if self.dropout is None:
+            return weights
+        assert self.seeds is not None
+        heads = torch.arange(math.prod(weights.shape[:-2]) * group, device=weights.device)
+        row, key = (torch.arange(x.start, x.stop, device=weights.device) for x in (rows, keys))
+        keep = kept(self.dropout, self.seeds, heads, row, key).view(weights.shape)
+        return (weights / (1.0 - self.dropout)).masked_fill(~keep, 0.0)
 
     def rows_of_sinks(self, rows: slice, group: int, dtype: torch.dtype) -> Tensor | None:
         """Return the sink of each row of a tile, (key heads, group * rows, 1)."""
@@ -293,7 +313,8 @@ def forward_by_tiles(
             probs = torch.exp(scores - base)
             rescale = torch.exp(row_max - base)
             row_sum = row_sum * rescale + probs.sum(dim=-1, keepdim=True)
-            acc = acc * rescale + probs @ v[..., keys, :].to(compute_dtype)
+            weights = rules.dropped(probs, rows, keys, group)
+            acc = acc * rescale + weights @ v[..., keys, :].to(compute_dtype)
             row_max = new_max
         sinks = rules.rows_of_sinks(rows, group, compute_dtype)
         if sinks is not None:
@@ -336,12 +357,13 @@ def backward_by_tiles(
             probs = torch.exp(rules.change(scaled, rows, keys, group) - log_sum_exp_tile)
             if needs_mask:
                 probs.masked_fill_(rules.hidden(rows, keys, group, probs), 0.0)
-            grad_v[..., keys, :] += probs.mT @ grad_out_tile
+            grad_v[..., keys, :] += rules.dropped(probs, rows, keys, group).mT @ grad_out_tile
             if keys.stop == 1 and rules.sinks is None:
                 # A single key has probability 1 whatever its score, so dS is 0; rounding would
                 # leave a remainder.
                 break
-            grad_scores = probs * (grad_out_tile @ v_tile.mT - delta) * scale
+            grad_probs = rules.dropped(grad_out_tile @ v_tile.mT, rows, keys, group)
+            grad_scores = probs * (grad_probs - delta) * scale
             grad_scores = grad_scores * rules.derivative(scaled)
             grad_k[..., keys, :] += grad_scores.mT @ q_tile
             grad_q_tile += grad_scores @ k_tile

@@ -4,9 +4,11 @@ the fastest attention kernel.
 These modules have projections for queries, keys and values, or one for all three that has them side
 by side in each head, and one of the output. They get the cosines and sines of the positions, of
 all entries of a head or the first ones, and call the attention function that the model's
-configuration names (Llama, Mistral, Qwen, Gemma, SmolLM, Phi, GPT-NeoX, …). Anything that the fused
-form does not cover (masks other than causal, dropout, a filled cache, positions that differ within
-a batch) still has the fused projection, and the rest as it was.
+configuration names (Llama, Mistral, Qwen, Gemma, SmolLM, Phi, GPT-NeoX, gpt-oss, …). Sliding
+windows and packed documents are computed by the rules of their masks (`mask_rules`), soft-capping
+and attention sinks of naive attention as in `ScoreRules`. Anything that the fused form does not
+cover (padding, dropout, a filled cache, positions that differ within a batch) still has the fused
+projection, and the rest as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.pieces.mask_rules import rules_of
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -28,6 +31,7 @@ from stepscope.acceleration.replacement import (
 )
 from stepscope.attention import attention
 from stepscope.attention.packed import split_heads
+from stepscope.attention.rules import ScoreRules
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.rope import rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
@@ -38,6 +42,12 @@ _OUTPUTS = ("o_proj", "dense")
 _NORMS = (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"))
 _HEAD_SIZES = ("head_dim", "head_size")
 _CACHES = ("past_key_values", "layer_past")
+_EXTRA = {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping", "s_aux": "sinks"}
+"""Arguments of attention functions, and the attributes of modules from which they come."""
+_MASKED = ("sdpa", "eager")
+"""Attention functions that read masks only."""
+_OTHER_SCORES = ("position_bias", "cache")
+"""Arguments that change what SDPA computes."""
 
 
 class Layers(NamedTuple):
@@ -72,7 +82,11 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
             left.append(Left(PIECE, name, reason))
         else:
             fused = _Attention(module, layers, copies, tables)
-            replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
+            # Naive attention returns the weights, which no decoder block reads.
+            unused = (1,) if _is_eager(module) else ()
+            replacements.append(
+                Replacement(PIECE, name, module, fused.forward, fused.declines, unused)
+            )
     return replacements, left
 
 
@@ -158,6 +172,9 @@ class _Attention:
         ]
         named = inspect.signature(module.forward).parameters.values()
         self._names = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        self._extra = {
+            name: attribute for name, attribute in _EXTRA.items() if _passes(module, name)
+        }
 
     def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
         """Return why the original runs: other projections than before, or a cache with tokens."""
@@ -173,6 +190,10 @@ class _Attention:
         cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
         if cache is not None and cache.get_seq_length(module.layer_idx):
             return "its cache has tokens"
+        # Some modules pass the window of the configuration, which these functions do not read.
+        masked = module.config._attn_implementation in _MASKED
+        if "sliding_window" in self._extra and not hasattr(module, "sliding_window") and not masked:
+            return "its attention function reads the window of the configuration"
         return ""
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,19 +256,57 @@ class _Attention:
     ) -> tuple[Tensor, Any]:
         """Return the heads, (batch, seq, heads, d_head), and the attention weights if the model's
         own function returns them."""
-        name = module.config._attn_implementation
         dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-        if name == "sdpa" and mask is None and not dropout and q.shape[2] == k.shape[2] > 1:
-            causal = kwargs.get("is_causal")
-            causal = getattr(module, "is_causal", True) if causal is None else causal
-            out = attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=causal, scale=module.scaling)
+        given = {name: getattr(module, attribute, None) for name, attribute in self._extra.items()}
+        extra = {name: value for name, value in given.items() if value is not None}
+        same = q.shape[2] == k.shape[2] > 1 and not any(kwargs.get(one) for one in _OTHER_SCORES)
+        known = None if dropout or not same else score_rules(module, mask, extra, kwargs)
+        if known is not None:
+            causal, rules = known
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            out = attention(q, k, v, is_causal=causal, scale=module.scaling, rules=rules)
             return out.transpose(1, 2), None
-        window = getattr(module, "sliding_window", None)
-        extra = {} if window is None else {"sliding_window": window}
         result: tuple[Tensor, Any] = attention_function(module)(
             module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **extra, **kwargs
         )
         return result
+
+
+def _passes(module: nn.Module, name: str) -> bool:
+    """Return whether the forward of a module passes an argument of that name to a function."""
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    return any(name == one or (isinstance(one, tuple) and name in one) for one in constants)
+
+
+def _is_eager(module: Any) -> bool:
+    return bool(module.config._attn_implementation == "eager")
+
+
+def score_rules(
+    module: Any, mask: Tensor | None, extra: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[bool, ScoreRules | None] | None:
+    """Return the causal flag and the rules of a call of SDPA or of naive attention with a mask and
+    extra arguments; None if they are not known."""
+    if module.config._attn_implementation == "sdpa" and not extra.keys() - {"sliding_window"}:
+        if mask is None:
+            causal = kwargs.get("is_causal")
+            return (getattr(module, "is_causal", True) if causal is None else bool(causal)), None
+        rules = rules_of(mask)
+    elif _is_eager(module) and not _weights_are_read(module, kwargs):
+        rules = rules_of(mask)
+        if rules is not None and ("softcap" in extra or "s_aux" in extra):
+            rules = rules.with_scores(softcap=extra.get("softcap"), sinks=extra.get("s_aux"))
+    else:
+        return None
+    if rules is None:
+        return None
+    return True, rules if rules.names else None
+
+
+def _weights_are_read(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether somebody may read the weights: the caller of the model, or a hook."""
+    wanted = kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
+    return bool(wanted) or has_hooks(module)
 
 
 def uses_eager_attention(model: nn.Module) -> bool:

@@ -1,9 +1,11 @@
-"""Attention masks of Hugging Face models in a CUDA graph: none, where eager calls have none.
+"""Attention masks of Hugging Face models: with the rules that they stand for, and none in a CUDA
+graph where eager calls have none.
 
 These models pass no mask where the causal flag of the kernel is enough. To decide that they read
 tensors, so while a CUDA graph is captured they build a mask in memory instead, with which attention
 takes about three times as long. A model that is called without a mask and without positions has the
-same mask for every batch of a shape: the decision of its eager calls holds for the capture.
+same mask for every batch of a shape: the decision of its eager calls holds for the capture. Masks
+that are created get rules (`mask_rules`), which attention reads instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.pieces.mask_rules import MaskRules
 from stepscope.acceleration.replacement import Found, Replacement
 from stepscope.torch_tools.capturing import is_capturing
 
@@ -67,28 +70,31 @@ class _Masks:
         self._original = decoder.forward
         self._namespace, self._names = _namespace(decoder), _mask_functions(decoder)
         self._unmasked: set[tuple[torch.Size, str]] = set()
-        self._shape = torch.Size()
+        self._shape: torch.Size | None = None
+        """Shape of the input of the call; None if it may have another mask than the last one."""
+        self._rules = MaskRules()
 
     def forward(self, decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del decoder
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         given = any(kwargs.get(name) is not None for name in _GIVEN)
-        if len(args) > 1 or given or not tensors:
-            return self._original(*args, **kwargs)
-        self._shape = tensors[0].shape
+        varies = len(args) > 1 or given or not tensors
+        self._shape = None if varies else tensors[0].shape
         with _deciding(self, self._namespace, self._names):
             return self._original(*args, **kwargs)
 
     def create(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that creates a mask, unless eager calls have none."""
-        key = (self._shape, name)
-        if is_capturing():
-            return None if key in self._unmasked else function(*args, **kwargs)
+        key = None if self._shape is None else (self._shape, name)
+        if key in self._unmasked and is_capturing():
+            return None
         mask = function(*args, **kwargs)
-        if mask is None:
-            self._unmasked.add(key)
-        else:
-            self._unmasked.discard(key)
+        self._rules.attach(mask, function, args, kwargs, own_positions=key is not None)
+        if key is not None and not is_capturing():
+            if mask is None:
+                self._unmasked.add(key)
+            else:
+                self._unmasked.discard(key)
         return mask
 
 

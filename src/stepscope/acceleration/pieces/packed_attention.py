@@ -4,9 +4,10 @@ gradient of all three, and the fastest attention kernel.
 A module whose linear layers have matching shapes (one that returns q, k and v, or three; and the
 output projection, or none) is compared with these formulas in float32 on a small input with random
 weights: with every number of heads and order of q, k and v, causal or not. The layers may be
-`nn.Linear` or the `Conv1D` of transformers. Calls with other arguments than the input (such as
-rotary positions of timm) run the original, and the report says so; masks and empty caches of
-Hugging Face models are passed to the attention function that the model's configuration names.
+`nn.Linear` or the `Conv1D` of transformers. Dropout is recognized by the same random numbers, and
+stays that of torch. Calls with other arguments than the input (such as rotary positions of timm)
+run the original, and the report says so; masks and empty caches of Hugging Face models are passed
+to the attention function that the model's configuration names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.acceleration.pieces.attention import PIECE, attention_function
+from stepscope.acceleration.pieces.mask_rules import rules_of
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -35,12 +37,13 @@ from stepscope.acceleration.replacement import (
 )
 from stepscope.attention import attention
 from stepscope.attention.packed import split_heads
+from stepscope.attention.rules import ScoreRules
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.weight_copies import WeightCopies
 
 _TOLERANCE = 1e-5
-_BATCH, _LENGTH = 2, 7
+_BATCH, _LENGTH, _SEED = 2, 7, 0
 _MASKS = ("attention_mask", "attn_mask")
 _CACHES = ("past_key_values", "layer_past")
 _WITHOUT_EFFECT = ("use_cache", "cache_position", "position_ids", "num_items_in_batch")
@@ -71,6 +74,9 @@ class Match(NamedTuple):
     scale: float
     nones: int | None
     """Length of the tuple that it returns, without the output; None if it returns a tensor."""
+    dropout: float = 0.0
+    """Of the attention weights in training."""
+    output_dropout: float = 0.0
 
 
 def find(model: nn.Module, copies: WeightCopies) -> Found:
@@ -152,10 +158,18 @@ def _structure(module: nn.Module) -> Any:
     """Return what tells apart modules that compute something else."""
     shapes = tuple((name, _shape(child)) for name, child in _layers(module).items())
     biases = tuple(child.bias is None for child in _layers(module).values())
-    dropped = tuple((name, drops(child)) for name, child in module.named_children())
     buffers = tuple((name, tuple(b.shape), _is_causal(b)) for name, b in module.named_buffers())
     settings = tuple(sorted((name, repr(value)) for name, value in _settings(module).items()))
-    return type(module), shapes, biases, dropped, buffers, settings
+    return type(module), shapes, biases, _dropouts(module), buffers, settings
+
+
+def _dropouts(module: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Return the names and probabilities of the dropouts within a module."""
+    return tuple(
+        (name, float(getattr(child, "p", 1.0)))
+        for name, child in module.named_children()
+        if drops(child)
+    )
 
 
 def _is_causal(buffer: Tensor) -> bool:
@@ -204,12 +218,43 @@ def _match(module: nn.Module, candidates: list[Names]) -> Match | str:
     if reason := _limited(module):
         return reason
     trained = trained[0] if isinstance(trained, tuple) else trained
-    return match if _equal(trained, out) else "it has dropout"
+    return _with_dropout(small, match, x, trained) or "it has dropout of another form"
+
+
+def _with_dropout(small: Any, match: Match, x: Tensor, trained: Tensor) -> Match | None:
+    """Return the match with the dropouts of weights and output that explain what the module returns
+    in training, from the random numbers of `_run`."""
+    projected = _projected(small, match.names, x)
+    named = (value for name, value in _settings(small).items() if "drop" in name)
+    values = {p for p in named if type(p) is float} | {p for _, p in _dropouts(small)}
+    for of_weights, of_output in product((0.0, *sorted(p for p in values if 0 < p < 1)), repeat=2):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(_SEED)
+            out = _computed(small, match, projected, of_weights)
+            out = functional.dropout(out, of_output, training=of_output > 0)
+        if _equal(trained, out):
+            return match._replace(dropout=of_weights, output_dropout=of_output)
+    return None
+
+
+def _projected(small: Any, names: Names, x: Tensor) -> Tensor:
+    return torch.cat([_linear(getattr(small, name), x) for name in names.projections], dim=-1)
+
+
+def _computed(small: Any, match: Match, projected: Tensor, dropout: float) -> Tensor:
+    """Return the output of the formula, without dropout of the output."""
+    q, k, v = split_heads(projected, match.heads, match.by_head)
+    out = functional.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=match.causal, scale=match.scale
+    )
+    out = out.transpose(1, 2).flatten(2)
+    last = match.names.output
+    return out if last is None else _linear(getattr(small, last), out)
 
 
 def _run(module: Any, x: Tensor, training: bool) -> Any:
     with torch.random.fork_rng(devices=()), torch.autocast("cpu", enabled=False):
-        torch.manual_seed(0)
+        torch.manual_seed(_SEED)
         return module.train(training)(x)
 
 
@@ -235,9 +280,7 @@ def _formula(small: Any, candidates: list[Names], x: Tensor, actual: Tensor) -> 
         if "scal" in name and not isinstance(value, str | bool) and value > 0
     ]
     for names in candidates:
-        projected = torch.cat(
-            [_linear(getattr(small, name), x) for name in names.projections], dim=-1
-        )
+        projected = _projected(small, names, x)
         width = projected.shape[-1] // 3
         last = None if names.output is None else getattr(small, names.output)
         if actual.shape[-1] != (width if last is None else _shape(last)[0]):
@@ -248,16 +291,10 @@ def _formula(small: Any, candidates: list[Names], x: Tensor, actual: Tensor) -> 
             scale = 1 / math.sqrt(width // heads)
             others = {one for one in (*scales, 1.0) if not math.isclose(one, scale)}
             for by_head in (False, True)[: 2 if len(names.projections) == 1 else 1]:
-                q, k, v = split_heads(projected, heads, by_head)
-                for factor in (scale, *sorted(others)):
-                    for causal in (False, True):
-                        out = functional.scaled_dot_product_attention(
-                            q, k, v, is_causal=causal, scale=factor
-                        )
-                        out = out.transpose(1, 2).flatten(2)
-                        out = out if last is None else _linear(last, out)
-                        if _equal(actual, out):
-                            return Match(names, heads, by_head, causal, factor, None)
+                for factor, causal in product((scale, *sorted(others)), (False, True)):
+                    match = Match(names, heads, by_head, causal, factor, None)
+                    if _equal(actual, _computed(small, match, projected, 0.0)):
+                        return match
     return None
 
 
@@ -279,7 +316,7 @@ class _Attention:
         self._kinds = [type(layer) for layer in layers]
         self._weights = [layer.weight for layer in layers]
         self._transposed = is_transposed(layers[0])
-        self._settings = _settings(module)
+        self._settings, self._dropouts = _settings(module), _dropouts(module)
         named = inspect.signature(module.forward).parameters.values()
         self._parameters = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
         self._defaults = {p.name: p.default for p in named}
@@ -310,12 +347,19 @@ class _Attention:
         )
         if call.cache is not None:
             k, v = call.cache.update(k, v, module.layer_idx)
-        if call.mask is None:
+        dropout = match.dropout if module.training else 0.0
+        rules = None if dropout else self._rules(module, q, k, call.mask)
+        if call.mask is None or rules is not None:
             k, v = k.to(q.dtype), v.to(q.dtype)
-            out = attention(q, k, v, is_causal=match.causal, scale=match.scale).transpose(1, 2)
+            # Dropout of torch: the same random numbers as before.
+            impl = "sdpa" if dropout else "auto"
+            rules = ScoreRules(dropout=dropout) if dropout else rules
+            out = attention(
+                q, k, v, is_causal=match.causal, scale=match.scale, rules=rules, impl=impl
+            ).transpose(1, 2)
         else:
             out, _ = attention_function(module)(
-                module, q, k, v, call.mask, dropout=0.0, scaling=match.scale, **call.rest
+                module, q, k, v, call.mask, dropout=dropout, scaling=match.scale, **call.rest
             )
         out = out.flatten(2)
         if match.names.output is not None:
@@ -324,7 +368,14 @@ class _Attention:
             out = fused_linear(
                 out, (output.weight,), self._copies, biases, transposed=self._transposed
             )
+        if match.output_dropout:
+            out = functional.dropout(out, match.output_dropout, module.training)
         return out if match.nones is None else (out, *[None] * match.nones)
+
+    def _rules(self, module: Any, q: Tensor, k: Tensor, mask: Tensor | None) -> ScoreRules | None:
+        """Return the rules that say the same as the mask of a causal model, if known."""
+        rules = rules_of(mask) if self._match.causal and q.shape[2] == k.shape[2] > 1 else None
+        return rules if rules is not None and module.config._attn_implementation == "sdpa" else None
 
     def _call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | str:
         """Return the arguments of a call, or why it is another one than the formula's."""
@@ -367,8 +418,8 @@ class _Attention:
         )
         if not same or _settings(module) != self._settings:
             return "its layers or settings were changed"
-        if module.training and any(map(drops, module.children())):
-            return "it has dropout"
+        if _dropouts(module) != self._dropouts:
+            return "its dropout was changed"
         alike = len({weight.dtype for weight in self._weights}) == 1
         if x.dim() != 3 or not x.is_floating_point() or not alike:
             return "its input or weights have another shape or dtype"

@@ -1,6 +1,7 @@
 """FlashAttention-2 backward in Triton: two kernels, no atomics, bitwise deterministic.
 
-P is recomputed from the log-sum-exp. With delta = rowsum(dO∘O), dS = P∘(dO Vᵀ - delta). The first
+P is recomputed from the log-sum-exp. With delta = rowsum(dO∘O), dS = P∘(dO Vᵀ - delta). Dropout
+with the mask Z, scaled, is computed again: dV = (P∘Z)ᵀ dO, dS = P∘((dO Vᵀ)∘Z - delta). The first
 kernel iterates over the keys for a tile of queries (dQ) and stores delta; the second iterates over
 the queries for a tile of keys (dK, dV). Sizes and names as in `forward.py`.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stepscope.attention.triton.dropout import kept, random_source
 from stepscope.attention.triton.memory import (
     add_dot,
     add_dot_low_precision,
@@ -52,7 +54,7 @@ def _accumulate_dq(
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
     k, k_e, v, v_e,
     k_strides, v_strides, batch, key_head, start_m, start, stop, scale, B, N, D, shift,
-    bounds, softcap, slope,
+    bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -126,6 +128,9 @@ def _accumulate_dq(
                     mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
             b_p = tl.where(mask_s, b_p, 0.0)
         b_dp = outer_dot(b_do, b_v, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
+        if dropout is not None:
+            b_kept = kept(source, dropout, start_m, start_n, BLOCK_M, BLOCK_N, False)
+            b_dp = tl.where(b_kept, b_dp / (1.0 - dropout), 0.0)
         if WHOLE:
             b_p = divide_by_sums(b_p, tl.sum(b_p, 1)[:, None], EXACT)
             b_delta = tl.sum(b_p * b_dp, 1)
@@ -147,11 +152,11 @@ def _accumulate_dq(
 @triton.jit
 def query_kernel(
     q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, ds_sum, dq,
-    intervals, slopes, sinks, scale,
+    intervals, slopes, sinks, seeds, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
-    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap,
+    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -227,6 +232,9 @@ def query_kernel(
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head)
+    source = None
+    if seeds is not None:
+        source = random_source(seeds, pid_bh)
     bounds = None
     n_start = 0
     if intervals is None:
@@ -247,13 +255,13 @@ def query_kernel(
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
         v, v_e, k_strides, v_strides, batch, key_head, start_m, n_start, n_full, scale, B, N, D,
-        shift, bounds, softcap, slope,
+        shift, bounds, softcap, slope, source, dropout,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
         v, v_e, k_strides, v_strides, batch, key_head, start_m, n_masked, n_end, scale, B, N, D,
-        shift, bounds, softcap, slope,
+        shift, bounds, softcap, slope, source, dropout,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
@@ -285,7 +293,7 @@ def _accumulate_dk_dv(
     b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
     lse, delta, factor, ds_sum, q_strides, g_strides,
     batch, head, start_n, start, stop, scale, B, M, N, D, shift,
-    bounds, softcap, slope,
+    bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -361,8 +369,16 @@ def _accumulate_dk_dv(
             True,
             TMA,
         )
-        b_dv, b_dv_e = add_dot(b_dv, b_dv_e, b_p, b_do, BLOCK_E, PLANES, PRECISION, SEPARATE=WHOLE)
+        b_weights = b_p
+        if dropout is not None:
+            b_kept = kept(source, dropout, start_m, start_n, BLOCK_M, BLOCK_N, True)
+            b_weights = tl.where(b_kept, b_p / (1.0 - dropout), 0.0)
+        b_dv, b_dv_e = add_dot(
+            b_dv, b_dv_e, b_weights, b_do, BLOCK_E, PLANES, PRECISION, SEPARATE=WHOLE
+        )
         b_dp = outer_dot(b_v, b_do, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
+        if dropout is not None:
+            b_dp = tl.where(b_kept, b_dp / (1.0 - dropout), 0.0)
         # (BLOCK_M,)
         b_delta = (
             tl.sum(b_p * b_dp, 0) if WHOLE else tl.load(delta + offs_m, mask=offs_m < M, other=0.0)
@@ -380,11 +396,11 @@ def _accumulate_dk_dv(
 @triton.jit
 def key_value_kernel(
     q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, ds_sum, dk, dv,
-    intervals, slopes, scale,
+    intervals, slopes, seeds, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
-    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap,
+    B, H, G, M, N, D, shift, n_tiles, intervals_stride, softcap, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -453,11 +469,14 @@ def key_value_kernel(
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + head)
+        source = None
+        if seeds is not None:
+            source = random_source(seeds, batch * H + head)
         b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
             b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
             lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
             q_strides, g_strides, batch, head, start_n, m_full, m_stop, scale, B, M, N, D, shift,
-            bounds, softcap, slope,
+            bounds, softcap, slope, source, dropout,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL or intervals is not None:
@@ -468,7 +487,7 @@ def key_value_kernel(
                 q, q_e, grad, grad_e, lse + offs_bh, delta + offs_bh, factor + offs_bh,
                 ds_sum + offs_bh, q_strides, g_strides,
                 batch, head, start_n, m_start, m_end, scale, B, M, N, D, shift,
-                bounds, softcap, slope,
+                bounds, softcap, slope, source, dropout,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stepscope.attention.triton.dropout import kept, random_source
 from stepscope.attention.triton.memory import (
     add_dot,
     in_registers,
@@ -61,6 +62,8 @@ def _update_softmax(
     scale,
     softcap,
     slope,
+    source,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,8 +79,9 @@ def _update_softmax(
 
     `b_top` is the maximum raw score of each row so far, `b_total` the running sum; both (BLOCK_M,).
     EXACT subtracts the maximum before multiplying by the factor: one more operation per score, but
-    no rounding error in proportion to the scores. `bounds`, `softcap` and `slope` are rules, or
-    None (see `rules.py`); with `softcap` or `slope` the scores are scaled here.
+    no rounding error in proportion to the scores. `bounds`, `softcap`, `slope`, `source` and
+    `dropout` are rules, or None (see `rules.py` and `dropout.py`); with `softcap` or `slope` the
+    scores are scaled here.
     """
     for position in tl.range(start, stop, BLOCK_N):
         start_n = position
@@ -131,6 +135,9 @@ def _update_softmax(
             b_p = exponential(b_s * factor - (b_base * factor)[:, None], EXACT)
         b_rescale = exponential((b_top - b_base) * factor, EXACT)
         b_total = b_total * b_rescale + tl.sum(b_p, 1)
+        if dropout is not None:
+            b_kept = kept(source, dropout, start_m, start_n, BLOCK_M, BLOCK_N, False)
+            b_p = tl.where(b_kept, b_p, 0.0)
         # (BLOCK_N, BLOCK_D)
         b_v = load_tile(
             v,
@@ -170,6 +177,7 @@ def forward_kernel(
     intervals,
     slopes,
     sinks,
+    seeds,
     scale,
     q_stride_b,
     q_stride_h,
@@ -193,6 +201,7 @@ def forward_kernel(
     n_tiles,
     intervals_stride,
     softcap,
+    dropout,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,6 +243,9 @@ def forward_kernel(
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head)
+    source = None
+    if seeds is not None:
+        source = random_source(seeds, pid_bh)
     # Scores that rules change are scaled before.
     unit = scale
     if softcap is not None or slopes is not None:
@@ -278,6 +290,8 @@ def forward_kernel(
         scale,
         softcap,
         slope,
+        source,
+        dropout,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
@@ -315,6 +329,8 @@ def forward_kernel(
         scale,
         softcap,
         slope,
+        source,
+        dropout,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
@@ -334,11 +350,14 @@ def forward_kernel(
         b_acc *= b_rescale[:, None]
         if BLOCK_E > 0:
             b_acc_e *= b_rescale[:, None]
+    b_divisor = b_sum
+    if dropout is not None:
+        b_divisor = b_sum * (1.0 - dropout)
     # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
     store_tile(
         o,
-        divide_by_sums(b_acc, b_sum[:, None], EXACT),
-        divide_by_sums(b_acc_e, b_sum[:, None], EXACT),
+        divide_by_sums(b_acc, b_divisor[:, None], EXACT),
+        divide_by_sums(b_acc_e, b_divisor[:, None], EXACT),
         (o_stride_b, o_stride_h, o_stride_m),
         batch,
         head,

@@ -73,7 +73,23 @@ class Rules(NamedTuple):
     """ALiBi slope of each head, float32 (H,)."""
     sinks: Tensor | None = None
     """Sink of each head, float32 (H,)."""
+    seeds: Tensor | None = None
+    """Seed and offset of the dropout, int64 (2,)."""
     softcap: float | None = None
+    dropout: float | None = None
+
+    @property
+    def by_query(self) -> tuple[Tensor | None, ...]:
+        """The tensors of kernels whose programs work on queries."""
+        return self.key_intervals, self.slopes, self.sinks, self.seeds
+
+    @property
+    def by_key(self) -> tuple[Tensor | None, ...]:
+        return self.query_intervals, self.slopes, self.seeds
+
+    @property
+    def numbers(self) -> tuple[float | None, float | None]:
+        return self.softcap, self.dropout
 
 
 _NO_RULES = Rules()
@@ -92,7 +108,7 @@ class Problem(NamedTuple):
     given: tuple[Given, ...]
     """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
     rules: tuple[object, ...] = ()
-    """`Given` of each tensor of the rules or None, and the soft cap; empty without rules."""
+    """`Given` of each tensor of the rules or None, and their numbers; empty without rules."""
     packed: bool = False
     """The gradients of q, k and v are views of one tensor."""
 
@@ -125,7 +141,7 @@ class Problem(NamedTuple):
             ),
             ()
             if rules is _NO_RULES
-            else (*[None if x is None else Given.of(x) for x in rules[:-1]], rules.softcap),
+            else (*[None if x is None else Given.of(x) for x in rules[:-2]], *rules.numbers),
             packed,
         )
 
@@ -184,7 +200,7 @@ def forward(
     if q.numel():
         read = readable(q, k, v)
         problem = Problem.of((q, k, v), read, causal, shift, rules)
-        rest = (out, lse, rules.key_intervals, rules.slopes, rules.sinks)
+        rest = (out, lse, *rules.by_query)
         run_pass("forward", problem, _launches(problem), read, rest, (out,), scale, rules)
     return out, lse
 
@@ -219,9 +235,9 @@ def backward(
     read = readable(q, k, v, grad)
     problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, rules, in_one is not None)
     launches = _launches(problem)
-    of_query = (out, lse, delta, factor, ds_sum, dq, rules.key_intervals, rules.slopes, rules.sinks)
+    of_query = (out, lse, delta, factor, ds_sum, dq, *rules.by_query)
     run_pass("query", problem, launches, read, of_query, (out, dq), scale, rules)
-    of_keys = (lse, delta, factor, ds_sum, dk, dv, rules.query_intervals, rules.slopes)
+    of_keys = (lse, delta, factor, ds_sum, dk, dv, *rules.by_key)
     run_pass("key_value", problem, launches, read, of_keys, (dk, dv), scale, rules)
     return dq, dk, dv, delta
 
@@ -396,7 +412,7 @@ def _first_launch(
         problem.shift,
         n_tiles,
         None if intervals is None else _batch_stride(intervals),
-        rules.softcap,
+        *rules.numbers,
         tile.m,
         tile.n,
         first,

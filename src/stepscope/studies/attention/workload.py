@@ -35,13 +35,14 @@ RESULTS = ("output", "dq", "dk", "dv")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-RULES: dict[str, int | None] = {
+RULES: dict[str, float | None] = {
     "window": 1024,
     "documents": 512,
     "prefix": 1024,
     "softcap": 50,
     "alibi": None,
     "sinks": None,
+    "dropout": 0.1,
 }
 """Rules that a race can have, with an example of the number that follows `=`."""
 
@@ -49,8 +50,14 @@ RULES: dict[str, int | None] = {
 def check_rule(text: str) -> str:
     """Return `window=1024`, `sinks` and the like unchanged, or raise UsageError."""
     name, _, number = text.partition("=")
-    takes_number = RULES.get(name) is not None
-    valid = number.isdecimal() and int(number) > 0 if takes_number else not number
+    example = RULES.get(name)
+    if example is None:
+        valid = not number
+    elif isinstance(example, int):
+        valid = number.isdecimal() and int(number) > 0
+    else:
+        whole, _, digits = number.partition(".")
+        valid = whole == "0" and digits.isdecimal() and int(digits) > 0
     if name not in RULES or not valid:
         known = ", ".join(n if of is None else f"{n}={of}" for n, of in RULES.items())
         raise UsageError(f"{text!r} is not a rule of attention", f"one of: {known}")
@@ -70,6 +77,8 @@ def score_rules(text: str, heads: int, seq: int, device: torch.device) -> ScoreR
         return ScoreRules(prefix=int(number))
     if name == "softcap":
         return ScoreRules(softcap=float(number))
+    if name == "dropout":
+        return ScoreRules(dropout=float(number))
     if name == "sinks":
         return ScoreRules(sinks=torch.zeros(heads, device=device))
     if name == "alibi":

@@ -61,6 +61,7 @@ WITH_RULES = (
     "1x16x4096x64:softcap=50",
     "1x16x4096x64:sinks",
     "1x16x4096x64:alibi",
+    "1x16x4096x64:dropout=0.1",
 )
 SHORT = tuple(f"1x1x{seq}x{head}" for head in (64, 128) for seq in (128, 256, 512, 1024))
 
@@ -85,7 +86,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     race: tuple[str, ...] = (*MANY_HEADS, *WITHOUT_A_MASK, *SHARED_KEYS, *WITH_RULES, *SHORT)
     """Shapes at which implementations are compared, interleaved: as `shape`, followed by `:full`
     (no causal mask), `:keys=8` (heads of k and v), or a rule (`:window=1024`, `:documents=512`,
-    `:prefix=1024`, `:softcap=50`, `:sinks`, `:alibi`)."""
+    `:prefix=1024`, `:softcap=50`, `:sinks`, `:alibi`, `:dropout=0.1`)."""
     racers: tuple[str, ...] = (
         "triton",
         "sdpa_flash",
