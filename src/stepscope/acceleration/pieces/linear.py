@@ -67,6 +67,8 @@ def _forward(module: Any, copies: WeightCopies) -> Any:
 
     def forward(module: Any, x: Tensor) -> Any:
         in_fp8 = copies.fp8 is not None and module.weight is weight
+        if copies.fp8 is not None and not in_fp8:
+            copies.fp8.left(weight, "its weight was replaced, as FSDP does with gathered ones")
         if not in_fp8 and not casts(module, weight, x):
             return original(x)
         biases = () if module.bias is None else (module.bias,)

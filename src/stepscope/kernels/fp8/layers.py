@@ -73,6 +73,10 @@ class Fp8Layers:
         """Leave the layers that read this weight in the matmul dtype."""
         self._kept[weight] = reason
 
+    def left(self, weight: Tensor, reason: str) -> None:
+        """Record that a layer with this weight ran without FP8."""
+        self._decide((weight,), reason)
+
     def override(self, pattern: str, recipe: Recipe | str | None) -> None:
         """Use another recipe for layers whose weights' names match, or None for no FP8, whatever
         the rule says."""
