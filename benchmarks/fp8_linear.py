@@ -25,6 +25,7 @@ from torch import Tensor
 from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.casts import History, Quantized, quantize, quantize_weights, scaled_mm
 from stepscope.kernels.fp8.recipe import BF16, DELAYED, E4M3, E5M2, Recipe, unavailable
+from stepscope.kernels.fp8.saved import transposed
 from stepscope.kernels.matmul import matmul_to_dtype
 
 MODELS: dict[str, tuple[int, int, int, int, int]] = {
@@ -109,6 +110,13 @@ class Layer:
             return out, grad_x, matmul_to_dtype(self.grad.T, self.x, torch.float32)
         return out, grad_x, scaled_mm(grad.operand(False), x.operand(False), torch.float32, fast)
 
+    def weights(self, recipe: Recipe) -> Quantized:
+        """Return the operands of both GEMMs, as the forward and the backward pass create them."""
+        cast = quantize_weights([self.weight], recipe)
+        if cast.columns is not None:
+            return cast
+        return cast._replace(columns=transposed(cast.operand(rows=True)))
+
     def casts(
         self, recipe: Recipe, partials: Sequence[Tensor | None], histories: Sequence[Any]
     ) -> tuple[Quantized, Quantized]:
@@ -150,7 +158,7 @@ def measure(model: str, name: str, recipes: Sequence[str], block_ms: float) -> l
         if recipe.scaling == DELAYED:
             histories = [History(recipe.history, layer.x.device) for _ in range(2)]
         try:
-            weight = quantize_weights([layer.weight], recipe)
+            weight = layer.weights(recipe)
             x, grad = layer.casts(recipe, (None, None), histories)
             results = layer.gemms(recipe, x, grad, weight)
         except RuntimeError as error:
@@ -161,7 +169,7 @@ def measure(model: str, name: str, recipes: Sequence[str], block_ms: float) -> l
         def together(
             recipe: Recipe = recipe, partials: Any = partials, histories: Any = histories
         ) -> None:
-            weight = quantize_weights([layer.weight], recipe)
+            weight = layer.weights(recipe)
             layer.gemms(recipe, *layer.casts(recipe, partials, histories), weight)
 
         times = {
@@ -174,9 +182,7 @@ def measure(model: str, name: str, recipes: Sequence[str], block_ms: float) -> l
             "casts_known_amax_ms": milliseconds(
                 lambda r=recipe, p=partials, h=histories: layer.casts(r, p, h), block_ms
             ),
-            "weight_cast_ms": milliseconds(
-                lambda r=recipe: quantize_weights([layer.weight], r), block_ms
-            ),
+            "weight_cast_ms": milliseconds(lambda r=recipe: layer.weights(r), block_ms),
             "together_ms": milliseconds(together, block_ms),
         }
         predicted = choice.estimate(tokens, d_in, d_out, recipe)

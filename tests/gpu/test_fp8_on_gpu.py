@@ -222,10 +222,9 @@ def test_policies_agree_and_save_less_than_bf16(policy: str) -> None:
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
         del model, loss
-    if policy == "all":
-        # 0.92 by the bytes of the saved tensors: residual stream, q, k, v and gates are the same,
-        # and the output of attention is saved in FP8 next to the tensor that attention saves.
-        assert peaks[0] < 0.95 * peaks[1]
+    # By the bytes of the saved tensors: residual stream, q, k, v, the output of attention and gates
+    # are the same in bf16, and so is everything where norms are recomputed.
+    assert peaks[0] < (0.92 if policy == "all" else 1.02) * peaks[1]
     for a, b in zip(*gradients, strict=True):
         assert a is not None
         assert b is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8_on_cpu import pretend_fp8
-from stepscope.attention import reference_attention
+from stepscope.attention import FlashAttentionTorch, FlashAttentionTriton, reference_attention
 from stepscope.errors import UsageError
 from stepscope.kernels import fp8_linear
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.feed_forward import mlp
-from stepscope.kernels.fp8 import feed_forward, linear
+from stepscope.kernels.fp8 import feed_forward, linear, saved
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import (
     BF16,
@@ -34,6 +35,7 @@ from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model import ModelConfig, TransformerLM, with_overrides
 from stepscope.optim import FusedAdamW, InBackwardAdamW
+from stepscope.torch_tools.saved_tensors import is_saved_output
 
 # The interpreter computes bfloat16 incorrectly.
 HALF = torch.float16
@@ -93,19 +95,90 @@ def test_error_is_that_of_the_reference_with_the_same_casts(
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
-def test_saved_activations_are_fp8() -> None:
-    saved: list[Tensor] = []
+def saved_by(function: Callable[[], object]) -> list[Tensor]:
+    """Return the tensors with more than one element that are saved, one of each storage."""
+    found: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
+        if tensor.numel() > 1:
+            found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    x, weight = draw(64, 32).to(HALF).requires_grad_(), draw(48, 32).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fp8_linear(x, weight)
-    large = [tensor for tensor in saved if tensor.numel() > 1]
+        function()
+    return [*found.values()]
+
+
+def test_saved_activations_are_fp8() -> None:
+    x, weight = draw(64, 32).to(HALF).requires_grad_(), draw(48, 32).requires_grad_()
+    large = saved_by(lambda: fp8_linear(x, weight))
     assert {tensor.dtype for tensor in large} == {torch.float8_e4m3fn}
     assert sum(tensor.nbytes for tensor in large) == 64 * 32 + 48 * 32
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, DELAYED, ROWWISE])
+@pytest.mark.parametrize("weight_gradient", [FP8, BF16])
+def test_an_input_that_is_saved_anyway_has_no_second_copy(
+    scaling: str, weight_gradient: str
+) -> None:
+    recipe = Recipe(scaling, weight_gradient=weight_gradient)
+    weight, grad = draw(48, 32).requires_grad_(), draw(2, 32, 48).to(HALF)
+    q, k, v = (draw(2, 4, 32, 8, seed=n).to(HALF).requires_grad_() for n in range(3))
+    copied = scaling == ROWWISE and weight_gradient == FP8
+    gradients = []
+
+    def project(again: bool) -> None:
+        heads = FlashAttentionTorch.apply(q, k, v, True).transpose(1, 2).contiguous()
+        saver = SavesItsOutput if again else torch.mul
+        out = saver.apply(heads) if again else saver(heads, 1)  # type: ignore[attr-defined]
+        assert is_saved_output(out.flatten(2)) == again
+        result = fp8_linear(out.flatten(2), weight, recipe=recipe)
+        gradients.append(torch.autograd.grad(result, (q, k, v, weight), grad))
+
+    large = [saved_by(lambda again=again: project(again)) for again in (False, True)]
+    fp8, half = (
+        [sum(t.nbytes for t in tensors if t.dtype == dtype) for tensors in large]
+        for dtype in (torch.float8_e4m3fn, HALF)
+    )
+    input_values = 2 * 32 * 32
+    if weight_gradient == FP8:
+        assert fp8[0] - fp8[1] == (0 if copied else input_values)
+        assert half[1] - half[0] == 2 * input_values
+    else:
+        assert fp8[0] == fp8[1]
+        assert half[0] == half[1]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class SavesItsOutput(torch.autograd.Function):
+    saves_output = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.clone()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert ctx.saved_tensors
+        return grad
+
+
+def test_outputs_that_their_operations_save_are_known() -> None:
+    q = draw(2, 4, 16, 8).requires_grad_()
+    outputs = {
+        "tiled": FlashAttentionTorch.apply(q, q, q, True),
+        "triton": FlashAttentionTriton.apply(q, q, q, True),
+        "sdpa": nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True),
+        "relu": q.relu(),
+    }
+    for name, out in outputs.items():
+        assert is_saved_output(out), name
+        assert is_saved_output(out.transpose(1, 2)), name
+        assert not is_saved_output(out.transpose(1, 2).flatten(2).clone()), name
+    assert not is_saved_output(q)
+    assert not is_saved_output(q + 1)
 
 
 def test_nonfinite_values_stay_in_their_rows() -> None:
@@ -302,7 +375,7 @@ class TestModel:
             return quantize(x, *args, partial=partial, **how)
 
         monkeypatch.setattr(fp8, "amax", amax)
-        for module in (linear, feed_forward):
+        for module in (linear, saved, feed_forward):
             monkeypatch.setattr(module, "quantize", checked)
         subject = model(fp8=Fp8Layers(always=True))
         subject(*batch()).backward()

@@ -30,6 +30,7 @@ from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
+from stepscope.kernels.triton import transpose as triton_transpose
 from stepscope.kernels.triton import activation as triton_activation
 from stepscope.optim import triton_adamw
 
@@ -128,6 +129,8 @@ for source, scaling, e4m3 in (
         [source, out, out, f, f, f, "*i32"] + [i] * 5 + ["fp32", "fp32"], SCALING=scaling,
         ROWS=True, COLUMNS=True, PENDING=scaling == 0, COUNT=not e4m3, E4M3=e4m3, BITS=False,
         BLOCK_R=128, BLOCK_C=128))
+print("transpose", wide_loads(
+    triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128))
 for name, moments, chance, copied in (
     ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
     ("chance", tl.uint16, True, False),
@@ -152,5 +155,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 67
+    assert len(loads) == 68
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from command_line import CommandLine
+from fp8_on_cpu import pretend_fp8
 from own_models import causal_lm, causal_lm_flops
 from quiet_bench import QuietBench
 from sample_records import environment, record, value_of
+from stepscope.acceleration import accelerate as acceleration
 from stepscope.errors import UsageError
+from stepscope.kernels.fp8 import choice, recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
@@ -104,6 +107,36 @@ def test_flops_of_a_forward_and_of_checkpointed_blocks() -> None:
     assert flops["checkpointed"] == flops["full"] == causal_lm_flops(2)
     assert 0 < flops["forward"] < flops["full"] / 2
     assert checkpointed.gradients_missing() == full.gradients_missing() == 0
+
+
+def test_a_user_s_model_runs_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_fp8 = workload_of("causal_lm", dtype="fp8")
+    assert in_fp8.needs == ("bfloat16", "fp8")
+    with pytest.raises(CaseSkipped, match="FP8 GEMMs need an NVIDIA GPU"):
+        make_step(in_fp8, CpuDevice())
+    with pytest.raises(UsageError, match="not compiled"):
+        workload_of("causal_lm", dtype="fp8", compile="block")
+    pretend_fp8(monkeypatch)
+    for module in (recipe, acceleration):
+        monkeypatch.setattr(module, "unavailable", lambda *_: None)
+    with pytest.raises(CaseSkipped, match="no layer would run in FP8: the casts cost more"):
+        make_step(in_fp8, CpuDevice())
+    monkeypatch.setattr(choice, "not_worth_it", lambda *_: None)
+    losses = []
+    for dtype in ("fp8", "bfloat16"):
+        step = make_step(msgspec.structs.replace(in_fp8, dtype=dtype), CpuDevice())
+        values = []
+        for _ in range(4):
+            step.run()
+            assert step.loss is not None
+            values.append(step.loss.item())
+        # Counted without the replacements, which are made again.
+        assert value(step.quantities(), "flops") == causal_lm_flops(2)
+        step.run()
+        losses.append(values)
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] != losses[1]
+    assert losses[0] == sorted(losses[0], reverse=True)
 
 
 @pytest.mark.parametrize("compiled", ["no", "model"])

@@ -21,13 +21,15 @@ from fp8_on_cpu import pretend_fp8
 from stepscope.analysis.predict import deferred_frees, fused_layers
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
+from stepscope.attention.api import attention_with
 from stepscope.errors import UsageError
 from stepscope.kernels import launch as launching
 from stepscope.kernels import norm
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.fp8 import choice, recipe
+from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.model import cost
+from stepscope.model import ModelConfig, TransformerLM, cost
 from stepscope.model.config import precision
 from stepscope.optim import in_backward, launches
 from stepscope.records.jsonl import read_records
@@ -142,6 +144,54 @@ def test_steps_in_fp8_are_predicted_within_one_percent(
         peaks = {moment.phase: moment.allocated for moment in predict(plan).phases[1:]}
         in_fp8 = msgspec.structs.replace(work, dtype=dtype, **variant)
         assert peaks == pytest.approx(counted(in_fp8), rel=0.01)
+
+
+@pytest.mark.usefixtures("kernels_that_only_return")
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        # By dtype, in units of tokens times d_model: two inputs of norms, q, k and v, the output of
+        # attention, gates of 8; in FP8 two outputs of norms and the input of the last layer of 4.
+        ("all", {"float32": 2, "bfloat16": 3 + 1 + 8, "float8_e4m3fn": 2 + 4}),
+        ("norms", {"bfloat16": 2 + 3 + 1 + 8, "float8_e4m3fn": 2}),
+        ("gates", {"bfloat16": 2 + 3 + 1 + 8}),
+        ("inputs", {"bfloat16": 2 + 3 + 1}),
+    ],
+)
+def test_blocks_in_fp8_save_no_activation_twice(
+    policy: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_fp8(monkeypatch)
+    monkeypatch.setattr(torch, "_scaled_mm", result_of_scaled_mm)
+    config = ModelConfig(d_model=64, d_ff=256, n_layers=2, n_heads=2, vocab=16, context=40)
+    model = TransformerLM(
+        config, attention_with("sdpa"), fused=True, fused_projections=True,
+        activation_policy=(policy,) * 2, fp8=Fp8Layers(always=True),
+    )  # fmt: skip
+    tokens = torch.zeros(2, 40, dtype=torch.long)
+    storages: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() % tokens.numel() == 0:
+            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    unit = tokens.numel() * config.d_model
+    saved: dict[str, float] = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        x = model.embedding(tokens)
+        branch = None
+        for block in model.blocks:
+            x, branch = block.with_fused_projections(x, branch, model.copies, policy)
+            if block is model.blocks[0]:
+                # The second block: its input is the output of a block.
+                storages.clear()
+    for tensor in storages.values():
+        units = tensor.untyped_storage().nbytes() / tensor.element_size() / unit
+        name = str(tensor.dtype).removeprefix("torch.")
+        saved[name] = saved.get(name, 0) + (units if units >= 1 else 0)
+    assert {name: units for name, units in saved.items() if units} == expected
 
 
 def result_of_scaled_mm(

@@ -52,6 +52,7 @@ _SHARDED = (
 )
 """Classes of sharded modules, or of the owners of their hooks: their parameters are parts of the
 weights outside of a forward."""
+_FULL_WEIGHTS = "FP8 layers cast full weights once per step"
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -102,6 +103,8 @@ def accelerate(
         device = next((p.device for p in inner.parameters()), torch.device("cpu"))
         if reason := unavailable(device, fp8.recipe):
             raise UsageError(reason, "use dtype=torch.bfloat16")
+        if _is_sharded(inner):
+            raise UsageError(_FULL_WEIGHTS, "use DDP, or dtype=torch.bfloat16")
     if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
@@ -169,6 +172,10 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
             fp8.keep(weight, reason)
             report.leave(Left(FP8, name, reason))
     fp8.name(named)
+    if not hasattr(model, "needs_full_weights"):
+        # Read by `FSDP`, which would show gathered weights in place of these.
+        model.needs_full_weights = _FULL_WEIGHTS  # type: ignore[assignment]
+        report.on_undo(lambda: delattr(model, "needs_full_weights"))
     previous, copies.fp8 = copies.fp8, fp8
     report.fp8 = fp8
     report.on_undo(lambda: setattr(copies, "fp8", previous))

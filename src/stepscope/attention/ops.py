@@ -464,6 +464,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     like q without its last dimension). Differentiable once.
     """
 
+    saves_output = True
+
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = checked_inputs(q, k, v, is_causal, None, None)

@@ -48,6 +48,8 @@ class FlashAttentionTorch(torch.autograd.Function):
     like q without its last dimension). Differentiable once.
     """
 
+    saves_output = True
+
     @classmethod
     def apply(
         cls,

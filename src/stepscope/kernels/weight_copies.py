@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from stepscope.kernels.fp8.layers import Fp8Layers
 
 Weights = tuple[Tensor, ...]
-_Key = tuple[Recipe | None, tuple[int, ...]]
-"""The recipe of copies in FP8, and the identities of the weights."""
+_Key = tuple[Recipe | None, bool, tuple[int, ...]]
+"""The recipe of copies in FP8 and whether the weights are stored transposed; and their identities.
+"""
 
 
 class WeightCopies:
@@ -90,7 +91,7 @@ class WeightCopies:
             return tuple(weight.detach() for weight in weights)
         if self._cached is not None and any(weight not in self._cached for weight in weights):
             return (torch.cat([weight.detach().to(dtype) for weight in weights]),)
-        key = (None, tuple(map(id, weights)))
+        key = (None, False, tuple(map(id, weights)))
         group = self._groups.get(key)
         if group is None or not group.fits(weights, dtype):
             group = self._create(key, _Group(weights, dtype))
@@ -112,16 +113,17 @@ class WeightCopies:
         narrow = self.narrow(tuple(biases), dtype)
         return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
 
-    def quantized(self, weights: Weights, recipe: Recipe, cached: bool = True) -> Quantized:
-        """Return the rows of all these weights as operands of FP8 GEMMs, and their columns."""
-        if not cached:
-            return quantize_weights([weight.detach() for weight in weights], recipe)
-        if self._cached is not None and any(weight not in self._cached for weight in weights):
-            return self.quantized(weights, recipe, cached=False)
-        key = (recipe, tuple(map(id, weights)))
+    def quantized(
+        self, weights: Weights, recipe: Recipe, transposed: bool = False, *, cached: bool = True
+    ) -> Quantized:
+        """Return all these weights as operands of FP8 GEMMs (`quantize_weights`)."""
+        known = self._cached is None or all(weight in self._cached for weight in weights)
+        if not cached or not known:
+            return quantize_weights([weight.detach() for weight in weights], recipe, transposed)
+        key = (recipe, transposed, tuple(map(id, weights)))
         group = self._groups.get(key)
         if not isinstance(group, _Fp8Group) or not group.fits(weights, DTYPES[E4M3]):
-            group = _Fp8Group(weights, recipe)
+            group = _Fp8Group(weights, recipe, transposed)
             self._create(key, group)
         group.update(weights)
         assert group.operands is not None
@@ -183,7 +185,7 @@ class WeightCopies:
     def _index(self) -> None:
         """Update the positions of the weights in the groups."""
         self._positions.clear()
-        for (_, owners), group in self._groups.items():
+        for (*_, owners), group in self._groups.items():
             for index, owner in enumerate(owners):
                 self._positions.setdefault(owner, []).append(_Position(group, index))
 
@@ -223,10 +225,13 @@ class _Group:
         rows = [weight.shape[0] for weight in weights]
         # The first caller may run in inference mode, and training cannot save inference tensors.
         with torch.inference_mode(False):
-            self.padded = _with_zeros_at_end(weights[0], sum(rows), dtype)
-            self.concatenated = self.padded[: sum(rows)]
+            self.concatenated = self._allocate(sum(rows), weights[0], dtype)
             self.rows: Sequence[Tensor] = torch.split(self.concatenated, rows)
         self._versions: list[_Version | None] = [None] * len(weights)
+
+    def _allocate(self, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        self.padded = _with_zeros_at_end(like, rows, dtype)
+        return self.padded[:rows]
 
     def weights(self) -> Weights | None:
         """Return the weights of this group; None if one has been freed."""
@@ -270,22 +275,30 @@ class _Group:
 
 
 class _Fp8Group(_Group):
-    """Weights in FP8: `concatenated` has their rows, `columns` is transposed."""
+    """Weights in FP8, as operands of the GEMMs that read them."""
 
     is_narrow = False
 
-    def __init__(self, weights: Weights, recipe: Recipe) -> None:
+    def __init__(self, weights: Weights, recipe: Recipe, transposed: bool) -> None:
+        self._recipe, self._transposed = recipe, transposed
         super().__init__(weights, DTYPES[E4M3])
-        self._recipe = recipe
-        with torch.inference_mode(False):
-            self._columns = self.concatenated.new_empty(self.concatenated.shape[::-1])
         self.operands: Quantized | None = None
+
+    def _allocate(self, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        both = not self._recipe.one_scale
+        out = torch.empty(rows, *like.shape[1:], device=like.device, dtype=dtype)
+        self._rows = None if self._transposed and not both else out
+        self._columns = out.new_empty(out.shape[::-1]) if self._transposed or both else None
+        if self._rows is None and self._columns is not None:
+            # Same shape, without the rows.
+            return self._columns.T
+        return out
 
     def _copy(self, weights: Weights) -> None:
         # Training cannot save scales that were created in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.operands = quantize_weights(
-                weights, self._recipe, self.concatenated, self._columns
+                weights, self._recipe, self._transposed, self._rows, self._columns
             )
 
 

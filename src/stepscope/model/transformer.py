@@ -173,6 +173,13 @@ class TransformerLM(nn.Module):
             layers.name(self.named_parameters())
         self.copies.fp8 = layers
 
+    @property
+    def needs_full_weights(self) -> str:
+        """Reason why `FSDP` cannot shard the model; empty if it can."""
+        if not self.fused_projections:
+            return ""
+        return f"fused projections{' in FP8' if self.copies.fp8 else ''} read full weights"
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerLM:
         """Move the model; the layers in FP8 then have new parameters."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ error names the rank and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
 torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward
-pass.
+pass. A module with a text as its attribute `needs_full_weights` is rejected for that reason.
 
 Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
 function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
@@ -266,6 +266,11 @@ class FSDP(NotCopied, nn.Module):
 def _refuse_unsupported(module: nn.Module) -> None:
     refuse_sparse_gradients(module)
     for name, inner in module.named_modules():
+        if reason := getattr(inner, "needs_full_weights", ""):
+            raise ParallelError(
+                f"the weights of {name or 'the module'} cannot be sharded: {reason}",
+                "use DDP, or ShardedOptimizer to shard the optimizer state",
+            )
         if isinstance(inner, nn.MultiheadAttention | nn.RNNBase):
             raise ParallelError(
                 f"{name or 'the module'} is a {type(inner).__name__}, which does not read its"

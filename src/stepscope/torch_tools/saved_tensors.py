@@ -1,8 +1,10 @@
-"""Hooks on the tensors that autograd saves, as gradient checkpointing and offloading set them."""
+"""Tensors that autograd saves for backward: hooks on them, as gradient checkpointing and offloading
+set, and outputs that the operation which computed them saves."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -12,3 +14,15 @@ def saved_tensors_are_hooked() -> bool:
     except (AttributeError, TypeError):
         return True
     return hooks is not None
+
+
+def is_saved_output(x: Tensor) -> bool:
+    """Return whether the operation that computed a tensor, or the tensor of which it is a view,
+    saves it for its own backward pass, as attention does. Such an autograd Function has the class
+    attribute `saves_output`; torch's own nodes list what they save."""
+    if torch.compiler.is_compiling():
+        return False
+    node = (x if x._base is None else x._base).grad_fn
+    if getattr(getattr(node, "_forward_cls", None), "saves_output", False):
+        return True
+    return any(hasattr(node, name) for name in ("_raw_saved_output", "_raw_saved_result"))

@@ -73,6 +73,9 @@ class _Linear:
         """Return why the original runs. Other parameters are those of a parametrization or of a
         sharded model."""
         if module.weight is not self._weight:
+            if self._copies.fp8 is not None:
+                why = "its weight was replaced, as FSDP does with gathered ones"
+                self._copies.fp8.left(self._weight, why)
             return "its weight was exchanged"
         if len(args) != 1 or kwargs:
             return "it is called with other arguments than a tensor"

@@ -22,6 +22,7 @@ from stepscope.analysis.advice.facts import (
     Runs,
 )
 from stepscope.analysis.advice.timeline import with_launch_time
+from stepscope.analysis.kernels.matmuls import FP8
 from stepscope.analysis.kernels.names import FILL
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import KernelRow, Summary
@@ -36,7 +37,7 @@ from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.setting import Setting
 
-_DTYPES = ("float32", "tf32", "float16", "bfloat16")
+_DTYPES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 _UNITS = {
     "FP32 cores": "float32",
     "TF32 tensor cores": "tf32",
@@ -104,6 +105,7 @@ def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[s
         **_optimizer(watched.case.optimizer, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
+        **_linear_layers(summary),
         pieces=None if pieces is None else piece_work(pieces, summary, attention),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
@@ -168,6 +170,7 @@ def facts_of_trace(summary: Summary, host: float = 1.0, ranks: int = 1, sent: in
         optimizer_name=summary.optimizers[0] if len(summary.optimizers) == 1 else "",
         fused_optimizer=summary.fused_update,
         block_list=block_list(summary),
+        **_linear_layers(summary),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
         exposed_ms=summary.class_ms("communication"),
@@ -270,6 +273,20 @@ def _matmul_dtype(reported: str, summary: Summary, setting: Setting | None) -> s
         return max(by_dtype, key=lambda name: by_dtype[name])
     short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
     return "tf32" if reported == "float32" and short else reported
+
+
+def _linear_layers(summary: Summary) -> dict[str, Any]:
+    """Time and number of the matmuls of linear layers in repeated blocks, in the forward pass."""
+    found = [
+        use
+        for use in summary.uses
+        if use.kind == "matmul" and use.role == "forward" and "*" in use.module
+    ]
+    return {
+        "linear_ms": sum(use.ms for use in found),
+        "linear_matmuls": sum(use.count for use in found),
+        "uses_fp8": any(row.unit == FP8 for row in summary.kernels),
+    }
 
 
 def _by_autocast(reported: str, setting: Setting | None, dtype: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.accelerate import accelerate, replaceable
-from stepscope.acceleration.report import Report
+from stepscope.acceleration.report import FP8, Report
 from stepscope.analysis.advice.pieces import (
     ACCELERATE,
     GROUPS,
@@ -19,22 +19,24 @@ from stepscope.analysis.advice.pieces import (
 
 
 def accelerated_groups(settings: Mapping[str, str]) -> list[str]:
-    """Return the pieces that the settings ask of `accelerate`."""
+    """Return the pieces that the settings ask of `accelerate`: all of them for FP8."""
+    if settings.get("dtype") == FP8:
+        return list(GROUPS)
     return [group for group in GROUPS if settings.get(group) == ACCELERATE]
 
 
 class Acceleration:
     """The wanted pieces of `accelerate`, in every model of a program."""
 
-    def __init__(self, groups: Sequence[str]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[str], dtype: str | None = None) -> None:
+        self._groups, self._dtype = groups, dtype
         self._reports: list[Report] = []
         self._fused: list[Any] = []
 
     def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
         exclude = excluded_pieces(replaceable(model), self._groups)
         optimizer = self._optimizer_of(model, optimizers) if OPTIMIZER in self._groups else None
-        self._reports.append(accelerate(model, optimizer, exclude=exclude))
+        self._reports.append(accelerate(model, optimizer, exclude=exclude, dtype=self._dtype))
 
     def _optimizer_of(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> Any:
         """Return the first optimizer of the model's parameters that is not fused yet."""
@@ -48,7 +50,13 @@ class Acceleration:
         return None
 
     def without_effect(self) -> str | None:
-        """Return why nothing was replaced; None if something was."""
+        """Return why nothing was replaced, or runs in FP8; None if something does."""
+        if self._dtype == FP8:
+            layers = [one.fp8.decisions for one in self._reports if one.fp8 is not None]
+            reasons = [reason for decisions in layers for reason in decisions.values()]
+            if None in reasons:
+                return None
+            return f"no layer runs in FP8: {reasons[0] if reasons else 'none was called'}"
         if any(report.replaced or report.notes for report in self._reports):
             return None
         left = [

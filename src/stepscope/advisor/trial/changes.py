@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
+from stepscope.acceleration.report import FP8
 from stepscope.advisor.trial import loop
 from stepscope.advisor.trial.accelerated import Acceleration, accelerated_groups
 from stepscope.advisor.trial.backwards import Backwards
@@ -47,7 +48,8 @@ class Changes:
         fuses = settings.get("attention") == "fused"
         self._attention = one_kernel_attention() if fuses else None
         self._groups = accelerated_groups(settings)
-        self._acceleration = Acceleration(self._groups)
+        self._in_fp8 = settings.get("dtype") == FP8
+        self._acceleration = Acceleration(self._groups, FP8 if self._in_fp8 else None)
         self._loop = LoopStep(self._paused) if STEP in settings else None
         self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
@@ -128,7 +130,7 @@ class Changes:
         """Settings that had no effect in the steps so far, with the reason if it is known here."""
         counted = {*_EARLY, "batch", "checkpoint", "compile", "optimizer"} & set(self._settings)
         counted -= set(self._groups)
-        if self._settings.get("dtype", "tf32") != "tf32":
+        if self._settings.get("dtype", "tf32") not in ("tf32", FP8):
             counted.add("dtype")
         missing = {name: "" for name in sorted(counted) if not self._applied[name]}
         if self._attention is not None and not self._attention.substituted:

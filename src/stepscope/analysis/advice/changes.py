@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from stepscope.analysis.advice import dtypes, loop, memory, pieces, ranks, work
+from stepscope.analysis.advice import dtypes, fp8, loop, memory, pieces, ranks, work
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import (
@@ -33,7 +33,7 @@ __all__ = [
     "without_ranks",
 ]
 
-RULES = (dtypes, work, pieces, loop, memory, ranks)
+RULES = (dtypes, fp8, work, pieces, loop, memory, ranks)
 
 
 _ALWAYS_LISTED = ("fused-attention", "attention-fast-path")

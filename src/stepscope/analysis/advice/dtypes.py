@@ -38,7 +38,7 @@ def with_faster_matmuls(facts: Facts, to: str) -> Facts | None:
         # PyTorch allows TF32 in convolutions by default.
         faster[CONVOLUTION] = min(1.0, facts.rates.get("tf32", now) / then)
     changed = facts.with_work(lambda work: work.scaled(faster))
-    return replace(changed, dtype=to)
+    return replace(changed, dtype=to, linear_ms=facts.linear_ms * now / then)
 
 
 @rule("tf32", "TF32 matmuls (tensor cores for float32)")
@@ -64,7 +64,7 @@ def _tf32(facts: Facts) -> Prediction | str:
 
 
 @rule("bfloat16", "bfloat16 autocast")
-def _bfloat16(facts: Facts) -> Prediction | str:
+def bfloat16(facts: Facts) -> Prediction | str:
     if facts.dtype not in ("float32", "tf32"):
         return f"the matmuls are in {facts.dtype} already"
     after = with_faster_matmuls(facts, "bfloat16")

@@ -163,6 +163,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of repeated blocks: entries of a ModuleList."""
     block_list: str = ""
     """The path of that ModuleList below the model, such as `transformer.h`; empty if unknown."""
+    linear_ms: float = 0.0
+    """Device time of the matmuls of linear layers in repeated blocks, in the forward pass."""
+    linear_matmuls: float = 0.0
+    """Number of these matmuls, in all micro-batches."""
+    uses_fp8: bool = False
+    """Matmuls run in FP8."""
     pieces: tuple[PieceWork, ...] | None = None
     """What `stepscope.accelerate` would replace; None if it is not recorded."""
     loss_ms: float = 0.0
@@ -258,6 +264,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             scaled,
             cleared_ms=factor * self.cleared_ms,
             loss_ms=factor * self.loss_ms,
+            linear_ms=factor * self.linear_ms,
             exposed_ms=factor * self.exposed_ms,
             pieces=None
             if self.pieces is None

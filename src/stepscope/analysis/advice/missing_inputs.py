@@ -15,7 +15,7 @@ from stepscope.analysis.advice.changes import predictions
 from stepscope.analysis.advice.facts import Facts
 
 RATES, BANDWIDTH, MEMORY = "matmul rates", "memory bandwidth", "memory ledger"
-_SLOW_TO_FAST = {"float32": 1.0, "tf32": 2.0, "bfloat16": 4.0, "float16": 4.0}
+_SLOW_TO_FAST = {"float32": 1.0, "tf32": 2.0, "bfloat16": 4.0, "float16": 4.0, "fp8": 8.0}
 _FAST_TO_SLOW = {name: 1 / rate for name, rate in _SLOW_TO_FAST.items()}
 
 

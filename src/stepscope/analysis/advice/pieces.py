@@ -46,8 +46,8 @@ _WORDS = {
 """Words in the names of pieces."""
 _WEIGHTS = {LINEAR: 1, MLP: 3, ATTENTION: 4}
 """Linear layers of a module of these pieces, whose casts are cached."""
-_IN_BLOCKS = (NORM, MLP, LINEAR, ATTENTION)
-_COMPILED = "the model is compiled: torch.compile traces the original layers"
+IN_BLOCKS = (NORM, MLP, LINEAR, ATTENTION)
+COMPILED = "the model is compiled: torch.compile traces the original layers"
 _NOTHING = "stepscope.accelerate replaces no such part of this model"
 _NO_LOSS = "no cross-entropy loss is traced"
 _ON_CPU = "on a CPU the replaced layers run in plain PyTorch"
@@ -97,7 +97,7 @@ def _with_fused(facts: Facts, pieces: Sequence[PieceWork]) -> Facts:
         facts,
         phases=tuple(map(fused, facts.phases)),
         pieces=tuple(one for one in facts.pieces or () if one not in pieces),
-        accelerated=facts.accelerated or any(group_of(p.piece) in _IN_BLOCKS for p in pieces),
+        accelerated=facts.accelerated or any(group_of(p.piece) in IN_BLOCKS for p in pieces),
     )
 
 
@@ -208,8 +208,8 @@ def _not_applicable(facts: Facts, groups: Sequence[str]) -> str | None:
     """Return why `accelerate` cannot be predicted for the step; None if it can."""
     if facts.pieces is None:
         return ""
-    if facts.compiled and set(groups) & {*_IN_BLOCKS}:
-        return _COMPILED
+    if facts.compiled and set(groups) & {*IN_BLOCKS}:
+        return COMPILED
     return None
 
 
@@ -251,7 +251,7 @@ def _one(
         risk=_NUMERICS,
         lines=(_call(facts, [group]),),
         setting={group: ACCELERATE},
-        excludes=("compile",) if group in _IN_BLOCKS else (),
+        excludes=("compile",) if group in IN_BLOCKS else (),
     )
     return Prediction(advice, after)
 
@@ -384,7 +384,8 @@ def _paying(facts: Facts) -> tuple[list[str], Facts]:
     return groups, facts
 
 
-def _whole(facts: Facts) -> tuple[list[str], Facts] | str:
+def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | str:
+    """Return the pieces that `accelerate` is advised for, and the step with them; or why none."""
     if (reason := _not_applicable(facts, GROUPS)) is not None:
         return reason
     groups, after = _paying(facts)
@@ -411,7 +412,7 @@ def _parts(groups: Sequence[str]) -> str:
 
 @rule("accelerate", "stepscope.accelerate (fused layers, loss and optimizer)")
 def _accelerate(facts: Facts) -> Prediction | str:
-    whole = _whole(facts)
+    whole = with_all_pieces(facts)
     if isinstance(whole, str):
         return whole
     groups, after = whole
@@ -427,7 +428,7 @@ def _accelerate(facts: Facts) -> Prediction | str:
         risk=_NUMERICS,
         lines=("import stepscope", _call(facts, groups)),
         setting=dict.fromkeys(groups, ACCELERATE),
-        excludes=("compile",) if set(groups) & {*_IN_BLOCKS} else (),
+        excludes=("compile",) if set(groups) & {*IN_BLOCKS} else (),
     )
     return Prediction(advice, after)
 
@@ -485,7 +486,7 @@ def _train_step(facts: Facts) -> Prediction | str:
 @rule("accelerate-step", "stepscope.accelerate and TrainStep (fused, as a CUDA graph)")
 def _accelerated_step(facts: Facts) -> Prediction | str:
     """Both together: fused kernels are so short that the host limits the step without a graph."""
-    whole, graph = _whole(facts), _as_graph(facts)
+    whole, graph = with_all_pieces(facts), _as_graph(facts)
     if isinstance(whole, str):
         return whole
     if isinstance(graph, str):
@@ -506,6 +507,6 @@ def _accelerated_step(facts: Facts) -> Prediction | str:
         lines=("import stepscope", _call(facts, groups), *_step_lines(facts)),
         setting=dict.fromkeys(groups, ACCELERATE) | setting if setting else {},
         by_author=by_author,
-        excludes=("compile",) if set(groups) & {*_IN_BLOCKS} else (),
+        excludes=("compile",) if set(groups) & {*IN_BLOCKS} else (),
     )
     return Prediction(advice, after)

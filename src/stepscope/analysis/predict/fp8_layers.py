@@ -1,8 +1,8 @@
 """Memory of fused projections in FP8: what the casts create, and what is saved for backward.
 
-A tensor is cast into rows for one GEMM and columns for another, one byte per value each. Layers for
-which FP8 does not pay stay as they are. Scales and partial maxima, a few bytes per row, are left
-out.
+A tensor is cast into rows for one GEMM and columns for another, one byte per value each; weights
+are transposed in the backward pass. Layers for which FP8 does not pay stay as they are. Scales and
+partial maxima, a few bytes per row, are left out.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ class Fp8ProjectionLayers(FusedProjectionLayers):
         rows = sum(weight.elements for weight in weights) // d
         if not self._takes(d, rows):
             return super().matmul(x, weights)
-        copies = self._quantized(weights)
+        copy = self._quantized(weights)
         elements, read_elements = read.elements // d * rows, read.elements
-        recomputes = x.unit is not None
         cast_rows = ops.new(read_elements)
-        columns = None if recomputes else ops.new(read_elements)
+        # Unit rows of a norm are saved anyway, and so is the output of attention.
+        source = x.unit or (read.buffer if read.buffer.saved_as else None)
+        kept = source or ops.new(read_elements)
         out = ops.new(elements * width)
         del cast_rows
+        from_unit, from_source = x.unit is not None, source is not None
 
         def rule(_: Buffer) -> list[Buffer | None]:
             casts = [ops.new(elements) for _ in range(2)]
+            transposed = ops.new(copy.requested)
             grad_x = ops.new(read_elements * width)
-            restored = self._restored(recomputes, read_elements, width)
+            del transposed
+            columns = self._cast_again(from_unit, read_elements, width) if from_source else None
             grads = self._weight_gradients(weights, width)
-            del casts, restored
+            del casts, columns
             return [grad_x, *grads]
 
-        kept = x.unit if columns is None else columns
-        assert kept is not None
         return ops.tape.operator(
-            "matmul", out, elements, width, (read, *weights), rule, (kept, *copies)
+            "matmul", out, elements, width, (read, *weights), rule, (kept, copy)
         )
 
     def _fused_feed_forward(self, x: Normed, w1: Value, w3: Value, w2: Value, policy: str) -> Value:
@@ -56,42 +58,52 @@ class Fp8ProjectionLayers(FusedProjectionLayers):
             return super()._fused_feed_forward(x, w1, w3, w2, policy)
         first, second = self._quantized((w1, w3)), self._quantized((w2,))
         elements, width, hidden = read.elements, read.width, shape.tokens * shape.d_ff
-        recomputes = x.unit is not None
+        recomputes = policy == INPUTS
+        from_unit = x.unit is not None
         cast_rows = ops.new(elements)
-        columns = None if recomputes else ops.new(elements)
+        # Rows serve the recomputed matmul, and transposed the gradient of the weights.
+        kept = x.unit or (cast_rows if recomputes else ops.new(elements))
         gates, gated = ops.new(2 * hidden * width), ops.new(hidden * width)
         gated_rows = ops.new(hidden)
         gated_columns = ops.new(hidden) if policy == ALL else None
         out = ops.new(elements * width)
-        kept = x.unit if columns is None else columns
-        assert kept is not None
-        of_gates = (cast_rows,) if policy == INPUTS else (gates,)
-        saved = (kept, *of_gates, *(() if gated_columns is None else (gated_columns,)))
-        del cast_rows, columns, gates, gated, gated_rows, gated_columns, of_gates
+        saved = [kept, first, second]
+        saved += [] if recomputes else [gates]
+        saved += [] if gated_columns is None else [gated_columns]
+        del cast_rows, kept, gates, gated, gated_rows, gated_columns
 
         def rule(_: Buffer) -> list[Buffer | None]:
             casts = [ops.new(elements) for _ in range(2)]
+            transposed = ops.new(second.requested)
             grad_gated = ops.new(hidden * width)
-            again = ops.new(2 * hidden * width) if policy == INPUTS else None
+            del transposed
+            columns = again = None
+            if recomputes:
+                # The rows, and the columns for the gradient of the weights.
+                rows = self._cast_again(from_unit, elements, width) if from_unit else None
+                columns = ops.new(elements)
+                again = ops.new(2 * hidden * width)
+                del rows
             gated = ops.new(hidden * width) if policy != ALL else None
             grad_gates = again or ops.new(2 * hidden * width)
-            casts += [ops.new(2 * hidden) for _ in range(2)]
-            grad_x = ops.new(elements * width)
-            casts += [ops.new(hidden)] if policy != ALL else []
+            del again, grad_gated
+            gated_columns = ops.new(hidden) if policy != ALL else None
+            del gated
             of_second = self._weight_gradients((w2,), width)
-            restored = self._restored(recomputes, elements, width)
+            del casts, gated_columns
+            rows, casts = ops.new(2 * hidden), [ops.new(2 * hidden)]
+            del grad_gates
+            transposed = ops.new(first.requested)
+            grad_x = ops.new(elements * width)
+            del rows, transposed
+            if columns is None and from_unit:
+                columns = self._cast_again(from_unit, elements, width)
             of_first = self._weight_gradients((w1, w3), width)
-            del casts, grad_gated, again, gated, grad_gates, restored
+            del casts, columns
             return [grad_x, *of_first, *of_second]
 
         return ops.tape.operator(
-            "feed-forward",
-            out,
-            elements,
-            width,
-            (read, w1, w3, w2),
-            rule,
-            (*saved, *first, *second),
+            "feed-forward", out, elements, width, (read, w1, w3, w2), rule, saved
         )
 
     def _takes(self, d_in: int, d_out: int) -> bool:
@@ -100,17 +112,18 @@ class Fp8ProjectionLayers(FusedProjectionLayers):
         refused = shape_refused(tokens, d_in, d_out)
         return refused is None and choice.not_worth_it(tokens, d_in, d_out, DEFAULT) is None
 
-    def _quantized(self, weights: Sequence[Value]) -> tuple[Buffer, ...]:
-        """Return the rows and columns of weights in FP8, cached from step to step."""
+    def _quantized(self, weights: Sequence[Value]) -> Buffer:
+        """Return the rows of weights in FP8, cached from step to step."""
         key = tuple(map(id, weights))
         if key not in self._copies:
             size = sum(weight.elements for weight in weights)
-            memory = self.ops.tape.memory
-            self._copies[key] = tuple(memory.buffer(size, WEIGHT_COPIES) for _ in range(2))
-        return self._copies[key]
+            self._copies[key] = (self.ops.tape.memory.buffer(size, WEIGHT_COPIES),)
+        return self._copies[key][0]
 
-    def _restored(self, recomputes: bool, elements: int, width: int) -> list[Buffer]:
-        """Return what a saved norm is restored to: the input, and its columns in FP8."""
-        if not recomputes:
-            return []
-        return [self.ops.new(elements * width), self.ops.new(elements)]
+    def _cast_again(self, from_unit: bool, elements: int, width: int) -> Buffer:
+        """Return an input in FP8, cast from what another operation has saved: unit rows, which are
+        multiplied by the norm's weight first, or the input itself."""
+        restored = self.ops.new(elements * width) if from_unit else None
+        out = self.ops.new(elements)
+        del restored
+        return out

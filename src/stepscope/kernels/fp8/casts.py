@@ -163,27 +163,36 @@ def _pair(
 def quantize_weights(
     weights: Sequence[Tensor],  # each (rows, d)
     recipe: Recipe,
+    transposed: bool = False,
     rows: Tensor | None = None,  # (all rows, d), float8
     columns: Tensor | None = None,  # (d, all rows), float8
 ) -> Quantized:
-    """Cast weights that one GEMM reads side by side, with one scale for all of them where the
-    recipe has one per tensor. `rows` and `columns` are where the kernels write them."""
-    if len(weights) == 1 or not recipe.one_scale or not kernels_take(*weights):
+    """Cast weights that one GEMM reads side by side. Where the recipe has one scale per tensor, all
+    of them have the same, and only the operand of the forward GEMM is returned: the rows, or the
+    columns of a single weight that is stored transposed. `rows` and `columns` are where the kernels
+    write them."""
+    both = not recipe.one_scale
+    if len(weights) == 1 or both or not kernels_take(*weights):
         joined = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-        return quantize(joined, E4M3, _current(recipe), out_rows=rows, out_columns=columns)
+        return quantize(
+            joined,
+            E4M3,
+            _current(recipe),
+            rows=both or not transposed,
+            columns=both or transposed,
+            out_rows=rows,
+            out_columns=columns,
+        )
     from stepscope.kernels.triton import fp8
 
     total, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     rows = fp8.empty((total, width), weights[0], E4M3) if rows is None else rows
-    columns = fp8.empty((width, total), weights[0], E4M3) if columns is None else columns
     weights = [weight.contiguous() for weight in weights]
     used = fp8.scale(torch.cat([fp8.amax(weight)[0] for weight in weights]), E4M3)
-    start = 0
-    for weight in weights:
-        end = start + weight.shape[0]
-        fp8.cast(weight, rows[start:end], columns[:, start:end], E4M3, TENSORWISE, used.scale)
-        start = end
-    return _pair(rows, used.inverse, columns, used.inverse, used.scale)
+    parts = torch.split(rows, [weight.shape[0] for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        fp8.cast(weight, part, None, E4M3, TENSORWISE, used.scale)
+    return Quantized((rows, used.inverse), None, used.scale)
 
 
 def _current(recipe: Recipe) -> Recipe:

@@ -56,9 +56,12 @@ def estimate(tokens: int, d_in: int, d_out: int, recipe: Recipe, rates: Rates = 
     copies = 1 if recipe.weight_gradient == BF16 else 2
     moved = tokens * (d_in + d_out) * (passes * _ACTIVATION_BYTES + copies)
     weight_passes = 1 if recipe.scaling == BLOCKWISE else 2
-    # Both copies; the copy in bf16 that they replace is written by the fused update.
-    moved += d_in * d_out * (weight_passes * _WEIGHT_BYTES + 2 - _ACTIVATION_BYTES)
+    # With one scale, one copy, which the backward pass reads and writes transposed; else both in
+    # one pass. The copy in bf16 that they replace is written by the fused update.
+    copied = 3 if recipe.one_scale else 2
+    moved += d_in * d_out * (weight_passes * _WEIGHT_BYTES + copied - _ACTIVATION_BYTES)
     kernels = 3 * (1 if recipe.scaling == BLOCKWISE else 2 if recipe.scaling == DELAYED else 3)
+    kernels += int(recipe.one_scale)
     return Estimate(
         3 * flops / rates.bf16_flops, gemms, moved / rates.bandwidth + kernels * rates.launch_s
     )

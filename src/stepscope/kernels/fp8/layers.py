@@ -13,7 +13,7 @@ from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.casts import Histories, Quantized
 from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
-from stepscope.kernels.fp8.linear import Layer, apply
+from stepscope.kernels.fp8.linear import apply
 from stepscope.kernels.fp8.recipe import (
     DELAYED,
     Recipe,
@@ -21,6 +21,7 @@ from stepscope.kernels.fp8.recipe import (
     shape_refused,
     unavailable,
 )
+from stepscope.kernels.fp8.saved import Layer
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 
@@ -71,6 +72,10 @@ class Fp8Layers:
     def keep(self, weight: Tensor, reason: str) -> None:
         """Leave the layers that read this weight in the matmul dtype."""
         self._kept[weight] = reason
+
+    def left(self, weight: Tensor, reason: str) -> None:
+        """Record that a layer with this weight ran without FP8."""
+        self._decide((weight,), reason)
 
     def override(self, pattern: str, recipe: Recipe | str | None) -> None:
         """Use another recipe for layers whose weights' names match, or None for no FP8, whatever
@@ -128,7 +133,7 @@ class Fp8Layers:
         if not self._takes(weights, read, transposed):
             return None
         layer = self._layer(weights, transposed)
-        operands = self._operands(weights, layer.recipe, copies)
+        operands = self._operands(weights, layer, copies)
         normed = x if isinstance(x, Normed) else None
         return apply(read.to(matmul_dtype(read)), normed, operands, layer, weights, biases)
 
@@ -163,17 +168,18 @@ class Fp8Layers:
             len(biases),
         )
         operands = (
-            self._operands(first, recipe, copies),
-            self._operands((second,), recipe, copies),
+            self._operands(first, settings.first, copies),
+            self._operands((second,), settings.second, copies),
         )
         normed = x if isinstance(x, Normed) else None
         read = read.to(matmul_dtype(read))
         return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
 
-    def _operands(self, weights: Weights, recipe: Recipe, copies: WeightCopies) -> Quantized:
+    def _operands(self, weights: Weights, layer: Layer, copies: WeightCopies) -> Quantized:
         # A weight that a wrapper gathers from several ranks has no name here: it changes without a
         # change of its version.
-        return copies.quantized(weights, recipe, cached=all(w in self._names for w in weights))
+        named = all(weight in self._names for weight in weights)
+        return copies.quantized(weights, layer.recipe, layer.transposed, cached=named)
 
     def _takes(self, weights: Weights, x: Tensor, transposed: bool) -> bool:
         tokens = x.numel() // max(1, x.shape[-1])

@@ -1,15 +1,15 @@
 """Linear layers with FP8 GEMMs in the forward and backward pass.
 
-Operands are cast once and written as rows and as columns. The columns of the input are saved for
-the gradient of the weight, in FP8. Weights come as cached casts (`weight_copies`), so the backward
-pass reads what the forward pass did.
+The input is cast as rows for the forward pass, and as columns, which are saved for the gradient of
+the weight unless they can be restored (`saved`). Weights come as cached casts (`weight_copies`), so
+the backward pass reads what the forward pass did.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.casts import (
-    Histories,
     Operand,
     Quantized,
     quantize,
@@ -26,13 +25,19 @@ from stepscope.kernels.fp8.casts import (
     scaled_mm,
 )
 from stepscope.kernels.fp8.recipe import (
-    BF16,
-    E4M3,
     FP8,
     Recipe,
     recipe_of,
     shape_refused,
     unavailable,
+)
+from stepscope.kernels.fp8.saved import (
+    Layer,
+    LayerInput,
+    restored,
+    save,
+    weight_of_backward,
+    weight_to_save,
 )
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
@@ -81,16 +86,6 @@ def fp8_linear(
     return apply(x.to(dtype), None, operands, layer, (weight,), biases)
 
 
-class Layer(NamedTuple):
-    """Settings of one FP8 layer."""
-
-    recipe: Recipe
-    histories: Histories | None
-    transposed: bool
-    """The weight is stored as (d, rows)."""
-    weights: int
-
-
 def apply(
     x: Tensor,
     normed: Normed | None,
@@ -118,8 +113,7 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         weights, biases = learned[: layer.weights], learned[layer.weights :]
         learns = any(ctx.needs_input_grad[4 : 4 + layer.weights])
-        flat = x.reshape(-1, x.shape[-1])
-        source = InputSource(flat, normed, layer, learns, noted_amax(x))
+        source = LayerInput(x, normed, layer, learns=learns)
         out = scaled_mm(
             source.rows,
             operands.operand(rows=not layer.transposed),
@@ -127,8 +121,8 @@ class _Fp8Linear(torch.autograd.Function):
             layer.recipe.fast(forward=True),
             concatenated(biases, x.dtype),
         )
-        ctx.source = source.saved()
-        ctx.save_for_backward(*operands.operand(rows=layer.transposed), *ctx.source.take_tensors())
+        ctx.source = source.saved
+        save(ctx, weight_to_save(operands, layer), source.tensors)
         ctx.learned = WeightGradients(weights, layer.transposed)
         ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
         ctx.layer, ctx.dtype = layer, x.dtype
@@ -138,22 +132,25 @@ class _Fp8Linear(torch.autograd.Function):
     @differentiable_once("an FP8 layer", "a layer in bf16")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: Layer = ctx.layer
-        values, inverse, *saved = ctx.saved_tensors
+        weight, saved = restored(ctx)
         end = 4 + layer.weights
         needed, of_biases = ctx.needs_input_grad[4:end], ctx.needs_input_grad[end:]
         flat = grad.reshape(-1, grad.shape[-1])
-        source = quantized_gradient(
+        of_grad = quantized_gradient(
             flat, layer, ctx.needs_input_grad[0], any(needed), noted_amax(grad)
         )
         grad_x = None
         if ctx.needs_input_grad[0]:
             fast = layer.recipe.fast(forward=False)
-            grad_x = scaled_mm(source.operand(rows=True), (values, inverse), ctx.dtype, fast)
+            grad_x = scaled_mm(
+                of_grad.operand(rows=True), weight_of_backward(weight, layer), ctx.dtype, fast
+            )
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         bias_grads = bias_gradients(flat, ctx.biases, of_biases, take_sums(grad))
-        weight_grads = weight_gradients(
-            ctx.learned, flat, source, ctx.source, saved, layer, ctx.dtype, needed
-        )
+        weight_grads: tuple[Tensor | None, ...] = (None,) * layer.weights
+        if any(needed):
+            x = ctx.source.of_weight_gradient(saved)
+            weight_grads = weight_gradients(ctx.learned, flat, of_grad, x, layer, ctx.dtype)
         return grad_x, None, None, None, *weight_grads, *bias_grads
 
 
@@ -177,99 +174,19 @@ def quantized_gradient(
 
 def weight_gradients(
     learned: WeightGradients,
-    grad: Tensor,
+    grad: Tensor | None,
     of_grad: Quantized,
-    source: SavedSource,
-    saved: Sequence[Tensor],
+    x: Tensor | Operand,
     layer: Layer,
     dtype: torch.dtype,
-    needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a layer's weights from its saved input."""
-    if not any(needed):
-        return (None,) * len(needed)
-    if layer.recipe.weight_gradient == BF16:
-        return learned.gradients(grad, source.restore(saved), needed)
-    x = source.restore_columns(saved)
+    """Return the gradients of a layer's weights from the columns of its input, or with a weight
+    gradient in bf16 from the input, and then from `grad`."""
+    if isinstance(x, Tensor):
+        assert grad is not None
+        return learned.gradients(grad, x, (True,))
     a, b = of_grad.operand(rows=False), x
     if layer.transposed:
         a, b = b, a
     fast = layer.recipe.fast(forward=False)
-    return learned.computed(lambda out: scaled_mm(a, b, out, fast), dtype, needed)
-
-
-class SavedSource:
-    """How the input of a layer is restored in the backward pass, from its saved tensors: the
-    columns in FP8; the tensor itself, for a weight gradient in bf16; or unit rows of a norm, from
-    which either is recomputed."""
-
-    def __init__(self, layer: Layer, tensors: tuple[Tensor, ...], is_unit: bool) -> None:
-        self._layer, self._tensors, self._is_unit = layer, tensors, is_unit
-
-    def take_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors for `save_for_backward`, and keep none of them."""
-        tensors, self._tensors = self._tensors, ()
-        return tensors
-
-    def restore(self, saved: Sequence[Tensor]) -> Tensor:
-        """Return the input in the matmul dtype."""
-        return _from_unit(saved[0], saved[1]) if self._is_unit else saved[0]
-
-    def restore_columns(self, saved: Sequence[Tensor]) -> Operand:
-        if not self._is_unit:
-            return saved[0], saved[1]
-        x = _from_unit(saved[0], saved[1])
-        recipe = self._layer.recipe
-        return quantize(x, E4M3, recipe, rows=False, scale=saved[2]).operand(rows=False)
-
-
-class InputSource:
-    """The cast input of a layer, and what of it is saved."""
-
-    def __init__(
-        self,
-        x: Tensor,  # (tokens, d)
-        normed: Normed | None,
-        layer: Layer,
-        learns: bool,
-        partial: Tensor | None,
-    ) -> None:
-        recipe = layer.recipe
-        self._layer, self._learns, self._x = layer, learns, x
-        self._normed = normed if normed is not None and normed.unit is not None else None
-        if not recipe.one_scale:
-            # Recomputed columns would need another pass for their scales.
-            self._normed = None if recipe.weight_gradient == FP8 else self._normed
-        columns = learns and recipe.weight_gradient == FP8 and self._normed is None
-        self._quantized = quantize(
-            x,
-            E4M3,
-            recipe,
-            columns=columns,
-            partial=partial,
-            history=None if layer.histories is None else layer.histories.x,
-        )
-
-    @property
-    def rows(self) -> Operand:
-        return self._quantized.operand(rows=True)
-
-    def saved(self) -> SavedSource:
-        if not self._learns:
-            return SavedSource(self._layer, (), False)
-        if self._normed is not None:
-            unit, weight = self._normed.unit, self._normed.weight
-            assert unit is not None
-            assert weight is not None
-            scale = self._quantized.scale
-            tensors = (unit, weight) if scale is None else (unit, weight, scale)
-            return SavedSource(self._layer, tensors, True)
-        if self._layer.recipe.weight_gradient == BF16:
-            return SavedSource(self._layer, (self._x,), False)
-        return SavedSource(self._layer, self._quantized.operand(rows=False), False)
-
-
-def _from_unit(unit: Tensor, weight: Tensor) -> Tensor:
-    from stepscope.kernels.triton.norm import scaled
-
-    return scaled(unit, weight).view(-1, unit.shape[-1])
+    return learned.computed(lambda out: scaled_mm(a, b, out, fast), dtype, (True,))

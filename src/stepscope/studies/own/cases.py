@@ -28,7 +28,8 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch: tuple[int, ...] = (8,)
     """Batch sizes passed to make_batch."""
     dtype: tuple[str, ...] = ("float32",)
-    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure; fp8 (bfloat16 autocast
+    with FP8 linear layers, by stepscope.accelerate, on a GPU with FP8) and fp8-pure."""
     compile: tuple[str, ...] = ("no",)
     """torch.compile: no (eager), block (each entry of its ModuleLists separately), model (the full
     model), graphs (the full model, replayed as CUDA graphs)."""
@@ -74,7 +75,7 @@ class OwnStep(Case, frozen=True, kw_only=True):
             ("checkpoint", self.checkpoint, CHECKPOINT),
         ):
             check_known(kind, (value,), known)
-        check_dtype(self.model, self.dtype)
+        check_dtype(self.model, self.dtype, self.compile)
 
     @property
     def key(self) -> str:
@@ -93,6 +94,7 @@ def step_needs(dtype: str | None, compiled: str) -> tuple[str, ...]:
     """Machine features required by a dtype, if one is set, and by a compile setting."""
     return (
         *([] if dtype is None else [precision(dtype).compute]),
+        *(["fp8"] if dtype is not None and precision(dtype).fp8 else []),
         *([] if compiled == "no" else ["compiler"]),
         *(["graph"] if compiled == "graphs" else []),
     )

@@ -18,6 +18,7 @@ from stepscope.studies.training.subject import TrainingStep
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.acceleration.report import Report
     from stepscope.measure.device import Device
 
 
@@ -85,6 +86,23 @@ class UserStep(TrainingStep):
         if shares is not None:
             adopt_moments(self.optimizer, shares.optimizer)
         self.next_batch()
+        self._acceleration = self._use_fp8() if precision(user.dtype).fp8 else None
+
+    def _use_fp8(self) -> Report:
+        """Accelerate the model with FP8 linear layers. Replacements are compared with the original
+        now; a step in which every layer stays in bfloat16 is skipped."""
+        from stepscope.acceleration.accelerate import accelerate
+        from stepscope.kernels.fp8.recipe import unavailable
+
+        if reason := unavailable(self.device.torch_device):
+            raise CaseSkipped(reason)
+        report = accelerate(self.model, self.optimizer, sample=self.batch, dtype="fp8")
+        assert report.fp8 is not None
+        reasons = list(report.fp8.decisions.values())
+        if None not in reasons:
+            why = reasons[0] if reasons else "the model calls no linear layer"
+            raise CaseSkipped(f"no layer would run in FP8: {why}")
+        return report
 
     def compile(self) -> None:
         """Compile the model according to its settings."""
@@ -131,16 +149,20 @@ class UserStep(TrainingStep):
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of one eager step, counted at the dispatcher, which does not see compiled
-        kernels."""
+        """FLOPs of one eager step, counted at the dispatcher, which does not see compiled kernels
+        nor all of the fused ones."""
         import torch
 
         from stepscope.measure.flops import CountingFlops
 
         counting = CountingFlops()
+        if self._acceleration is not None:
+            self._acceleration.undo()
         with torch.compiler.set_stance("force_eager"), counting:
             self.run()
         self.reset()
+        if self._acceleration is not None:
+            self._acceleration = self._use_fp8()
         return counting.counted.total
 
     def _forward(self) -> None:

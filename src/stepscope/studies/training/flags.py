@@ -40,7 +40,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
     residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
     weights with float32 master weights); with --fused-projections on a GPU with FP8: fp8,
-    fp8-stream and fp8-pure (the same with the linear layers of the blocks in FP8)."""
+    fp8-stream and fp8-pure (the same with the linear layers of the blocks in FP8). With --model,
+    fp8 and fp8-pure are those of stepscope.accelerate."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's), … (see `list attentions`)."""
     compile: tuple[str, ...] = ("no",)

@@ -18,18 +18,18 @@ def check_name(name: str) -> str:
     return name.replace(":", ".")
 
 
-def check_dtype(name: str, dtype: str) -> None:
-    """Reject dtypes that only the built-in models support."""
+def check_dtype(name: str, dtype: str, compiled: str = "no") -> None:
+    """Reject dtypes that only the built-in models support, and FP8 for a compiled model."""
     policy = precision(dtype)
-    if policy.fp8:
+    if policy.fp8 and compiled != "no":
         raise UsageError(
-            f"{name} does not run in {dtype}",
-            "FP8 runs in the fused projections of the built-in models: use bfloat16, and"
-            " `stepscope run fp8 --model` for its numerics in FP8",
+            f"{name} in {dtype} is not compiled: torch.compile traces the original layers, which"
+            " stepscope.accelerate replaces",
+            "leave out one of the two",
         )
     if policy.master or policy.narrow_stream:
         raise UsageError(
             f"{name} does not run in {dtype}",
             "a user's model has no master weights and defines its own residual stream:"
-            " use bfloat16 or bfloat16-pure",
+            " use bfloat16 or bfloat16-pure, or fp8 or fp8-pure",
         )

@@ -89,7 +89,7 @@ class Workload(Case, frozen=True, kw_only=True):
                     f"{self.own} has no segments of checkpoint={self.checkpoint}",
                     "a user's model supports --checkpoint no or 1",
                 )
-            check_dtype(self.own, self.dtype)
+            check_dtype(self.own, self.dtype, self.compile)
         self.segment_sizes()
         self._check_layer_options()
 
@@ -98,7 +98,7 @@ class Workload(Case, frozen=True, kw_only=True):
             raise UsageError(f"{self.optimizer} is for the built-in models", "use stepscope-fused")
         self.kept()
         check_layer_options(self.fused, self.fused_projections, self.activation_policy)
-        if precision(self.dtype).fp8 and not self.fused_projections:
+        if precision(self.dtype).fp8 and not (self.own or self.fused_projections):
             raise UsageError(
                 f"{self.dtype} runs the fused projections in FP8",
                 "add --fused --fused-projections",
