@@ -101,7 +101,7 @@ class WeightCopies:
     def narrow_padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what matmuls in that dtype read, padded by rows of zeros to a multiple of 16."""
         narrow = self.narrow((weight,), dtype)[0]
-        group = self._groups.get((None, (id(weight),)))
+        group = self._groups.get((None, False, (id(weight),)))
         if group is not None and group.concatenated is narrow:
             return group.padded
         return with_padded_rows(narrow, dtype)
