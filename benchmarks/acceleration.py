@@ -71,39 +71,24 @@ class Row(NamedTuple):
     tiny: Shape = Shape(2, 16, 64)
 
 
-def llama(**sizes: int) -> Callable[[bool], nn.Module]:
+def decoder(name: str, **sizes: int) -> Callable[[bool], nn.Module]:
+    """Return what creates a decoder of transformers; all have the same layers if they are tiny."""
+
     def build(tiny: bool) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
 
         small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
-        config = LlamaConfig(
-            **(small if tiny else sizes),
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            use_cache=False,
-            attn_implementation="sdpa",
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+                 **{option: 8 for option in ("head_dim", "sliding_window") if option in sizes}
+                 }  # fmt: skip
+        options = {"max_position_embeddings": 4096} | (small if tiny else sizes)
+        config = getattr(transformers, f"{name}Config")(
+            **options, tie_word_embeddings=True, use_cache=False
         )
-        return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+        return model
 
     return build
-
-
-def qwen2(tiny: bool) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = (
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
-        if tiny
-        else {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-              "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936}
-    )  # fmt: skip
-    config = Qwen2Config(
-        **sizes, max_position_embeddings=4096, tie_word_embeddings=True, use_cache=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)  # type: ignore[no-any-return]
 
 
 def gpt2(tiny: bool) -> nn.Module:
@@ -144,14 +129,27 @@ def own_config(size: str, tiny: bool) -> Any:
     return with_overrides(find_size(size), context=512)
 
 
-LLAMA_1B = llama(
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+LLAMA_1B = decoder(
+    "Llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
     num_key_value_heads=8, vocab_size=128_256,
 )  # fmt: skip
-LLAMA_D1024 = llama(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16,
-    num_key_value_heads=8, vocab_size=32_000,
+LLAMA_D1024 = decoder(
+    "Llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
+    num_attention_heads=16, num_key_value_heads=8, vocab_size=32_000,
 )  # fmt: skip
+QWEN2 = decoder(
+    "Qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+    num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936,
+)  # fmt: skip
+WINDOWS = {
+    name: decoder(
+        name, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=32_000,
+        sliding_window=1024, max_position_embeddings=8192,
+    )
+    for name in ("Mistral", "Gemma2")
+}  # fmt: skip
+"""Decoders with a sliding window: in every layer, and in every second one with soft-capping."""
 ROWS = {
     row.name: row
     for row in (
@@ -161,7 +159,9 @@ ROWS = {
         Row("own_small", "own", own("small"), Shape(4, 512, 10_000)),
         Row("own_xl", "own", own("xl"), Shape(4, 512, 10_000)),
         Row("gpt2", "hf", gpt2, Shape(8, 1024, 50_257)),
-        Row("qwen2_0.5b", "hf", qwen2, Shape(4, 2048, 151_936)),
+        Row("qwen2_0.5b", "hf", QWEN2, Shape(4, 2048, 151_936)),
+        Row("hf_mistral_window", "hf", WINDOWS["Mistral"], Shape(1, 8192, 32_000)),
+        Row("hf_gemma2", "hf", WINDOWS["Gemma2"], Shape(1, 4096, 32_000)),
         Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
     )
 }

@@ -85,10 +85,10 @@ def _outside(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.view(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         n_embd=256, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=128,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
@@ -101,6 +101,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2": lambda: _decoder("Qwen2", num_key_value_heads=2),
     "qwen3": lambda: _decoder("Qwen3", num_key_value_heads=2, head_dim=64),
     "gemma": lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=64),
+    "mistral, window": lambda: _decoder("Mistral", num_key_value_heads=2, sliding_window=20),
+    "gemma2": lambda: _decoder("Gemma2", num_key_value_heads=2, head_dim=64, sliding_window=20),
     "gpt2": _gpt2,
     "neox": lambda: _decoder("GPTNeoX"),
     "neox, sequential": lambda: _decoder("GPTNeoX", use_parallel_residual=False),
@@ -128,6 +130,8 @@ PIECES = {
     "qwen2": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
     "qwen3": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
     "gemma": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
+    "mistral, window": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
+    "gemma2": {"residual block", "attention", "RMSNorm", "gated MLP"},
     "gpt2": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
     "neox": {"residual block", "LayerNorm", "MLP", "head and loss", "linear"},
     "phi": {"residual block", "LayerNorm", "MLP", "linear"},
@@ -219,6 +223,45 @@ def test_a_captured_decoder_uses_the_causal_flag(
     assert captured == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("mistral, window", [("window",)] * 2),
+        ("gemma2", [("window", "softcap"), ("softcap",)]),
+    ],
+)
+def test_a_captured_decoder_uses_the_rules_of_its_masks(
+    name: str, rules: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepscope.acceleration.pieces import attention
+
+    captured: list[tuple[str, ...]] = []
+    attend = attention.attention
+
+    def recorded(*args: Any, rules: Any = None, **options: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(() if rules is None else rules.names)
+        return attend(*args, rules=rules, **options)
+
+    monkeypatch.setattr(attention, "attention", recorded)
+    losses(name, fused=True, graph="auto")
+    assert captured == rules
+
+
+def test_dropout_has_the_random_numbers_of_the_model() -> None:
+    values = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = _gpt2(0.1).cuda().train()
+        report = stepscope.accelerate(model) if fused else None
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            values.append([float(model(**batch).loss.detach()) for batch in batches(3)])
+    assert report is not None
+    assert len(report.replaced["attention"]) == 2
+    assert values[1] == pytest.approx(values[0], rel=5e-3)
+
+
 def _gradients(name: str, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     model.zero_grad()
     batch = batches(1)[0]
@@ -233,7 +276,20 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma", "gpt2", "phi", "neox", "bert", "vit", "timm", "encoder"]
+    "name",
+    [
+        "llama",
+        "gemma",
+        "gemma2",
+        "mistral, window",
+        "gpt2",
+        "phi",
+        "neox",
+        "bert",
+        "vit",
+        "timm",
+        "encoder",
+    ],
 )
 def test_gradients_of_later_calls(name: str) -> None:
     """From the second call on, the last add of a block is fused with the norm that reads it."""

@@ -26,7 +26,7 @@ from attention_rules import (
     VISIBLE,
     inputs,
 )
-from stepscope.attention import ScoreRules, attention, explain
+from stepscope.attention import ScoreRules, attention, explain, visibility
 from stepscope.attention.cost import pair_flops
 from stepscope.attention.flex import attend_by_rules
 from stepscope.attention.visibility import (
@@ -135,6 +135,30 @@ class TestVisibility:
                 created = key_intervals(rules, lengths)
             assert not created.is_inference()
             assert key_intervals(rules, lengths) is created
+
+    def test_a_capture_uses_and_keeps_what_follows_from_numbers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        capturing = False
+        monkeypatch.setattr(visibility, "is_capturing", lambda: capturing)
+        for name in ("_BY_NUMBERS", "_IN_GRAPHS"):
+            monkeypatch.setattr(visibility, name, {})
+        lengths = Lengths(41, 41, True, None, CPU)
+        window, documents = ScoreRules(window=6), ScoreRules(documents=torch.arange(41) // 9)
+        earlier = [key_intervals(rules, lengths) for rules in (window, documents)]
+        capturing = True
+        assert key_intervals(ScoreRules(window=6), lengths) is earlier[0]
+        # Documents may change between replays; others were not derived before.
+        assert key_intervals(documents, lengths) is not earlier[1]
+        key_intervals(ScoreRules(window=7), lengths)
+        assert [entry[1] for entry in visibility._IN_GRAPHS.values()] == [earlier[0]]
+        assert len(visibility._BY_NUMBERS) == 1
+
+    def test_rules_that_share_their_visible_keys_share_the_intervals(self) -> None:
+        rules, lengths = ScoreRules(documents=RUNS, window=9), Lengths(70, 70, True, None, CPU)
+        changed = rules.with_scores(softcap=3.0, sinks=SINKS)
+        assert changed.names == ("window", "documents", "softcap", "sinks")
+        assert key_intervals(changed, lengths) is key_intervals(rules, lengths)
 
     def test_intervals_of_a_mode_or_a_transform_are_not_kept(self) -> None:
         rules = ScoreRules(window=5)

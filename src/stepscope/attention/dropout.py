@@ -42,10 +42,8 @@ def kept(dropout: float, seeds: Tensor, heads: Tensor, rows: Tensor, keys: Tenso
     """Return where weights are kept, (heads, rows, keys). `heads` are indices over all leading
     dimensions of q; all three are int64 vectors."""
     row, key = rows[:, None], keys[None, :]
-    counter = torch.broadcast_tensors(
-        row & ~(1 << _BIT), key & ~(1 << _BIT), heads[:, None, None], seeds[1] & _WORD
-    )
-    words = _philox([part & _WORD for part in counter], seeds[0])
+    counter = [row & ~(1 << _BIT), key & ~(1 << _BIT), heads[:, None, None], seeds[1] & _WORD]
+    words = _philox(counter, seeds[0])
     of_row, of_key = ((index >> _BIT & 1).bool() for index in (row, key))
     word = torch.where(
         of_key, torch.where(of_row, words[3], words[2]), torch.where(of_row, words[1], words[0])

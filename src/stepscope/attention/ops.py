@@ -391,13 +391,13 @@ def _attend_by_rules(
         of_queries = query_intervals(rules, lengths) if differentiates else None
     seeds = seeds_of(rules, q.device)
     numbers = (None if x is None else float(x) for x in (rules.softcap, rules.dropout))
-    settings = (is_causal, scale, shift, of_keys, of_queries, slopes, sinks, seeds, *numbers)
+    of_rules = (of_keys, of_queries, slopes, sinks, seeds, *numbers)
     direct = _can_launch_directly(q, k, v) and all(
         x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks, seeds)
     )
     if direct and differentiates:
-        return FlashAttentionTriton.attend_as(q, k, v, settings)
-    return _attend(q, k, v, *settings, direct=direct)[0]
+        return FlashAttentionTriton.attend_as(q, k, v, (is_causal, scale, shift, *of_rules))
+    return _attend(q, k, v, is_causal, scale, shift, *of_rules, direct=direct)[0]
 
 
 def refuses(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepscope.attention.masking import BOTTOM_RIGHT
 from stepscope.attention.rules import VISIBILITY
+from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _query_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
 _Made = TypeVar("_Made")
 _BY_NUMBERS: dict[tuple[object, ...], Any] = {}
 _MAX_BY_NUMBERS = 256
+_IN_GRAPHS: dict[tuple[object, ...], Any] = {}
+"""Entries of `_BY_NUMBERS` that CUDA graphs read: they are never freed."""
 
 
 def cached(
@@ -158,18 +161,22 @@ def cached(
     """Return what `create` derives from the rules that hide keys, created once for all layers that
     share the rules.
 
-    Not cached in a trace, a capture, a dispatch mode or a transform. Tensors created while a CUDA
-    graph is captured have no values before the first replay, and live in the graph's memory; those
-    of a mode or a transform may be fake or wrapped, and useless after it.
+    Nothing is added in a trace, a capture, a dispatch mode or a transform. Tensors created while a
+    CUDA graph is captured have no values before the first replay, and live in the graph's memory;
+    those of a mode or a transform may be fake or wrapped, and useless after it. A capture uses what
+    earlier calls derived from numbers; tensors may change between replays.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or transforms_active()
-        or (lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    ):
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforms_active():
         return create(rules, lengths)
     inputs = [x for which, x in rules.tensors if which in VISIBILITY]
+    by_numbers: tuple[object, ...] = (name, lengths, rules.window, rules.prefix)
+    if is_capturing():
+        earlier = None if inputs else _BY_NUMBERS.get(by_numbers)
+        if earlier is None:
+            return create(rules, lengths)
+        _IN_GRAPHS[by_numbers] = earlier
+        of_earlier: _Made = earlier[1]
+        return of_earlier
     if any(x.is_inference() for x in inputs):
         return create(rules, lengths)
     # An in-place change of a tensor increments its version.
@@ -177,7 +184,7 @@ def cached(
     cache: dict[Any, Any] = rules._cache
     key: tuple[object, ...] = (name, lengths)
     if not inputs:
-        cache, key = _BY_NUMBERS, (name, lengths, rules.window, rules.prefix)
+        cache, key = _BY_NUMBERS, by_numbers
     known, found = cache.get(key, (None, None))
     if known != versions:
         # The first caller may run in inference mode, and a training step cannot save its tensors.
