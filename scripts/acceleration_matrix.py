@@ -126,11 +126,13 @@ class Seq2Seq(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def _timm() -> nn.Module:
-    import timm
+def _timm(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import timm
 
-    model = timm.create_model("vit_tiny_patch16_224", img_size=IMAGE, depth=2, num_classes=CLASSES)
-    return Classifier(model)
+        return Classifier(timm.create_model(name, img_size=IMAGE, depth=2, num_classes=CLASSES))
+
+    return build
 
 
 def _nano_gpt() -> nn.Module:
@@ -166,7 +168,8 @@ FAMILIES = {
         ),
         _images,
     ),
-    "timm ViT": Family("timm", _timm, _images),
+    "timm ViT": Family("timm", _timm("vit_tiny_patch16_224"), _images),
+    "timm ViT, rotary": Family("timm", _timm("vit_small_patch16_rope_224"), _images),
     "nanoGPT-like": Family("torch", _nano_gpt, _pairs),
     "nn.Transformer": Family("torch", Seq2Seq, _pairs),
 }

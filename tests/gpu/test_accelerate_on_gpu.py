@@ -85,9 +85,9 @@ def _outside(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.view(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))
 
 
-def _gpt2(dropout: float = 0.0) -> nn.Module:
+def _gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
-        n_embd=256, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=128,
+        n_embd=256, n_layer=layers, n_head=4, vocab_size=VOCAB, n_positions=128,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     model: nn.Module = transformers.GPT2LMHeadModel(config)
@@ -133,13 +133,14 @@ PIECES = {
     "mistral, window": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
     "gemma2": {"residual block", "attention", "RMSNorm", "gated MLP"},
     "gpt2": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
-    "neox": {"residual block", "LayerNorm", "MLP", "head and loss", "linear"},
-    "phi": {"residual block", "LayerNorm", "MLP", "linear"},
+    "neox": {"residual block", "LayerNorm", "MLP", "head and loss", "attention"},
+    "neox, sequential": {"residual block", "LayerNorm", "MLP", "head and loss", "attention"},
+    "phi": {"residual block", "LayerNorm", "MLP", "attention"},
     "bert": {"residual block", "LayerNorm", "attention", "linear"},
     "vit": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
     "timm": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
     "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
-    "encoder": {"residual block", "LayerNorm", "linear", "embedding"},
+    "encoder": {"residual block", "LayerNorm", "attention", "linear", "embedding"},
 }
 
 
@@ -382,7 +383,9 @@ def _first_step(name: str, fused: bool, calls: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["first call", "second call"])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "timm", "nanogpt"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert", "vit", "timm", "nanogpt", "neox", "neox, sequential", "phi", "encoder"]
+)
 def test_gradients_of_every_parameter(name: str, calls: int) -> None:
     plain, fused = (_first_step(name, accelerate, calls) for accelerate in (False, True))
     assert plain.keys() == fused.keys()
@@ -391,6 +394,23 @@ def test_gradients_of_every_parameter(name: str, calls: int) -> None:
         # That of a key's bias is zero but for rounding.
         size = max(float(gradient.norm()), 1e-3 * largest)
         assert float((fused[parameter] - gradient).norm()) < 5e-2 * size, parameter
+
+
+def test_blocks_have_no_reductions_of_torch() -> None:
+    """Gradients of biases are summed by the kernels that write the gradients which they sum."""
+    counts = []
+    for layers in (2, 4):
+        torch.manual_seed(0)
+        model = _gpt2(layers).cuda().train()
+        stepscope.accelerate(model)
+        for _ in range(2):
+            _gradients("gpt2", model, torch.bfloat16)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            _gradients("gpt2", model, torch.bfloat16)
+            torch.cuda.synchronize()
+        counts.append(sum("reduce_kernel" in event.name for event in profile.events()))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "timm"])

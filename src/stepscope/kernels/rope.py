@@ -22,7 +22,8 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., seq, d
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
     pairs = cos.shape[-1]
     rest = x.shape[-1] - 2 * pairs
-    first, second, *more = x.to(cos.dtype).split([pairs, pairs] + [rest] * (rest > 0), dim=-1)
+    sizes = [pairs, pairs] + [rest] * (rest > 0)
+    first, second, *more = torch.split(x.to(cos.dtype), sizes, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, *more), dim=-1)
     return rotated.to(x.dtype)
 

@@ -158,8 +158,8 @@ def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | Non
 
 def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer:
     """Return the MLP of a layer of `nn.Transformer` as one operation if its activation is known."""
-    kinds = (kind for kind in _OF_TORCH if isinstance(module, kind))
-    if not sublayer.ff_dropout or type(module)._ff_block is not next(kinds)._ff_block:
+    kind: Any = next((kind for kind in _OF_TORCH if isinstance(module, kind)), None)
+    if not sublayer.ff_dropout or type(module)._ff_block is not kind._ff_block:
         return sublayer
     activation = activation_name(module.activation)
     layers = module.linear1, module.linear2

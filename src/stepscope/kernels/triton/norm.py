@@ -336,7 +336,7 @@ def backward(
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
     run_overlapped(saved.device, functools.partial(add_up, partial, grads), partial)
-    parts = iter(grads.split(d))
+    parts = iter(torch.split(grads, d))
     of_weight = next(parts) if learned else None
     of_bias = next(parts) if learned and bias else None
     return grad_sum, grad_branch, of_weight, of_bias, next(parts, None)
