@@ -1,4 +1,4 @@
-"""Check and time the warp-specialized attention forward of `gluon_forward.py`.
+"""Check and time variants of the warp-specialized attention kernels for Hopper.
 
     python benchmarks/gluon_attention.py --out gluon.jsonl      check every variant, then time (GPU)
     python benchmarks/gluon_attention.py --compile              compile for Hopper on any machine
@@ -6,7 +6,7 @@
 
 Every variant is checked in a process of its own that ends itself after `SECONDS` on the GPU: a
 wrong barrier hangs. Variants that agree with float64 are timed, interleaved with cuDNN and the
-library's Triton kernel on the same tensors; one that hangs there is left out and the others are
+library's kernels on the same tensors; one that hangs there is left out and the others are
 timed again. One JSON line per measurement as soon as it is known, and a table at the end. After
 `--seconds` nothing further is started.
 """
@@ -30,8 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from gluon_forward import Variant, compile_for_hopper, forward
 from torch import Tensor
+
+from stepscope.attention import attention
+from stepscope.attention.specialized import Variant
+from stepscope.attention.tiles import tiles
+from stepscope.attention.triton.launch import forced_tiles
+from stepscope.attention.triton.specialized import first_launch
+from stepscope.attention.triton.specialized_forward import compile_for_hopper
 
 DEVICE = "cuda"
 SECONDS = 20
@@ -47,23 +53,29 @@ CLOSE_LSE = 2e-3
 
 VARIANTS: dict[int, dict[str, Variant]] = {
     128: {
-        "128x2": Variant(128, 2),
         "128x3": Variant(128, 3),
-        "128x2 no turns": Variant(128, 2, take_turns=False),
-        "128x2 not persistent": Variant(128, 2, persistent=False),
-        "128x2 by 8 heads": Variant(128, 2, group=8),
-        "64x4": Variant(64, 4),
-        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+        "128x3 by 4 heads": Variant(128, 3, heads=4),
+        "128x3 by 4 heads, no turns": Variant(128, 3, heads=4, take_turns=False),
+        "128x3 by 4 heads, not persistent": Variant(128, 3, heads=4, persistent=False),
+        "128x2 early queries": Variant(128, 2, queries=2),
+        "128x2 early queries by 4 heads": Variant(128, 2, queries=2, heads=4),
+        "128x2 early queries by 16 heads": Variant(128, 2, queries=2, heads=16),
+        "128x2 early queries by 4 heads, no turns": Variant(
+            128, 2, queries=2, heads=4, take_turns=False
+        ),
     },
     64: {
-        "128x3": Variant(128, 3),
-        "128x3 no turns": Variant(128, 3, take_turns=False),
-        "128x3 by 8 heads": Variant(128, 3, group=8),
-        "128x3 three groups": Variant(128, 3, groups=3, registers=160),
-        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+        "128x3 early queries by 4 heads": Variant(128, 3, queries=2, heads=4),
+        "128x3 three groups by 16 heads": Variant(128, 3, groups=3, registers=160, heads=16),
+        "128x3 three groups, early queries by 16 heads": Variant(
+            128, 3, groups=3, registers=160, queries=2, heads=16
+        ),
+        "128x3 three groups, early queries by 16 heads, no turns": Variant(
+            128, 3, groups=3, registers=160, queries=2, heads=16, take_turns=False
+        ),
     },
 }
-TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 4096, 64))
+TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 1024, 128), (4, 16, 4096, 64))
 
 
 class Case(NamedTuple):
@@ -123,6 +135,34 @@ def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate output and log-sum-exp, filled with NaN."""
     out = torch.full_like(q, float("nan"))
     return out, torch.full(q.shape[:-1], float("nan"), device=DEVICE, dtype=torch.float32)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    variant: Variant,
+    shift: int = 0,
+    launch: bool = True,
+) -> Any:
+    """Write output and log-sum-exp. Return the compiled kernel; without `launch` only compile."""
+    prepared = first_launch(
+        (q, k, v),
+        out,
+        lse,
+        scale=q.shape[-1] ** -0.5,
+        causal=causal,
+        shift=shift,
+        variant=variant,
+        launch=launch,
+    )
+    if prepared is None:
+        raise RuntimeError(f"{variant} cannot be launched")
+    return prepared.launch.kernel
 
 
 def end_after(seconds: float) -> None:
@@ -187,10 +227,15 @@ def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {n: statistics.median(a.elapsed_time(b) for a, b in s[2:]) for n, s in spans.items()}
 
 
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Compute attention by the kernels that are not warp-specialized."""
+    tile = tiles("forward", q.shape[-1], 2, (9, 0), causal=causal)[0]
+    with forced_tiles({"forward": tile}):
+        return attention(q, k, v, is_causal=causal, impl="triton")
+
+
 def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) -> None:
     """Print a JSON line per variant and rival, and one before the first launch of a variant."""
-    from stepscope.attention import attention
-
     batch, heads, rows, head = shape
     end_after(COMPILE_SECONDS + 2 * SECONDS)
     q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 3)
@@ -202,7 +247,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) ->
     calls: dict[str, Callable[[], object]] = {}
     for impl in ("sdpa_cudnn", "triton"):
         calls[impl] = lambda impl=impl: attention(q, k, v, is_causal=causal, impl=impl)  # type: ignore[misc]
-        calls[impl]()
+    calls["plain"] = lambda: plain(q, k, v, causal)
+    for call in calls.values():
+        call()
     torch.cuda.synchronize()
     end_after(2 * SECONDS)
     for name in names:
@@ -292,7 +339,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     out = []
     for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x["ms"])):
         shape = "x".join(map(str, line["shape"])) + (" causal" if line["causal"] else " full")
-        out.append(f"{shape:<24} {line['name']:<24} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
+        out.append(f"{shape:<24} {line['name']:<56} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
     gate = [
         x["tflops"] for x in timed if x["shape"][-1] == 128 and not x["causal"] and "variant" in x
     ]
@@ -311,7 +358,7 @@ def compiled_rows() -> Iterator[str]:
                 kernel = compile_for_hopper(variant, head, causal=causal, masked=False)
                 usage, sass = disassembled(kernel.asm["cubin"])
                 yield (
-                    f"{head:>4} {name:<24} {'causal' if causal else 'full':<7}"
+                    f"{head:>4} {name:<56} {'causal' if causal else 'full':<7}"
                     f" {usage['REG']:>4} registers {usage['STACK']:>4} bytes of stack"
                     f" {kernel.metadata.shared:>7} shared {sass.count('HGMMA'):>4} HGMMA"
                     f" {overlapped(sass):>4} overlap"

@@ -1,5 +1,5 @@
-"""Model of the barriers of `gluon_forward.py`, run under random schedules: finds deadlocks and
-races before a GPU does.
+"""Model of the barriers of `specialized_forward.py`, run under random schedules: finds deadlocks
+and races before a GPU does.
 
     python benchmarks/gluon_protocol.py --schedules 2000
 
@@ -80,9 +80,12 @@ class Ring:
 class Program:
     """One program with its query tiles, each with a number of key blocks."""
 
-    def __init__(self, blocks: list[int], stages: int, groups: int, turns: bool) -> None:
+    def __init__(
+        self, blocks: list[int], stages: int, groups: int, turns: bool, queries: int = 1
+    ) -> None:
         self.blocks, self.groups, self.turns = blocks, groups, turns
-        self.q = Ring("q", groups, 1)
+        self.early = queries > 1
+        self.q = Ring("q", groups * queries, 1)
         self.k = Ring("k", stages, groups)
         self.v = Ring("v", stages, groups)
         self.turn = [Barrier(f"turn[{w}]", 1) for w in range(groups)]
@@ -91,21 +94,24 @@ class Program:
     def producer(self) -> Process:
         queries = keys = 0
         for tile, n_blocks in enumerate(self.blocks):
+            yield from self.k.load(keys, ("k", tile, 0), self.engine)
+            if n_blocks > 1:
+                yield from self.k.load(keys + 1, ("k", tile, 1), self.engine)
+                yield from self.v.load(keys, ("v", tile, 0), self.engine)
             for w in range(self.groups):
                 yield from self.q.load(queries + w, ("q", tile, w), self.engine)
             queries += self.groups
-            yield from self.k.load(keys, ("k", tile, 0), self.engine)
-            for j in range(1, n_blocks):
+            for j in range(2, n_blocks):
                 yield from self.k.load(keys + j, ("k", tile, j), self.engine)
                 yield from self.v.load(keys + j - 1, ("v", tile, j - 1), self.engine)
             keys += n_blocks
             yield from self.v.load(keys - 1, ("v", tile, n_blocks - 1), self.engine)
 
-    def issue_scores(self, w: int, n: int, tile: int, j: int) -> Process:
+    def issue_scores(self, w: int, query: int, n: int, tile: int, j: int) -> Process:
         yield self.k.wait(n)
         if self.turns:
             yield Wait(self.turn[w], (n & 1) ^ (w == 0))
-        self.q.check(w, ("q", tile, w))
+        self.q.check(query, ("q", tile, w))
         self.k.check(n, ("k", tile, j))
 
     def pass_turn(self, w: int) -> None:
@@ -116,8 +122,10 @@ class Program:
         base, query = 0, w
         for tile, n_blocks in enumerate(self.blocks):
             yield self.q.wait(query)
-            yield from self.issue_scores(w, base, tile, 0)
+            yield from self.issue_scores(w, query, base, tile, 0)
             self.pass_turn(w)
+            if self.early and tile:
+                self.q.release(query - self.groups)
             yield None  # the matmul runs
             self.k.check(base, ("k", tile, 0))
             self.k.release(base)
@@ -125,7 +133,7 @@ class Program:
             yield self.v.wait(base)
             for j in range(1, n_blocks):
                 n = base + j
-                yield from self.issue_scores(w, n, tile, j)
+                yield from self.issue_scores(w, query, n, tile, j)
                 self.v.check(n - 1, ("v", tile, j - 1))
                 self.pass_turn(w)
                 yield None
@@ -143,7 +151,8 @@ class Program:
             self.v.release(base - 1)
             yield None  # the output leaves through the buffer of the queries
             self.q.check(query, ("q", tile, w))
-            self.q.release(query)
+            if not self.early:
+                self.q.release(query)
             query += self.groups
 
     def copy_engine(self, generator: random.Random) -> None:
@@ -189,7 +198,9 @@ def main() -> None:
     for _ in range(args.schedules):
         blocks = [generator.choice([1, 1, 2, 3, 4, 7]) for _ in range(generator.randint(1, 5))]
         stages, groups = generator.choice([2, 3, 4]), generator.choice([2, 3])
-        program = Program(blocks, stages, groups, generator.random() < 0.7)
+        program = Program(
+            blocks, stages, groups, generator.random() < 0.7, generator.choice([1, 2])
+        )
         steps += run(program, generator)
     print(f"{args.schedules} schedules, {steps} steps: no deadlock, no race")
 

@@ -65,16 +65,17 @@ def test_table_and_fit_are_printed_for_any_number_of_records() -> None:
     assert "no shape" in regret.summary([])
 
 
-def program(stages: int, groups: int = 2, turns: bool = True) -> protocol.Program:
-    return protocol.Program([1, 4, 2, 7], stages, groups, turns)
+def program(stages: int, groups: int = 2, turns: bool = True, queries: int = 1) -> protocol.Program:
+    return protocol.Program([1, 4, 2, 7], stages, groups, turns, queries)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("turns", [True, False])
-def test_barriers_have_no_deadlock_and_no_race(stages, groups, turns) -> None:
+@pytest.mark.parametrize("queries", [1, 2])
+def test_barriers_have_no_deadlock_and_no_race(stages, groups, turns, queries) -> None:
     for seed in range(20):
-        assert protocol.run(program(stages, groups, turns), random.Random(seed)) > 0
+        assert protocol.run(program(stages, groups, turns, queries), random.Random(seed)) > 0
 
 
 def failures(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> set[str]:
