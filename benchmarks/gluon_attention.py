@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import gluon_backward
 import torch
 import triton
+from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, reference, say
 from torch import Tensor
 
 from stepscope.attention import attention
@@ -39,13 +38,10 @@ from stepscope.attention.triton.launch import forced_tiles
 from stepscope.attention.triton.specialized import first_launch
 from stepscope.attention.triton.specialized_forward import compile_for_hopper
 
-DEVICE = "cuda"
 SECONDS = 20
 """Time limit of a process from its first launch on."""
 COMPILE_SECONDS = 60
-WORKERS = 12
-ROUNDS = 12
-WAIT_CYCLES = 8_000_000
+WORKERS = 16
 GATE = 600
 """TFLOP/s at head dimension 128 without a mask."""
 CLOSE = 8e-3
@@ -78,65 +74,6 @@ VARIANTS: dict[int, dict[str, Variant]] = {
 TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 1024, 128), (4, 16, 4096, 64))
 
 
-class Case(NamedTuple):
-    batch: int
-    heads: int
-    key_heads: int
-    rows: int
-    keys: int
-    shift: int = 0
-
-
-CASES = (
-    Case(1, 2, 2, 128, 128),
-    Case(1, 1, 1, 1, 1),
-    Case(2, 4, 2, 256, 384),
-    Case(1, 2, 1, 200, 200),
-    Case(1, 2, 2, 64, 1000, 936),
-    Case(1, 2, 2, 320, 192, -128),
-    Case(1, 3, 3, 1000, 1000),
-    Case(4, 16, 16, 1024, 1024),
-    Case(2, 8, 4, 777, 2048, 1271),
-)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, shift: int) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp in float64; rows without a visible key are zero."""
-    q, k, v = q.double(), k.double(), v.double()
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)[None, :]
-        scores = scores.masked_fill(keys > rows + shift, float("-inf"))
-    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
-
-
-def inputs(case: Case, head: int, seed: int) -> list[Tensor]:
-    """Draw q, k and v in the layout of a projection: (B, rows, H, D) transposed."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return [
-        torch.randn(
-            (case.batch, rows, heads, head),
-            generator=generator,
-            device=DEVICE,
-            dtype=torch.bfloat16,
-        ).transpose(1, 2)
-        for heads, rows in (
-            (case.heads, case.rows),
-            (case.key_heads, case.keys),
-            (case.key_heads, case.keys),
-        )
-    ]
-
-
-def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate output and log-sum-exp, filled with NaN."""
-    out = torch.full_like(q, float("nan"))
-    return out, torch.full(q.shape[:-1], float("nan"), device=DEVICE, dtype=torch.float32)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -163,13 +100,6 @@ def forward(
     if prepared is None:
         raise RuntimeError(f"{variant} cannot be launched")
     return prepared.launch.kernel
-
-
-def end_after(seconds: float) -> None:
-    """End this process if it is still running then, whatever the GPU does."""
-    timer = threading.Timer(seconds, lambda: os._exit(3))
-    timer.daemon = True
-    timer.start()
 
 
 def check(name: str, head: int) -> None:
@@ -205,26 +135,6 @@ def check(name: str, head: int) -> None:
                 say(check=name, d=head, failed=[*case, causal], error="bits do not repeat")
                 return
     say(check=name, d=head, error=worst, lse=worst_lse)
-
-
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
-
-
-def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median time of each call on the GPU, run one after the other in every round."""
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(ROUNDS + 2):
-        # The queue stays full, so that no kernel waits for the host within its interval.
-        torch.cuda._sleep(WAIT_CYCLES)
-        for name, call in calls.items():
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            spans[name].append((first, last))
-    torch.cuda.synchronize()
-    return {n: statistics.median(a.elapsed_time(b) for a, b in s[2:]) for n, s in spans.items()}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -292,18 +202,19 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
 
 
 def timed_without_hanging(
-    words: list[str], head: int, right: set[tuple[str, int]], end: float
+    shape: tuple[int, ...], causal: bool, right: list[str], end: float, backward: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the lines of a timing of the `right` variants; if it fails, remove the variant launched
     last from them and time the others."""
+    words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
+    words += ["--backward"] if backward else []
     while time.monotonic() < end:
-        names = [name for name in VARIANTS[head] if (name, head) in right]
-        lines = worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS)
+        lines = worker([*words, "--names", *right], COMPILE_SECONDS + 2 * SECONDS)
         launched = [line["launched"] for line in lines if "launched" in line]
         yield [line for line in lines if "launched" not in line]
         if not launched or all("failed" not in line for line in lines):
             return
-        right.discard((launched[-1], head))
+        right.remove(launched[-1])
 
 
 def check_and_time(out: Path | None, seconds: float) -> None:
@@ -321,14 +232,20 @@ def check_and_time(out: Path | None, seconds: float) -> None:
     pairs = [(name, head) for head, variants in VARIANTS.items() for name in variants]
     with ThreadPoolExecutor(WORKERS) as pool:
         limit = COMPILE_SECONDS + SECONDS
-        work = [["--check", name, "--head", str(head)] for name, head in pairs]
+        work = [["--check", name, "--backward"] for name in gluon_backward.VARIANTS]
+        work += [["--check", name, "--head", str(head)] for name, head in pairs]
         for done in as_completed([pool.submit(worker, words, limit) for words in work]):
             add(done.result())
-    right = {(x["check"], x["d"]) for x in found if "check" in x and "failed" not in x}
+    passed = [x for x in found if "check" in x and "failed" not in x]
+    right = [x["check"] for x in passed if "backward" in x]
+    for shape in TIMED[:2]:
+        for causal in (True, False):
+            for lines in timed_without_hanging(shape, causal, right, start + seconds, True):
+                add(lines)
     for shape in TIMED:
+        right = [x["check"] for x in passed if x["d"] == shape[-1] and "backward" not in x]
         for causal in (False, True):
-            words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
-            for lines in timed_without_hanging(words, shape[-1], right, start + seconds):
+            for lines in timed_without_hanging(shape, causal, right, start + seconds, False):
                 add(lines)
     print(table(found))
     print(f"{time.monotonic() - start:.0f} s")
@@ -337,7 +254,7 @@ def check_and_time(out: Path | None, seconds: float) -> None:
 def table(lines: list[dict[str, Any]]) -> str:
     timed = [line for line in lines if "tflops" in line]
     out = []
-    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x["ms"])):
+    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x.get("of", ""), x["ms"])):
         shape = "x".join(map(str, line["shape"])) + (" causal" if line["causal"] else " full")
         out.append(f"{shape:<24} {line['name']:<56} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
     gate = [
@@ -401,6 +318,7 @@ def main() -> None:
     parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
     parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--check", "--time", "--head"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -408,11 +326,17 @@ def main() -> None:
     if args.compile:
         for row in compiled_rows():
             print(row, flush=True)
+    elif args.check and args.backward:
+        gluon_backward.check(args.check, COMPILE_SECONDS, SECONDS)
     elif args.check:
         check(args.check, int(args.head))
     elif args.time:
         batch, heads, rows, head = map(int, args.time.split(","))
-        measure((batch, heads, rows, head), args.causal, args.names)
+        shape = (batch, heads, rows, head)
+        if args.backward:
+            gluon_backward.measure(shape, args.causal, args.names, COMPILE_SECONDS + 2 * SECONDS)
+        else:
+            measure(shape, args.causal, args.names)
     elif args.launch:
         batch, heads, rows, head = map(int, args.shape.split(","))
         q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 0)
