@@ -1,4 +1,4 @@
-"""Check and time the warp-specialized attention forward of `gluon_forward.py`.
+"""Check and time variants of the warp-specialized attention kernels for Hopper.
 
     python benchmarks/gluon_attention.py --out gluon.jsonl      check every variant, then time (GPU)
     python benchmarks/gluon_attention.py --compile              compile for Hopper on any machine
@@ -6,7 +6,7 @@
 
 Every variant is checked in a process of its own that ends itself after `SECONDS` on the GPU: a
 wrong barrier hangs. Variants that agree with float64 are timed, interleaved with cuDNN and the
-library's Triton kernel on the same tensors; one that hangs there is left out and the others are
+library's kernels on the same tensors; one that hangs there is left out and the others are
 timed again. One JSON line per measurement as soon as it is known, and a table at the end. After
 `--seconds` nothing further is started.
 """
@@ -15,31 +15,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import gluon_backward
 import torch
 import triton
-from gluon_forward import Variant, compile_for_hopper, forward
+from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, reference, say
 from torch import Tensor
 
-DEVICE = "cuda"
+from stepscope.attention import attention
+from stepscope.attention.specialized import Variant
+from stepscope.attention.tiles import tiles
+from stepscope.attention.triton.launch import forced_tiles
+from stepscope.attention.triton.specialized import first_launch
+from stepscope.attention.triton.specialized_forward import compile_for_hopper
+
 SECONDS = 20
 """Time limit of a process from its first launch on."""
 COMPILE_SECONDS = 60
-WORKERS = 12
-ROUNDS = 12
-WAIT_CYCLES = 8_000_000
+WORKERS = 16
 GATE = 600
 """TFLOP/s at head dimension 128 without a mask."""
 CLOSE = 8e-3
@@ -47,89 +49,57 @@ CLOSE_LSE = 2e-3
 
 VARIANTS: dict[int, dict[str, Variant]] = {
     128: {
-        "128x2": Variant(128, 2),
         "128x3": Variant(128, 3),
-        "128x2 no turns": Variant(128, 2, take_turns=False),
-        "128x2 not persistent": Variant(128, 2, persistent=False),
-        "128x2 by 8 heads": Variant(128, 2, group=8),
-        "64x4": Variant(64, 4),
-        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+        "128x3 by 4 heads": Variant(128, 3, heads=4),
+        "128x3 by 4 heads, no turns": Variant(128, 3, heads=4, take_turns=False),
+        "128x3 by 4 heads, not persistent": Variant(128, 3, heads=4, persistent=False),
+        "128x2 early queries": Variant(128, 2, queries=2),
+        "128x2 early queries by 4 heads": Variant(128, 2, queries=2, heads=4),
+        "128x2 early queries by 16 heads": Variant(128, 2, queries=2, heads=16),
+        "128x2 early queries by 4 heads, no turns": Variant(
+            128, 2, queries=2, heads=4, take_turns=False
+        ),
     },
     64: {
-        "128x3": Variant(128, 3),
-        "128x3 no turns": Variant(128, 3, take_turns=False),
-        "128x3 by 8 heads": Variant(128, 3, group=8),
-        "128x3 three groups": Variant(128, 3, groups=3, registers=160),
-        "64x4 three groups": Variant(64, 4, groups=3, registers=160),
+        "128x3 early queries by 4 heads": Variant(128, 3, queries=2, heads=4),
+        "128x3 three groups by 16 heads": Variant(128, 3, groups=3, registers=160, heads=16),
+        "128x3 three groups, early queries by 16 heads": Variant(
+            128, 3, groups=3, registers=160, queries=2, heads=16
+        ),
+        "128x3 three groups, early queries by 16 heads, no turns": Variant(
+            128, 3, groups=3, registers=160, queries=2, heads=16, take_turns=False
+        ),
     },
 }
-TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 4096, 64))
+TIMED = ((4, 16, 4096, 128), (2, 16, 16384, 128), (4, 16, 1024, 128), (4, 16, 4096, 64))
 
 
-class Case(NamedTuple):
-    batch: int
-    heads: int
-    key_heads: int
-    rows: int
-    keys: int
-    shift: int = 0
-
-
-CASES = (
-    Case(1, 2, 2, 128, 128),
-    Case(1, 1, 1, 1, 1),
-    Case(2, 4, 2, 256, 384),
-    Case(1, 2, 1, 200, 200),
-    Case(1, 2, 2, 64, 1000, 936),
-    Case(1, 2, 2, 320, 192, -128),
-    Case(1, 3, 3, 1000, 1000),
-    Case(4, 16, 16, 1024, 1024),
-    Case(2, 8, 4, 777, 2048, 1271),
-)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, shift: int) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp in float64; rows without a visible key are zero."""
-    q, k, v = q.double(), k.double(), v.double()
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)[None, :]
-        scores = scores.masked_fill(keys > rows + shift, float("-inf"))
-    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
-
-
-def inputs(case: Case, head: int, seed: int) -> list[Tensor]:
-    """Draw q, k and v in the layout of a projection: (B, rows, H, D) transposed."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return [
-        torch.randn(
-            (case.batch, rows, heads, head),
-            generator=generator,
-            device=DEVICE,
-            dtype=torch.bfloat16,
-        ).transpose(1, 2)
-        for heads, rows in (
-            (case.heads, case.rows),
-            (case.key_heads, case.keys),
-            (case.key_heads, case.keys),
-        )
-    ]
-
-
-def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate output and log-sum-exp, filled with NaN."""
-    out = torch.full_like(q, float("nan"))
-    return out, torch.full(q.shape[:-1], float("nan"), device=DEVICE, dtype=torch.float32)
-
-
-def end_after(seconds: float) -> None:
-    """End this process if it is still running then, whatever the GPU does."""
-    timer = threading.Timer(seconds, lambda: os._exit(3))
-    timer.daemon = True
-    timer.start()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    variant: Variant,
+    shift: int = 0,
+    launch: bool = True,
+) -> Any:
+    """Write output and log-sum-exp. Return the compiled kernel; without `launch` only compile."""
+    prepared = first_launch(
+        (q, k, v),
+        out,
+        lse,
+        scale=q.shape[-1] ** -0.5,
+        causal=causal,
+        shift=shift,
+        variant=variant,
+        launch=launch,
+    )
+    if prepared is None:
+        raise RuntimeError(f"{variant} cannot be launched")
+    return prepared.launch.kernel
 
 
 def check(name: str, head: int) -> None:
@@ -167,30 +137,15 @@ def check(name: str, head: int) -> None:
     say(check=name, d=head, error=worst, lse=worst_lse)
 
 
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
-
-
-def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median time of each call on the GPU, run one after the other in every round."""
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(ROUNDS + 2):
-        # The queue stays full, so that no kernel waits for the host within its interval.
-        torch.cuda._sleep(WAIT_CYCLES)
-        for name, call in calls.items():
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            spans[name].append((first, last))
-    torch.cuda.synchronize()
-    return {n: statistics.median(a.elapsed_time(b) for a, b in s[2:]) for n, s in spans.items()}
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Compute attention by the kernels that are not warp-specialized."""
+    tile = tiles("forward", q.shape[-1], 2, (9, 0), causal=causal)[0]
+    with forced_tiles({"forward": tile}):
+        return attention(q, k, v, is_causal=causal, impl="triton")
 
 
 def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) -> None:
     """Print a JSON line per variant and rival, and one before the first launch of a variant."""
-    from stepscope.attention import attention
-
     batch, heads, rows, head = shape
     end_after(COMPILE_SECONDS + 2 * SECONDS)
     q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 3)
@@ -202,7 +157,9 @@ def measure(shape: tuple[int, int, int, int], causal: bool, names: list[str]) ->
     calls: dict[str, Callable[[], object]] = {}
     for impl in ("sdpa_cudnn", "triton"):
         calls[impl] = lambda impl=impl: attention(q, k, v, is_causal=causal, impl=impl)  # type: ignore[misc]
-        calls[impl]()
+    calls["plain"] = lambda: plain(q, k, v, causal)
+    for call in calls.values():
+        call()
     torch.cuda.synchronize()
     end_after(2 * SECONDS)
     for name in names:
@@ -245,18 +202,19 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
 
 
 def timed_without_hanging(
-    words: list[str], head: int, right: set[tuple[str, int]], end: float
+    shape: tuple[int, ...], causal: bool, right: list[str], end: float, backward: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the lines of a timing of the `right` variants; if it fails, remove the variant launched
     last from them and time the others."""
+    words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
+    words += ["--backward"] if backward else []
     while time.monotonic() < end:
-        names = [name for name in VARIANTS[head] if (name, head) in right]
-        lines = worker([*words, "--names", *names], COMPILE_SECONDS + 2 * SECONDS)
+        lines = worker([*words, "--names", *right], COMPILE_SECONDS + 2 * SECONDS)
         launched = [line["launched"] for line in lines if "launched" in line]
         yield [line for line in lines if "launched" not in line]
         if not launched or all("failed" not in line for line in lines):
             return
-        right.discard((launched[-1], head))
+        right.remove(launched[-1])
 
 
 def check_and_time(out: Path | None, seconds: float) -> None:
@@ -274,14 +232,20 @@ def check_and_time(out: Path | None, seconds: float) -> None:
     pairs = [(name, head) for head, variants in VARIANTS.items() for name in variants]
     with ThreadPoolExecutor(WORKERS) as pool:
         limit = COMPILE_SECONDS + SECONDS
-        work = [["--check", name, "--head", str(head)] for name, head in pairs]
+        work = [["--check", name, "--backward"] for name in gluon_backward.VARIANTS]
+        work += [["--check", name, "--head", str(head)] for name, head in pairs]
         for done in as_completed([pool.submit(worker, words, limit) for words in work]):
             add(done.result())
-    right = {(x["check"], x["d"]) for x in found if "check" in x and "failed" not in x}
+    passed = [x for x in found if "check" in x and "failed" not in x]
+    right = [x["check"] for x in passed if "backward" in x]
+    for shape in TIMED[:2]:
+        for causal in (True, False):
+            for lines in timed_without_hanging(shape, causal, right, start + seconds, True):
+                add(lines)
     for shape in TIMED:
+        right = [x["check"] for x in passed if x["d"] == shape[-1] and "backward" not in x]
         for causal in (False, True):
-            words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
-            for lines in timed_without_hanging(words, shape[-1], right, start + seconds):
+            for lines in timed_without_hanging(shape, causal, right, start + seconds, False):
                 add(lines)
     print(table(found))
     print(f"{time.monotonic() - start:.0f} s")
@@ -290,9 +254,9 @@ def check_and_time(out: Path | None, seconds: float) -> None:
 def table(lines: list[dict[str, Any]]) -> str:
     timed = [line for line in lines if "tflops" in line]
     out = []
-    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x["ms"])):
+    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x.get("of", ""), x["ms"])):
         shape = "x".join(map(str, line["shape"])) + (" causal" if line["causal"] else " full")
-        out.append(f"{shape:<24} {line['name']:<24} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
+        out.append(f"{shape:<24} {line['name']:<56} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
     gate = [
         x["tflops"] for x in timed if x["shape"][-1] == 128 and not x["causal"] and "variant" in x
     ]
@@ -311,7 +275,7 @@ def compiled_rows() -> Iterator[str]:
                 kernel = compile_for_hopper(variant, head, causal=causal, masked=False)
                 usage, sass = disassembled(kernel.asm["cubin"])
                 yield (
-                    f"{head:>4} {name:<24} {'causal' if causal else 'full':<7}"
+                    f"{head:>4} {name:<56} {'causal' if causal else 'full':<7}"
                     f" {usage['REG']:>4} registers {usage['STACK']:>4} bytes of stack"
                     f" {kernel.metadata.shared:>7} shared {sass.count('HGMMA'):>4} HGMMA"
                     f" {overlapped(sass):>4} overlap"
@@ -354,6 +318,7 @@ def main() -> None:
     parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
     parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--check", "--time", "--head"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -361,11 +326,17 @@ def main() -> None:
     if args.compile:
         for row in compiled_rows():
             print(row, flush=True)
+    elif args.check and args.backward:
+        gluon_backward.check(args.check, COMPILE_SECONDS, SECONDS)
     elif args.check:
         check(args.check, int(args.head))
     elif args.time:
         batch, heads, rows, head = map(int, args.time.split(","))
-        measure((batch, heads, rows, head), args.causal, args.names)
+        shape = (batch, heads, rows, head)
+        if args.backward:
+            gluon_backward.measure(shape, args.causal, args.names, COMPILE_SECONDS + 2 * SECONDS)
+        else:
+            measure(shape, args.causal, args.names)
     elif args.launch:
         batch, heads, rows, head = map(int, args.shape.split(","))
         q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 0)

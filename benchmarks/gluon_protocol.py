@@ -1,5 +1,5 @@
-"""Model of the barriers of `gluon_forward.py`, run under random schedules: finds deadlocks and
-races before a GPU does.
+"""Models of the barriers of `specialized_forward.py` and `specialized_backward.py`, run under
+random schedules: find deadlocks and races before a GPU does.
 
     python benchmarks/gluon_protocol.py --schedules 2000
 
@@ -7,17 +7,17 @@ The producer, the warpgroups and the copy engine are processes; between two step
 of steps of the others may happen. An mbarrier has a phase, pending arrivals and pending bytes; a
 wait for a parity returns while the current phase has the other one. A tile must not change between
 the issue of a matmul that reads it and the wait for that matmul, a warpgroup must read the tile it
-expects, and every process must end. The model follows the kernel line by line: change both.
+expects, and every process must end. The models follow the kernels line by line: change both.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-Process = Generator["Wait | None", None, None]
+Process = Generator["Wait | Until | None", None, None]
 Tile = tuple[str, int, int]
 """What a buffer holds: tensor, query tile of the program, block."""
 
@@ -51,6 +51,21 @@ class Wait(NamedTuple):
         return self.barrier.phase % 2 != self.parity
 
 
+class Until(NamedTuple):
+    """Wait for something that is not an mbarrier."""
+
+    name: str
+    parity: int
+    condition: Callable[[], bool]
+
+    @property
+    def barrier(self) -> Until:
+        return self
+
+    def over(self) -> bool:
+        return self.condition()
+
+
 class Ring:
     def __init__(self, name: str, size: int, readers: int) -> None:
         self.name, self.size = name, size
@@ -80,9 +95,12 @@ class Ring:
 class Program:
     """One program with its query tiles, each with a number of key blocks."""
 
-    def __init__(self, blocks: list[int], stages: int, groups: int, turns: bool) -> None:
+    def __init__(
+        self, blocks: list[int], stages: int, groups: int, turns: bool, queries: int = 1
+    ) -> None:
         self.blocks, self.groups, self.turns = blocks, groups, turns
-        self.q = Ring("q", groups, 1)
+        self.early = queries > 1
+        self.q = Ring("q", groups * queries, 1)
         self.k = Ring("k", stages, groups)
         self.v = Ring("v", stages, groups)
         self.turn = [Barrier(f"turn[{w}]", 1) for w in range(groups)]
@@ -91,21 +109,24 @@ class Program:
     def producer(self) -> Process:
         queries = keys = 0
         for tile, n_blocks in enumerate(self.blocks):
+            yield from self.k.load(keys, ("k", tile, 0), self.engine)
+            if n_blocks > 1:
+                yield from self.k.load(keys + 1, ("k", tile, 1), self.engine)
+                yield from self.v.load(keys, ("v", tile, 0), self.engine)
             for w in range(self.groups):
                 yield from self.q.load(queries + w, ("q", tile, w), self.engine)
             queries += self.groups
-            yield from self.k.load(keys, ("k", tile, 0), self.engine)
-            for j in range(1, n_blocks):
+            for j in range(2, n_blocks):
                 yield from self.k.load(keys + j, ("k", tile, j), self.engine)
                 yield from self.v.load(keys + j - 1, ("v", tile, j - 1), self.engine)
             keys += n_blocks
             yield from self.v.load(keys - 1, ("v", tile, n_blocks - 1), self.engine)
 
-    def issue_scores(self, w: int, n: int, tile: int, j: int) -> Process:
+    def issue_scores(self, w: int, query: int, n: int, tile: int, j: int) -> Process:
         yield self.k.wait(n)
         if self.turns:
             yield Wait(self.turn[w], (n & 1) ^ (w == 0))
-        self.q.check(w, ("q", tile, w))
+        self.q.check(query, ("q", tile, w))
         self.k.check(n, ("k", tile, j))
 
     def pass_turn(self, w: int) -> None:
@@ -116,8 +137,10 @@ class Program:
         base, query = 0, w
         for tile, n_blocks in enumerate(self.blocks):
             yield self.q.wait(query)
-            yield from self.issue_scores(w, base, tile, 0)
+            yield from self.issue_scores(w, query, base, tile, 0)
             self.pass_turn(w)
+            if self.early and tile:
+                self.q.release(query - self.groups)
             yield None  # the matmul runs
             self.k.check(base, ("k", tile, 0))
             self.k.release(base)
@@ -125,7 +148,7 @@ class Program:
             yield self.v.wait(base)
             for j in range(1, n_blocks):
                 n = base + j
-                yield from self.issue_scores(w, n, tile, j)
+                yield from self.issue_scores(w, query, n, tile, j)
                 self.v.check(n - 1, ("v", tile, j - 1))
                 self.pass_turn(w)
                 yield None
@@ -143,22 +166,124 @@ class Program:
             self.v.release(base - 1)
             yield None  # the output leaves through the buffer of the queries
             self.q.check(query, ("q", tile, w))
-            self.q.release(query)
+            if not self.early:
+                self.q.release(query)
             query += self.groups
+
+    def processes(self) -> dict[str, Process]:
+        consumers = {f"warpgroup {w}": self.consumer(w) for w in range(self.groups)}
+        return {"producer": self.producer(), **consumers}
 
     def copy_engine(self, generator: random.Random) -> None:
         """Complete one copy; copies complete in any order."""
-        ring, buffer, tile = self.engine.pop(generator.randrange(len(self.engine)))
-        ring.holds[buffer] = tile
-        ring.full[buffer].copied()
+        complete_one(self.engine, generator)
 
 
-def run(program: Program, generator: random.Random) -> int:
+def complete_one(engine: list[tuple[Ring, int, Tile]], generator: random.Random) -> None:
+    ring, buffer, tile = engine.pop(generator.randrange(len(engine)))
+    ring.holds[buffer] = tile
+    ring.full[buffer].copied()
+
+
+class Backward:
+    """Programs of one head in the order of their start, of which `resident` run at a time. `firsts`
+    are the first query blocks that the key tiles see."""
+
+    def __init__(
+        self, firsts: list[int], n_blocks: int, stages: int, dq_stages: int, resident: int
+    ) -> None:
+        self.firsts, self.n_blocks, self.resident = firsts, n_blocks, resident
+        self.stages, self.dq_stages = stages, dq_stages
+        self.engine: list[tuple[Ring, int, Tile]] = []
+        self.ended = [0] * len(firsts)
+        self.turns = [0] * n_blocks
+        self.sums: list[list[int]] = [[] for _ in range(n_blocks)]
+
+    def processes(self) -> dict[str, Process]:
+        found: dict[str, Process] = {}
+        for tile in range(len(self.firsts)):
+            own = BackwardProgram(self, tile)
+            roles = {"producer": own.producer(), "writer": own.writer()}
+            roles |= {f"warpgroup {w}": own.consumer(w) for w in range(2)}
+            found |= {f"{name} of {tile}": self.started(tile, p) for name, p in roles.items()}
+        return found
+
+    def started(self, tile: int, process: Process) -> Process:
+        """Run a process of a program once a multiprocessor is free."""
+
+        def free() -> bool:
+            before = self.ended[:tile]
+            return sum(count < 4 for count in before) < self.resident
+
+        yield Until(f"start of {tile}", 0, free)
+        yield from process
+        self.ended[tile] += 1
+
+    def copy_engine(self, generator: random.Random) -> None:
+        complete_one(self.engine, generator)
+
+
+class BackwardProgram:
+    def __init__(self, whole: Backward, tile: int) -> None:
+        self.whole, self.tile = whole, tile
+        self.blocks = list(range(whole.n_blocks - 1, whole.firsts[tile] - 1, -1))
+        self.ring = Ring("blocks", whole.stages, 2)
+        for barrier in self.ring.full:
+            barrier.count = barrier.arrivals = 2
+        self.ds = [Barrier(f"ds_full[{i}]", 2) for i in range(2)]
+        self.ds_holds: list[list[int | None]] = [[None, None] for _ in range(2)]
+        self.dq_full = [Barrier(f"dq_full[{i}]", 2) for i in range(whole.dq_stages)]
+        self.dq_empty = [Barrier(f"dq_empty[{i}]", 1) for i in range(whole.dq_stages)]
+        self.dq_holds: list[list[int | None]] = [[None, None] for _ in range(whole.dq_stages)]
+
+    def producer(self) -> Process:
+        for n, block in enumerate(self.blocks):
+            yield from self.ring.load(n, ("block", self.tile, block), self.whole.engine)
+            self.ring.full[n % self.ring.size].arrive()  # the statistics
+            yield None
+
+    def consumer(self, w: int) -> Process:
+        for n, block in enumerate(self.blocks):
+            loaded = ("block", self.tile, block)
+            yield self.ring.wait(n)
+            self.ring.check(n, loaded)
+            yield None  # Sᵀ and dPᵀ
+            self.ds_holds[n % 2][w] = block
+            yield None
+            self.ds[n % 2].arrive()
+            yield Wait(self.ds[n % 2], n // 2 & 1)
+            assert self.ds_holds[n % 2] == [block, block], f"dS of {block}: {self.ds_holds}"
+            yield None  # dQ
+            assert self.ds_holds[n % 2] == [block, block], f"dS of {block}: {self.ds_holds}"
+            self.ring.check(n, loaded)
+            self.ring.release(n)
+            slot, use = n % len(self.dq_full), n // len(self.dq_full)
+            yield Wait(self.dq_empty[slot], (use & 1) ^ 1)
+            self.dq_holds[slot][w] = block
+            yield None
+            self.dq_full[slot].arrive()
+            yield None
+
+    def writer(self) -> Process:
+        whole = self.whole
+        for n, block in enumerate(self.blocks):
+            slot, use = n % len(self.dq_full), n // len(self.dq_full)
+            yield Wait(self.dq_full[slot], use & 1)
+            if self.tile:
+                yield Until(f"turn of {block}", 0, lambda b=block: whole.turns[b] >= self.tile)  # type: ignore[misc]
+            yield None  # dQ leaves shared memory
+            assert self.dq_holds[slot] == [block, block], f"dQ of {block}: {self.dq_holds}"
+            self.dq_empty[slot].arrive()
+            yield None  # the sum is visible
+            assert whole.sums[block] == list(range(self.tile)), f"{block}: {whole.sums[block]}"
+            whole.sums[block].append(self.tile)
+            whole.turns[block] = self.tile + 1
+
+
+def run(program: Program | Backward, generator: random.Random) -> int:
     """Run to the end under a random schedule; return the number of steps."""
-    processes: dict[str, Iterator[Wait | None]] = {"producer": program.producer()}
-    for w in range(program.groups):
-        processes[f"warpgroup {w}"] = program.consumer(w)
-    waits: dict[str, Wait | None] = dict.fromkeys(processes)
+    processes: dict[str, Iterator[Wait | Until | None]] = {**program.processes()}
+    waits: dict[str, Wait | Until | None] = dict.fromkeys(processes)
     # Processes of very different speed reach states that equally fast ones do not.
     speed = {name: generator.choice([1, 1, 10, 100]) for name in (*processes, "copies")}
     steps = 0
@@ -189,8 +314,16 @@ def main() -> None:
     for _ in range(args.schedules):
         blocks = [generator.choice([1, 1, 2, 3, 4, 7]) for _ in range(generator.randint(1, 5))]
         stages, groups = generator.choice([2, 3, 4]), generator.choice([2, 3])
-        program = Program(blocks, stages, groups, generator.random() < 0.7)
+        program = Program(
+            blocks, stages, groups, generator.random() < 0.7, generator.choice([1, 2])
+        )
         steps += run(program, generator)
+        tiles, shift = generator.randint(1, 5), generator.choice([0, 0, 1, 9])
+        causal = generator.random() < 0.5
+        n_blocks = generator.randint(1, 2 * tiles + 1)
+        firsts = [min(max(2 * t - shift, 0), n_blocks) if causal else 0 for t in range(tiles)]
+        rings = generator.choice([2, 3]), generator.choice([1, 2])
+        steps += run(Backward(firsts, n_blocks, *rings, generator.randint(1, tiles)), generator)
     print(f"{args.schedules} schedules, {steps} steps: no deadlock, no race")
 
 

@@ -65,16 +65,17 @@ def test_table_and_fit_are_printed_for_any_number_of_records() -> None:
     assert "no shape" in regret.summary([])
 
 
-def program(stages: int, groups: int = 2, turns: bool = True) -> protocol.Program:
-    return protocol.Program([1, 4, 2, 7], stages, groups, turns)
+def program(stages: int, groups: int = 2, turns: bool = True, queries: int = 1) -> protocol.Program:
+    return protocol.Program([1, 4, 2, 7], stages, groups, turns, queries)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("turns", [True, False])
-def test_barriers_have_no_deadlock_and_no_race(stages, groups, turns) -> None:
+@pytest.mark.parametrize("queries", [1, 2])
+def test_barriers_have_no_deadlock_and_no_race(stages, groups, turns, queries) -> None:
     for seed in range(20):
-        assert protocol.run(program(stages, groups, turns), random.Random(seed)) > 0
+        assert protocol.run(program(stages, groups, turns, queries), random.Random(seed)) > 0
 
 
 def failures(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> set[str]:
@@ -109,3 +110,23 @@ def test_model_finds_a_producer_that_does_not_wait(monkeypatch: pytest.MonkeyPat
         yield None
 
     assert failures(monkeypatch, "load", load)
+
+
+@pytest.mark.parametrize("resident", [1, 2, 4])
+@pytest.mark.parametrize("dq_stages", [1, 2])
+@pytest.mark.parametrize("firsts", [[0, 0, 0, 0], [0, 2, 4, 6], [0, 0, 1, 7]])
+def test_backward_has_no_deadlock_and_adds_in_order(firsts, dq_stages, resident) -> None:
+    for seed in range(5):
+        program = protocol.Backward(firsts, 7, 2, dq_stages, resident)
+        protocol.run(program, random.Random(seed))
+        visits = [[t for t, first in enumerate(firsts) if first <= block] for block in range(7)]
+        assert program.sums == visits
+
+
+def test_model_finds_programs_that_wait_for_later_ones() -> None:
+    class Reversed(protocol.Backward):
+        def started(self, tile: int, process: protocol.Process) -> protocol.Process:
+            return super().started(len(self.firsts) - 1 - tile, process)
+
+    with pytest.raises(AssertionError, match="deadlock"):
+        protocol.run(Reversed([0, 0, 0, 0], 3, 2, 1, 2), random.Random(0))

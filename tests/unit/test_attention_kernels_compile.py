@@ -36,3 +36,26 @@ def test_kernels_with_rules_compile(rules: tuple[str, ...], tmp_path: Path) -> N
         assert int(spills) <= 16 or len(rules) > 1, line
         assert int(registers) <= 255, line
         assert int(matmuls) > 0, line
+
+
+SPECIALIZED = """
+from stepscope.attention.specialized import CAUSAL
+from stepscope.attention.triton.specialized_forward import compile_for_hopper
+kernel = compile_for_hopper(CAUSAL, 128, causal=True, masked=True)
+print(kernel.metadata.shared, kernel.asm["ptx"].count("wgmma.mma_async"), kernel.asm["ptx"].count("ld.local"))
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")
+def test_warp_specialized_forward_compiles(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SPECIALIZED],
+        capture_output=True, text=True, timeout=400,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shared, matmuls, local = map(int, done.stdout.split())
+    assert shared <= 227 << 10
+    assert matmuls > 0
+    assert local == 0

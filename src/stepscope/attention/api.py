@@ -153,6 +153,8 @@ class Support:
     """Reason why the input is not supported; None if it is."""
     leaves: str | None = None
     """Reason why `auto` prefers another implementation although this one supports the input."""
+    details: str | None = None
+    """What the implementation runs for this input, where it has a choice."""
 
     @property
     def takes(self) -> bool:
@@ -176,6 +178,8 @@ class Explanation:
             text = verdict.refusal or "supports this input"
             if verdict.takes and verdict.leaves:
                 text += f"; not chosen by auto: {verdict.leaves}"
+            if verdict.takes and verdict.details:
+                text += f"; {verdict.details}"
             lines.append(f"  {verdict.name:<{width}}  {text}")
         return "\n".join(lines)
 
@@ -197,7 +201,12 @@ def explain(
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align, rules)
     inputs = (q, k, v, is_causal, scale, causal_align, rules)
     verdicts = tuple(
-        Support(name, entry.refuses(*inputs), entry.leaves(*inputs))
+        Support(
+            name,
+            refusal := entry.refuses(*inputs),
+            entry.leaves(*inputs),
+            None if refusal else entry.details(*inputs),
+        )
         for name, entry in IMPLEMENTATIONS.items()
     )
     suitable = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}

@@ -457,6 +457,28 @@ def leaves(
     return None
 
 
+def details(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,  # noqa: ARG001
+    causal_align: str | None,
+    rules: ScoreRules | None = None,
+) -> str | None:
+    """Return which forward kernel runs on a GPU, and why not the other one."""
+    if q.device.type != "cuda":
+        return None
+    heads = [_rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
+    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
+    reason = _kernels().why_plain_forward(
+        *heads, causal=is_causal, shift=shift, rules=rules is not None
+    )
+    if reason is None:
+        return "its forward is the warp-specialized kernel for Hopper"
+    return f"its forward is not the warp-specialized kernel for Hopper: {reason}"
+
+
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 by the Triton kernels: `apply(q, k, v, is_causal=False)`.
 

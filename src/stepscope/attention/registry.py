@@ -61,6 +61,8 @@ class Implementation:
     """`Inputs` to the reason why a valid input is not supported, or None."""
     leaves: Callable[[Unpack[Inputs]], str | None] = supports_all
     """Reason why `auto` prefers the next implementation for a supported input, or None."""
+    details: Callable[[Unpack[Inputs]], str | None] = supports_all
+    """What runs for a supported input, for `explain`, or None if there is no choice within."""
     bind: Callable[[Unpack[Inputs]], BoundAttention] | None = None
     """Returns a cheaper function than `load` for such inputs, if there is one."""
     decides_by_shape: bool = True
@@ -143,6 +145,12 @@ def _triton_leaves(*inputs: *Inputs) -> str | None:
     return leaves(*inputs)
 
 
+def _triton_details(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.ops import details
+
+    return details(*inputs)
+
+
 def _load_flex() -> AttentionFunction:
     from stepscope.attention.flex import flex_attention_by_mask
 
@@ -209,6 +217,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             bind=_bind_triton,
             refuses=_triton_refuses,
             leaves=_triton_leaves,
+            details=_triton_details,
             saves_scores=False,
             description="FlashAttention-2 in Triton, forward and backward",
         ),

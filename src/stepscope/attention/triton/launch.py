@@ -30,6 +30,7 @@ from stepscope.attention.triton.backward import key_value_kernel, query_kernel
 from stepscope.attention.triton.forward import forward_kernel
 from stepscope.attention.triton.memory import split_kernel
 from stepscope.attention.triton.replay import Launch, Prepared, starter
+from stepscope.attention.triton.specialized import PreparedForward, first_launch, refuses
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device, tf32_is_enabled
 
 INTERPRETED = is_interpreted()
@@ -154,7 +155,7 @@ class Problem(NamedTuple):
         return self.given[1]
 
 
-Launches = dict[tuple[Pass, Tile | None], Prepared]
+Launches = dict[tuple[Pass, Tile | None], Prepared | PreparedForward]
 _PREPARED: dict[Problem, Launches] = {}
 _SPLITTERS: dict[tuple[torch.device, Given], Callable[..., None]] = {}
 _forced: dict[Pass, Tile] = {}
@@ -356,8 +357,26 @@ def _fitting_launch(
     strided: tuple[Tensor, ...],
     scale: float,
     rules: Rules,
-) -> Prepared:
-    """Launch with the best tile that fits into this GPU's shared memory and registers."""
+) -> Prepared | PreparedForward:
+    """Launch with the best tile that fits into this GPU's shared memory and registers, or the
+    forward kernel for Hopper."""
+    if (
+        kind == "forward"
+        and not forced
+        and problem.planes == 1
+        and why_plain_forward(
+            *read, causal=problem.causal, shift=problem.shift, rules=rules is not _NO_RULES
+        )
+        is None
+    ):
+        out, lse = rest[:2]
+        assert out is not None
+        assert lse is not None
+        specialized = first_launch(
+            read, out, lse, scale=scale, causal=problem.causal, shift=problem.shift
+        )
+        if specialized is not None:
+            return specialized
     if forced:
         choices = [forced]
     elif INTERPRETED:
@@ -372,6 +391,16 @@ def _fitting_launch(
         except OutOfResources:
             continue
     return _first_launch(kind, problem, read, rest, strided, scale, rules, choices[-1])
+
+
+def why_plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int, rules: bool
+) -> str | None:
+    """Return why the plain forward kernel runs and not the one for Hopper, or None."""
+    if INTERPRETED:
+        return "Triton's interpreter does not run it"
+    aligned = _tma_ready(q.device, (q, k, v))
+    return refuses(q, k, causal=causal, shift=shift, aligned=aligned, rules=rules)
 
 
 def _first_launch(
@@ -448,7 +477,9 @@ def _first_launch(
     else:
         sources = [*bits, *(bits if second else [None] * len(bits))]
     compiled = kernel.function[(programs,)](*sources, *rest, scale, *fixed, **layout)
-    return Prepared(Launch(kind, tile, compiled), programs, fixed, tma, bool(second))
+    parts, absent = (2, 0) if second else (1, len(read))
+    launch = Launch(kind, tile, compiled)
+    return Prepared(launch, programs, fixed, tma, parts=parts, absent=absent)
 
 
 @lru_cache

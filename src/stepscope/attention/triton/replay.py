@@ -34,12 +34,22 @@ class Prepared:
     """A compiled kernel with the arguments that follow from the problem."""
 
     def __init__(
-        self, launch: Launch, programs: int, fixed: tuple[Any, ...], tma: bool, two_parts: bool
+        self,
+        launch: Launch,
+        programs: int,
+        fixed: tuple[Any, ...],
+        tma: bool,
+        *,
+        parts: int = 1,
+        absent: int = 0,
     ) -> None:
+        """`parts` are the column parts in which the kernel reads each tensor; `absent` is the
+        number of its arguments for a second part that it does not read."""
         self.launch = launch
         self._programs = programs
         self._fixed = fixed
-        self._two_parts = two_parts
+        self._parts = parts
+        self._absent = (None,) * absent
         self._descriptors: dict[tuple[int, int], list[Any]] = {}
         self._describe = _describer(launch.kernel) if tma else None
         if launch.kernel is not None:
@@ -50,7 +60,7 @@ class Prepared:
         """Launch the kernel. `read` are its tensors that are read by tiles, `rest` the others."""
         sources: list[Any] = []
         index = 0
-        for _ in range(2 if self._two_parts else 1):
+        for _ in range(self._parts):
             for x in read:
                 if self._describe is None:
                     sources.append(_descriptor(x) if self._tma else x)
@@ -65,13 +75,9 @@ class Prepared:
                         arguments = self._descriptors[key] = self._describe(index, x)
                     sources += arguments
                 index += 1
-        if not self._two_parts:
-            sources += _NO_SECOND_PART[: len(read)]
+        sources += self._absent
         stream = torch._C._cuda_getCurrentRawStream(read[0].device.index)
         self._start(self._programs, stream, *sources, *rest, scale, *self._fixed)
-
-
-_NO_SECOND_PART = [None] * 4
 
 
 def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:

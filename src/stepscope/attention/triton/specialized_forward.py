@@ -1,4 +1,4 @@
-"""FlashAttention forward for Hopper in Gluon, warp-specialized: an experiment, unused.
+"""FlashAttention forward for Hopper in Gluon, warp-specialized.
 
 One warp loads tiles by TMA into a ring in shared memory. Each of `groups` warpgroups owns 64 query
 rows and runs wgmma on the tiles in the ring. A warpgroup issues QKᵀ of the next key block and PV of
@@ -6,18 +6,18 @@ the last one before the softmax of the next, and warpgroups take turns in issuin
 units work while others compute exponentials. The grid is persistent.
 
 B batch, H query heads, G query heads per key head, M query rows, N key rows, D head dimension.
-Row i sees key j iff j <= i + shift. Barriers (see `gluon_protocol.py` for a model of them):
+Row i sees key j iff j <= i + shift. `order` is `tile_order` of `specialized.py`. Barriers (see
+`benchmarks/gluon_protocol.py` for a model of them):
 
-- q_full[w], k_full[s], v_full[s]: the copy of a tile has arrived (one arrival with its bytes);
-- q_empty[w], k_empty[s], v_empty[s]: every warpgroup that reads the tile is done with it;
+- q_full[i], k_full[s], v_full[s]: the copy of a tile has arrived (one arrival with its bytes);
+- q_empty[i], k_empty[s], v_empty[s]: every warpgroup that reads the tile is done with it;
 - turn[w]: warpgroup w may issue its matmuls.
 
 A barrier's n-th phase has parity n % 2; waiting for the parity of the phase before the first one
 returns at once, which is how the ring starts empty.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -36,27 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-ROWS = 64
-"""Query rows of a warpgroup: one wgmma instruction."""
+from stepscope.attention.specialized import ROWS, Variant
+
 LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-class Variant(NamedTuple):
-    """Parameters of a compiled kernel."""
-
-    n: int
-    """Keys of a block."""
-    stages: int
-    """Blocks of K, and of V, in the ring."""
-    groups: int = 2
-    """Warpgroups that compute."""
-    registers: int = 240
-    """Registers per thread of every computing warpgroup but the first, which takes the rest."""
-    take_turns: bool = True
-    """Warpgroups take turns in issuing matmuls."""
-    persistent: bool = True
-    group: int = 1
-    """Heads that are scheduled together."""
 
 
 @gluon.constexpr_function
@@ -107,9 +89,9 @@ class Ring:
         return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
     @gluon.jit
-    def release(self, n):
+    def release(self, n, pred=True):
         """Consumer: tell the producer that this warpgroup has read the tile of the n-th use."""
-        mbarrier.arrive(self.empty.index(n % self.memory.shape[0]))
+        mbarrier.arrive(self.empty.index(n % self.memory.shape[0]), pred=pred)
 
 
 @gluon.jit
@@ -128,42 +110,41 @@ def allocate_ring(desc, SIZE: gl.constexpr, READERS: gl.constexpr):
 class Work:
     """Sizes of the problem, and which query tiles a program computes."""
 
+    order: gl.tensor
     H: gl.tensor
     G: gl.tensor
     M: gl.tensor
     N: gl.tensor
     shift: gl.tensor
     n_tiles: gl.tensor
-    total: gl.tensor
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
-    GROUP: gl.constexpr
     CAUSAL: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, H, G, M, N, shift, n_tiles, total, BLOCK_M, BLOCK_N, GROUP, CAUSAL):
+    def __init__(self, order, H, G, M, N, shift, n_tiles, BLOCK_M, BLOCK_N, CAUSAL):
+        self.order = order
         self.H = H
         self.G = G
         self.M = M
         self.N = N
         self.shift = shift
         self.n_tiles = n_tiles
-        self.total = total
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.GROUP = gl.constexpr(GROUP)
         self.CAUSAL = gl.constexpr(CAUSAL)
 
     @gluon.jit
-    def tile(self, number):
-        """Return batch, head and first row; under a causal mask tiles with most keys come first."""
-        per_group = self.n_tiles * self.GROUP
-        in_group = number % per_group
-        head = number // per_group * self.GROUP + in_group % self.GROUP
-        index = in_group // self.GROUP
-        if self.CAUSAL:
-            index = self.n_tiles - 1 - index
-        return head // self.H, head % self.H, index * self.BLOCK_M
+    def tiles(self):
+        """Return the positions in `order` of the first tile of this program and past the last."""
+        return gl.load(self.order + gl.program_id(0)), gl.load(self.order + gl.program_id(0) + 1)
+
+    @gluon.jit
+    def tile(self, position):
+        """Return batch, head and first row of a tile."""
+        number = gl.load(self.order + position)
+        head = number // self.n_tiles
+        return head // self.H, head % self.H, number % self.n_tiles * self.BLOCK_M
 
     @gluon.jit
     def key_blocks(self, start_m):
@@ -180,21 +161,25 @@ class Work:
 
 
 @gluon.jit
-def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """Producer: copy tiles in the order in which the warpgroups use them, V one block behind K."""
-    GROUPS: gl.constexpr = q_ring.memory.shape[0]
+def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS: gl.constexpr):
+    """Producer: copy tiles in the order in which the warpgroups use them, V one block behind K. The
+    first blocks come before the queries, whose buffers the last tile may still occupy."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     queries = 0
     keys = 0
-    for number in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        batch, head, start_m = work.tile(number)
+    first, last = work.tiles()
+    for position in range(first, last):
+        batch, head, start_m = work.tile(position)
         key_head = head // work.G
         _, n_blocks = work.key_blocks(start_m)
+        k_ring.load(keys, k_desc, batch, key_head, 0)
+        if n_blocks > 1:
+            k_ring.load(keys + 1, k_desc, batch, key_head, work.BLOCK_N)
+            v_ring.load(keys, v_desc, batch, key_head, 0)
         for w in gl.static_range(GROUPS):
             q_ring.load(queries + w, q_desc, batch, head, start_m + w * ROWS)
         queries += GROUPS
-        k_ring.load(keys, k_desc, batch, key_head, 0)
-        for j in range(1, n_blocks):
+        for j in range(2, n_blocks):
             k_ring.load(keys + j, k_desc, batch, key_head, j * work.BLOCK_N)
             v_ring.load(keys + j - 1, v_desc, batch, key_head, (j - 1) * work.BLOCK_N)
         keys += n_blocks
@@ -207,7 +192,7 @@ def softmax(s, top, sums, limits, start_n, factor, LAYOUT: gl.constexpr, MASKED:
     factor by which what was summed before shrinks. `limits` are the keys that each row sees."""
     if MASKED:
         columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        s = gl.where((start_n + columns)[None, :] < limits[:, None], s, float("-inf"))
+        s = gl.where(columns[None, :] < (limits - start_n)[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     base = new
     if MASKED:
@@ -294,6 +279,9 @@ def attend(
     TURNS: gl.constexpr,
 ):
     """Consumer: the warpgroup of query rows W · 64 to W · 64 + 63 of each tile."""
+    GROUPS: gl.constexpr = turn.shape[0]
+    # With a second buffer, the last output leaves its buffer while this tile is computed.
+    EARLY: gl.constexpr = q_ring.memory.shape[0] > GROUPS
     ROWS: gl.constexpr = q_ring.memory.shape[3]
     D: gl.constexpr = q_ring.memory.shape[4]
     S_LAYOUT: gl.constexpr = mma_layout(work.BLOCK_N)
@@ -304,8 +292,9 @@ def attend(
     offs_row = gl.arange(0, ROWS, layout=ROW_LAYOUT)
     base = 0  # key blocks visited
     query = W
-    for number in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        batch, head, start_m = work.tile(number)
+    first, last = work.tiles()
+    for position in range(first, last):
+        batch, head, start_m = work.tile(position)
         n_full, n_blocks = work.key_blocks(start_m)
         start_m += W * ROWS
         offs_m = start_m + offs_row
@@ -317,6 +306,9 @@ def attend(
         q = q_ring.tile(query)
         s = issue_scores(q, k_ring, turn, base, W, S_LAYOUT, TURNS)
         pass_turn(turn, W, TURNS)
+        if EARLY:
+            tma.store_wait(0)
+            q_ring.release(query - GROUPS, pred=position > first)
         s = warpgroup_mma_wait(0, deps=(s,))
         k_ring.release(base)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -377,22 +369,27 @@ def attend(
         # The queries have been read: their buffer takes the output to the copy engine.
         q.store(o.to(o_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, start_m, 0], q_ring.memory.index(W))
+        buffer = q_ring.memory.index(query % q_ring.memory.shape[0])
+        tma.async_copy_shared_to_global(o_desc, [batch, head, start_m, 0], buffer)
         row = (batch * work.H + head).to(gl.int64) * work.M
         gl.store(lse + row + offs_m, top * scale + gl.log(sums), mask=offs_m < work.M)
+        if not EARLY:
+            tma.store_wait(0)
+            q_ring.release(query)
+        query += GROUPS
+    if EARLY:
         tma.store_wait(0)
-        q_ring.release(query)
-        query += turn.shape[0]
 
 
-# The kernel is not specialized on sizes: a benchmark with many shapes compiles it once.
-@gluon.jit(do_not_specialize=["H", "G", "M", "N", "shift", "n_tiles", "total"])
-def gluon_forward_kernel(
+# The kernel is not specialized on sizes: it is compiled once for many shapes.
+@gluon.jit(do_not_specialize=["H", "G", "M", "N", "shift", "n_tiles"])
+def specialized_forward_kernel(
     q_desc,
     k_desc,
     v_desc,
     o_desc,
     lse,
+    order,
     scale,
     H,
     G,
@@ -400,30 +397,28 @@ def gluon_forward_kernel(
     N,
     shift,
     n_tiles,
-    total,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
+    QUERIES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     TURNS: gl.constexpr,
 ):
     """Output and log-sum-exp of the query tiles of this program, 64 · GROUPS rows each."""
     work = Work(
+        gl.to_tensor(order),
         gl.to_tensor(H),
         gl.to_tensor(G),
         gl.to_tensor(M),
         gl.to_tensor(N),
         gl.to_tensor(shift),
         gl.to_tensor(n_tiles),
-        gl.to_tensor(total),
         GROUPS * q_desc.block_type.shape[2],
         k_desc.block_type.shape[2],
-        GROUP,
         CAUSAL,
     )
-    q_ring = allocate_ring(q_desc, GROUPS, 1)
+    q_ring = allocate_ring(q_desc, GROUPS * QUERIES, 1)
     k_ring = allocate_ring(k_desc, STAGES, GROUPS)
     v_ring = allocate_ring(v_desc, STAGES, GROUPS)
     turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -444,7 +439,7 @@ def gluon_forward_kernel(
                     attend,
                     (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 1, MASKED, TURNS),
                 ),
-                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -464,57 +459,11 @@ def gluon_forward_kernel(
                     attend,
                     (work, o_desc, lse, scale, q_ring, k_ring, v_ring, turn, 2, MASKED, TURNS),
                 ),
-                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (load_tiles, (work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    variant: Variant,
-    scale: float | None = None,
-    shift: int = 0,
-    launch: bool = True,
-) -> Any:
-    """Write the output, shaped like q, and the log-sum-exp of each row in float32. Return the
-    compiled kernel; without `launch` it is compiled only."""
-    batch, heads, rows, head = q.shape
-    key_heads, keys = k.shape[1:3]
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype]
-    by_rows, by_keys = (block_of(size, head, dtype) for size in (ROWS, variant.n))
-    n_tiles = triton.cdiv(rows, variant.groups * ROWS)
-    total = n_tiles * batch * heads
-    grid = total
-    if variant.persistent:
-        grid = min(total, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    arguments = (
-        TensorDescriptor.from_tensor(q, *by_rows),
-        TensorDescriptor.from_tensor(k, *by_keys),
-        TensorDescriptor.from_tensor(v, *by_keys),
-        TensorDescriptor.from_tensor(out, *by_rows),
-        lse,
-        head**-0.5 if scale is None else float(scale),
-        heads,
-        heads // key_heads,
-        rows,
-        keys,
-        shift,
-        n_tiles,
-        total,
-    )
-    group = math.gcd(variant.group, batch * heads)
-    constants = _constants(variant, group, causal, causal or keys % variant.n != 0)
-    if launch:
-        return gluon_forward_kernel[(grid,)](*arguments, **constants, num_warps=4)
-    return gluon_forward_kernel.warmup(*arguments, **constants, num_warps=4, grid=(grid,))
 
 
 def block_of(rows: int, head: int, dtype: Any) -> tuple[list[int], Any]:
@@ -523,29 +472,37 @@ def block_of(rows: int, head: int, dtype: Any) -> tuple[list[int], Any]:
     return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
-def _constants(variant: Variant, group: int, causal: bool, masked: bool) -> dict[str, Any]:
+def describe(x: Tensor, rows: int) -> Any:
+    """Create the TMA descriptor for tiles of that many rows of a tensor (B, H, M, D)."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    block, layout = block_of(rows, x.shape[-1], dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def constants(variant: Variant, *, causal: bool, masked: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel, in the order of its signature."""
     return {
         "STAGES": variant.stages,
         "GROUPS": variant.groups,
+        "QUERIES": variant.queries,
         "REGISTERS": variant.registers,
-        "GROUP": group,
         "CAUSAL": causal,
-        "MASKED": masked,
+        "MASKED": causal or masked,
         "TURNS": variant.take_turns,
     }
 
 
 def compile_for_hopper(variant: Variant, head: int, *, causal: bool, masked: bool) -> Any:
     """Compile for compute capability 9.0 without such a GPU."""
-    constants = _constants(variant, variant.group, causal, causal or masked)
-    types = {"lse": "*fp32", "scale": "fp32"}
+    fixed = constants(variant, causal=causal, masked=masked)
+    types = {"lse": "*fp32", "order": "*i32", "scale": "fp32"}
     for name, rows in (("q", ROWS), ("k", variant.n), ("v", variant.n), ("o", ROWS)):
         block, layout = block_of(rows, head, gl.bfloat16)
         types[f"{name}_desc"] = f"tensordesc<bf16{block},{layout!r}>"
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in gluon_forward_kernel.arg_names
+        name: "constexpr" if name in fixed else types.get(name, "i32")
+        for name in specialized_forward_kernel.arg_names
     }
-    source = GluonASTSource(gluon_forward_kernel, signature, constexprs=constants, attrs={})
+    source = GluonASTSource(specialized_forward_kernel, signature, constexprs=fixed, attrs={})
     target = GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options={"num_warps": 4})

@@ -1,0 +1,129 @@
+"""Check and time variants of the warp-specialized attention backward; `gluon_attention.py` runs
+this in processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, reference, say
+from torch import Tensor
+
+from stepscope.attention import attention
+from stepscope.attention.specialized import CAUSAL, FULL
+from stepscope.attention.triton import launch as triton_launch
+from stepscope.attention.triton.specialized import first_launch
+from stepscope.attention.triton.specialized_gradients import BackwardVariant, backward
+
+HEAD = 128
+CLOSE = 1.2e-2
+VARIANTS: dict[str, BackwardVariant] = {
+    "one pass": BackwardVariant(),
+    "one pass by 4 heads": BackwardVariant(heads=4),
+    "one pass, two dQ": BackwardVariant(dq_stages=2),
+    "one pass, two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
+}
+
+
+def run(tensors: list[Tensor], case: Case, causal: bool, name: str, launch: bool = True) -> Any:
+    """Return the gradients of q, k, v and the compiled kernel."""
+    grad, q, k, v, out, lse = tensors
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    settings: dict[str, Any] = {"causal": causal, "shift": case.shift, "launch": launch}
+    scale = q.shape[-1] ** -0.5
+    kernel = backward(
+        grad, q, k, v, out, lse, grads, scale=scale, variant=VARIANTS[name], **settings
+    )
+    return *grads, kernel
+
+
+def saved(case: Case, causal: bool, seed: int) -> list[Tensor]:
+    """Return gradient, q, k, v, and output and log-sum-exp of the plain kernel."""
+    q, k, v = inputs(case, HEAD, seed)
+    grad = inputs(case, HEAD, seed + 100)[0]
+    out, lse = triton_launch.forward(q, k, v, scale=HEAD**-0.5, causal=causal, shift=case.shift)
+    return [grad, q, k, v, out, lse]
+
+
+def check(name: str, compile_seconds: float, seconds: float) -> None:
+    """Print a JSON line: the largest errors of one variant, or what went wrong."""
+    end_after(compile_seconds + seconds)
+    cases = [
+        (case, causal)
+        for case in CASES
+        for causal in (False, True)
+        if not (causal and case.shift < 0)
+    ]
+    for case, causal in cases:
+        run(saved(case, causal, 0), case, causal, name, launch=False)
+    torch.cuda.synchronize()
+    end_after(seconds)
+    worst = 0.0
+    for case, causal in cases:
+        shift = case.shift
+        for seed in (1, 2):  # the second call of a shape has other inputs
+            tensors = saved(case, causal, seed)
+            leaves = [x.detach().double().requires_grad_() for x in tensors[1:4]]
+            expected = torch.autograd.grad(
+                reference(*leaves, causal, shift)[0], leaves, tensors[0].double()
+            )
+            *grads, _ = run(tensors, case, causal, name)
+            for which, actual, wanted in zip("qkv", grads, expected, strict=True):
+                size = float(wanted.norm())
+                error = float((actual.double() - wanted).norm()) / max(size, 1e-3)
+                if not error < CLOSE:
+                    say(check=name, backward=which, failed=[*case, causal], error=error)
+                    return
+                worst = max(worst, error)
+        for _ in range(3):
+            *again, _ = run(tensors, case, causal, name)
+            if not all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)):
+                say(check=name, backward=True, failed=[*case, causal], error="bits do not repeat")
+                return
+    say(check=name, backward=True, d=HEAD, error=worst)
+
+
+def measure(
+    shape: tuple[int, int, int, int], causal: bool, names: list[str], seconds: float
+) -> None:
+    """Print JSON lines: times of forward and backward together, and of backward alone."""
+    batch, heads, rows, _ = shape
+    end_after(seconds)
+    case = Case(batch, heads, heads, rows, rows)
+    tensors = saved(case, causal, 3)
+    grad, q, k, v = tensors[:4]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    how: dict[str, Any] = {"scale": HEAD**-0.5, "causal": causal, "shift": 0}
+
+    def both(impl: str) -> None:
+        attended = attention(*leaves, is_causal=causal, impl=impl)
+        torch.autograd.grad(attended, leaves, grad)
+
+    kernels = {name: run(tensors, case, causal, name, launch=False)[-1] for name in names}
+    calls: dict[str, Callable[[], object]] = {
+        "both: sdpa_cudnn": lambda: both("sdpa_cudnn"),
+        "both: triton": lambda: both("triton"),
+        "forward": lambda: first_launch(
+            (q, k, v), *outputs(q), variant=CAUSAL if causal else FULL, **how
+        ),
+        "backward: triton": lambda: triton_launch.backward(*tensors, **how),
+    }
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    for name in names:
+        calls[f"backward: {name}"] = lambda name=name: run(tensors, case, causal, name)  # type: ignore[misc]
+        say(launched=name)
+        calls[f"backward: {name}"]()
+        torch.cuda.synchronize()
+    flops = 2.0 * batch * heads * rows * rows * HEAD * (0.5 if causal else 1.0)
+    matmuls = {"forward": 2, "both": 7, "backward": 5}
+    for label, ms in milliseconds(calls).items():
+        line: dict[str, Any] = {"shape": list(shape), "causal": causal, "name": label, "ms": ms}
+        kind, _, name = label.partition(": ")
+        line |= {"of": "gradients", "tflops": matmuls[kind] * flops / ms * 1e-9}
+        if name in kernels:
+            kernel = kernels[name]
+            line |= {"registers": kernel.n_regs, "spilled": kernel.n_spills}
+        say(**line)

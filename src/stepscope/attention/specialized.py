@@ -1,0 +1,124 @@
+"""Rule by which the Triton attention uses its warp-specialized forward kernel for Hopper, the
+parameters of that kernel and the order of its tiles. No torch import.
+
+The plain Triton forward computes what the rule leaves out. Both write the same output and
+log-sum-exp, so that the backward pass does not depend on which one ran.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+CAPABILITY = 9
+"""Major compute capability of the kernel: wgmma and TMA of Hopper."""
+ROWS = 64
+"""Query rows of a warpgroup: one wgmma instruction."""
+HEAD_DIM = 128
+"""The head dimension at which the kernel is faster than the plain one."""
+MIN_TILES_PER_PROGRAM = 3
+"""Query tiles per multiprocessor below which the persistent programs are too unequal."""
+_COST_OF_A_TILE = 1.5
+"""Time that a tile takes beside its key blocks, in key blocks."""
+
+
+class Variant(NamedTuple):
+    """Parameters of a compiled kernel."""
+
+    n: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of K, and of V, in the ring."""
+    groups: int = 2
+    """Warpgroups that compute, each `ROWS` query rows."""
+    registers: int = 240
+    """Registers per thread of every computing warpgroup but the first, which takes the rest."""
+    take_turns: bool = True
+    """Warpgroups take turns in issuing matmuls."""
+    queries: int = 1
+    """Buffers for the queries of a warpgroup: with two, those of the next tile are loaded early."""
+    persistent: bool = True
+    heads: int = 1
+    """Heads whose tiles are ordered together, longest first, under a causal mask."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.groups * ROWS
+
+
+FULL = Variant(128, 3)
+CAUSAL = Variant(128, 3)
+
+
+class Sizes(NamedTuple):
+    """What the rule and the order of the tiles depend on."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    rows: int
+    keys: int
+    head_dim: int
+    causal: bool
+    shift: int = 0
+
+    def tiles(self, variant: Variant) -> int:
+        """Return the query tiles of a head."""
+        return -(-self.rows // variant.rows)
+
+    def key_blocks(self, variant: Variant, tile: int) -> int:
+        """Return the key blocks that a query tile visits, as `Work.key_blocks` of the kernel."""
+        visible = self.keys
+        if self.causal:
+            visible = min(visible, max((tile + 1) * variant.rows + self.shift, 1))
+        return -(-visible // variant.n)
+
+
+def variant_of(sizes: Sizes) -> Variant:
+    """Return the fastest variant that has been measured."""
+    return CAUSAL if sizes.causal else FULL
+
+
+def refusal(
+    sizes: Sizes, *, element_bytes: int, capability: int, programs: int, aligned: bool, rules: bool
+) -> str | None:
+    """Return why the plain forward kernel runs instead, or None. `programs` are multiprocessors;
+    `aligned` means that TMA can read the tensors."""
+    if capability != CAPABILITY:
+        return f"it is for GPUs of compute capability {CAPABILITY}"
+    if rules:
+        return "it has no rules"
+    if element_bytes != 2 or sizes.head_dim != HEAD_DIM:
+        return f"it is faster for 16-bit dtypes and head dimension {HEAD_DIM} only"
+    tiles = sizes.batch * sizes.heads * sizes.tiles(variant_of(sizes))
+    if tiles < MIN_TILES_PER_PROGRAM * programs:
+        return "there are too few query tiles to occupy the GPU evenly"
+    if not aligned:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    return None
+
+
+def tile_order(sizes: Sizes, variant: Variant, programs: int) -> list[int]:
+    """Return which tiles each program computes: where the tiles of each begin in this list, where
+    those of the last one end, and the tiles, numbered head · tiles + tile.
+
+    Every tile goes to the program that is free first, the longest ones of a group of heads first:
+    the keys of few heads at a time stay in the L2 cache, and the programs end together.
+    """
+    n_tiles, heads = sizes.tiles(variant), sizes.batch * sizes.heads
+    costs = [sizes.key_blocks(variant, tile) + _COST_OF_A_TILE for tile in range(n_tiles)]
+    longest_first = sorted(range(n_tiles), key=lambda tile: -costs[tile])
+    free = [(0.0, program) for program in range(programs)]
+    assigned: list[list[int]] = [[] for _ in free]
+    together = variant.heads if sizes.causal else 1
+    for first in range(0, heads, together):
+        for tile in longest_first:
+            for head in range(first, min(first + together, heads)):
+                time, program = free[0]
+                heapq.heapreplace(free, (time + costs[tile], program))
+                assigned[program].append(head * n_tiles + tile)
+    starts = [programs + 1]
+    for own in assigned:
+        starts.append(starts[-1] + len(own))
+    return [*starts, *[number for own in assigned for number in own]]

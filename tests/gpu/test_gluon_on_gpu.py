@@ -1,0 +1,197 @@
+"""The warp-specialized forward kernel for Hopper against float64, in the launch cache and in
+graphs, and the inputs that are left to the plain kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accuracy import check_against_float64
+from stepscope.attention import ScoreRules, attention, explain
+from stepscope.attention.packed import split_heads
+from stepscope.attention.tiles import tiles
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a GPU of compute capability 9",
+    ),
+]
+BATCH, HEADS, D = 2, 32, 128
+KERNEL = "specialized_forward_kernel"
+
+
+def draw(
+    rows: int, keys: int | None = None, key_heads: int = HEADS, *, dtype=torch.bfloat16, d: int = D
+) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output."""
+    generator = torch.Generator(device="cuda").manual_seed(rows)
+    sizes = [(HEADS, rows), *[(key_heads, keys or rows)] * 2, (HEADS, rows)]
+    return [
+        torch.randn(BATCH, heads, n, d, device="cuda", dtype=dtype, generator=generator)
+        for heads, n in sizes
+    ]
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    return attention(q, k, v, impl="triton", **how)
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
+    """Return the name of the forward kernel that runs."""
+    from stepscope.attention.triton import launch as triton_launch
+
+    with triton_launch.recorded_launches() as launches:
+        ours(q, k, v, **how)
+    (launch,) = launches
+    return str(launch.kernel.name)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    from stepscope.attention.triton import launch as triton_launch
+
+    with triton_launch.forced_tiles({"forward": tiles("forward", D, 2, (9, 0))[0]}):
+        return ours(q, k, v, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "keys", "key_heads", "how"),
+    [
+        (1024, None, HEADS, {"is_causal": True}),
+        (1024, None, HEADS, {}),
+        (1000, None, 8, {"is_causal": True, "scale": 0.3}),
+        (999, 333, HEADS, {}),
+        (1000, 1500, 4, {"is_causal": True, "causal_align": "bottom-right"}),
+        (1500, 1000, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
+        (1500, 1, HEADS, {"is_causal": True, "causal_align": "top-left"}),
+    ],
+)
+def test_output_and_gradients(dtype, rows, keys, key_heads, how) -> None:
+    tensors = draw(rows, keys, key_heads, dtype=dtype)
+    assert kernel_of(*tensors[:3], **how) == KERNEL
+    check_against_float64(ours, *tensors, **how)
+
+
+def test_log_sum_exp_is_that_of_the_plain_kernel() -> None:
+    from stepscope.attention.triton import launch as triton_launch
+
+    q, k, v, _ = draw(1100, 1000)
+    how = {"scale": 0.1, "causal": True, "shift": -100}
+    out, lse = triton_launch.forward(q, k, v, **how)
+    with triton_launch.forced_tiles({"forward": tiles("forward", D, 2, (9, 0))[0]}):
+        expected, expected_lse = triton_launch.forward(q, k, v, **how)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert torch.isinf(lse[:, :, :100]).all()
+    assert not out[:, :, :100].any()
+
+
+def test_calls_that_differ_in_one_property() -> None:
+    """Whatever was called before, a call gives the result of the plain kernel."""
+    q, k, v, _ = draw(1024)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    packed = torch.randn(BATCH, 1024, 3 * HEADS * D, device="cuda", dtype=torch.bfloat16)
+    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([q, k, v], {}),
+        ([q, k, v], {"is_causal": True}),
+        ([transposed[0], k, v], {}),
+        ([q, transposed[1], v], {}),
+        ([q, k, transposed[2]], {"is_causal": True}),
+        ([*split_heads(packed, HEADS, by_head=False)], {"is_causal": True}),
+        ([*split_heads(packed, HEADS, by_head=True)], {"is_causal": True}),
+        ([q.half(), k.half(), v.half()], {}),
+        ([q, k, v], {"scale": 0.5}),
+        ([q, k[:, :, :700], v[:, :, :700]], {}),
+        ([q, k[:, :, :700], v[:, :, :700]], {"is_causal": True, "causal_align": "top-left"}),
+        ([q, k[:, :4], v[:, :4]], {}),
+        ([q.clone(), k.clone(), v.clone()], {}),
+    ]
+    for tensors, how in [*calls, *reversed(calls)]:
+        assert kernel_of(*tensors, **how) == KERNEL
+        out = ours(*tensors, **how)
+        torch.testing.assert_close(out, plain(*tensors, **how), rtol=2e-2, atol=2e-2)
+        assert torch.equal(out, ours(*tensors, **how))
+        assert out.stride() == torch.empty_like(tensors[0]).stride()
+
+
+def test_captured_graph_reads_new_inputs() -> None:
+    q, k, v, grad = (x.requires_grad_() for x in draw(1024))
+
+    def step() -> list[Tensor]:
+        out = ours(q, k, v, is_causal=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v, grad):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for actual, expected in zip(captured, step(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_first_call_within_a_capture() -> None:
+    q, k, v, _ = draw(1152)
+    ours(q[:, :, :1024], k, v)  # Triton and the allocator are warm, this shape is not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ours(q, k, v)
+    graph.replay()
+    torch.testing.assert_close(out, plain(q, k, v), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_in_the_compiler_and_under_autograd(compiled: bool) -> None:
+    tensors = draw(1024)
+    function = torch.compile(ours) if compiled else ours
+    check_against_float64(function, *tensors, is_causal=True)
+
+
+def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
+    q, k, v, _ = draw(1024)
+    small = [x[:1, :2] for x in (q, k, v)]
+    shifted = torch.randn(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
+    return {
+        "few tiles": (small, {}, "too few query tiles"),
+        "head dimension 64": (draw(1024, d=64)[:3], {}, "head dimension 128"),
+        "float32": ([x.float() for x in (q, k, v)], {}, "16-bit"),
+        "unaligned": ([shifted, k, v], {}, "16 bytes"),
+        "expanded": ([q, k[:, :1].expand_as(q), v], {}, "16 bytes"),
+        "rules": ([q, k, v], {"is_causal": True, "rules": ScoreRules(window=100)}, "no rules"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["few tiles", "head dimension 64", "float32", "unaligned", "expanded", "rules"]
+)
+def test_other_inputs_are_left_to_the_plain_kernel(name: str) -> None:
+    tensors, how, reason = left_out()[name]
+    (details,) = (s.details for s in explain(*tensors, **how).verdicts if s.name == "triton")
+    assert reason in str(details)
+    assert kernel_of(*tensors, **how) == "forward_kernel"
+
+
+def test_without_gluon_the_plain_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepscope.attention.triton import launch as triton_launch
+    from stepscope.attention.triton import specialized
+
+    q, k, v, _ = draw(1024)
+    monkeypatch.setattr(specialized, "_kernel_module", lambda: "no Gluon")
+    triton_launch._PREPARED.clear()
+    assert kernel_of(q, k, v) == "forward_kernel"
+    assert "no Gluon" in str(explain(q, k, v))
+    triton_launch._PREPARED.clear()
+    monkeypatch.undo()
+    assert kernel_of(q, k, v) == KERNEL
+    assert "is the warp-specialized kernel" in str(explain(q, k, v))

@@ -1,0 +1,104 @@
+"""The rule of the warp-specialized attention kernels, and the order of their tiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from stepscope.attention.specialized import (
+    CAPABILITY,
+    CAUSAL,
+    FULL,
+    MIN_TILES_PER_PROGRAM,
+    Sizes,
+    Variant,
+    refusal,
+    tile_order,
+)
+
+PROGRAMS = 132
+LARGE = Sizes(4, 16, 16, 4096, 4096, 128, causal=True)
+SUITABLE: dict[str, Any] = {
+    "element_bytes": 2,
+    "capability": CAPABILITY,
+    "programs": PROGRAMS,
+    "aligned": True,
+    "rules": False,
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        LARGE,
+        LARGE._replace(causal=False),
+        LARGE._replace(key_heads=2, keys=777),
+        LARGE._replace(rows=4001, shift=-3),
+    ],
+)
+def test_large_inputs_are_taken(sizes: Sizes) -> None:
+    assert refusal(sizes, **SUITABLE) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "reason"),
+    [
+        (LARGE, {"capability": 8}, "compute capability 9"),
+        (LARGE, {"capability": 10}, "compute capability 9"),
+        (LARGE, {"rules": True}, "no rules"),
+        (LARGE, {"element_bytes": 4}, "16-bit"),
+        (LARGE._replace(head_dim=64), {}, "head dimension 128"),
+        (LARGE._replace(head_dim=96), {}, "head dimension 128"),
+        (LARGE._replace(batch=1, rows=128), {}, "too few query tiles"),
+        (LARGE, {"programs": 2048 // MIN_TILES_PER_PROGRAM + 1}, "too few query tiles"),
+        (LARGE, {"aligned": False}, "16 bytes"),
+    ],
+)
+def test_others_are_left_to_the_plain_kernel(sizes: Sizes, change: Any, reason: str) -> None:
+    assert reason in str(refusal(sizes, **SUITABLE | change))
+
+
+def loads(sizes: Sizes, variant: Variant, programs: int) -> list[list[int]]:
+    """Return the tiles of each program as the kernel reads them."""
+    order = tile_order(sizes, variant, programs)
+    return [order[order[p] : order[p + 1]] for p in range(programs)]
+
+
+@pytest.mark.parametrize("programs", [1, 7, PROGRAMS, 2048])
+@pytest.mark.parametrize("heads", [1, 4, 7])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_tile_is_computed_once(programs: int, heads: int, causal: bool) -> None:
+    sizes = Sizes(2, 5, 5, 1000, 900, 128, causal, shift=-100 if causal else 0)
+    tiles = Counter(t for own in loads(sizes, FULL._replace(heads=heads), programs) for t in own)
+    assert tiles == Counter(range(10 * 8))
+
+
+@pytest.mark.parametrize("rows", [4096, 16384])
+@pytest.mark.parametrize("variant", [CAUSAL._replace(heads=4), CAUSAL._replace(groups=3, heads=16)])
+def test_programs_of_a_causal_mask_end_together(rows: int, variant: Variant) -> None:
+    sizes = LARGE._replace(rows=rows, keys=rows)
+    n_tiles = sizes.tiles(variant)
+    blocks = [
+        sum(sizes.key_blocks(variant, tile % n_tiles) for tile in own)
+        for own in loads(sizes, variant, PROGRAMS)
+    ]
+    assert sum(blocks) / len(blocks) > 0.96 * max(blocks)
+
+
+def test_tiles_without_a_mask_go_around_in_order() -> None:
+    sizes = LARGE._replace(causal=False)
+    assert loads(sizes, FULL, PROGRAMS) == [
+        list(range(p, 64 * 32, PROGRAMS)) for p in range(PROGRAMS)
+    ]
+
+
+@pytest.mark.parametrize("shift", [-300, -1, 0, 5, 300])
+@pytest.mark.parametrize(("rows", "keys"), [(200, 200), (129, 1000), (640, 65)])
+def test_key_blocks_cover_the_visible_keys(rows: int, keys: int, shift: int) -> None:
+    sizes = Sizes(1, 1, 1, rows, keys, 128, causal=True, shift=shift)
+    for tile in range(sizes.tiles(CAUSAL)):
+        last = (tile + 1) * CAUSAL.rows - 1
+        visible = sum(key <= last + shift for key in range(keys))
+        assert sizes.key_blocks(CAUSAL, tile) == max(1, -(-visible // CAUSAL.n))
