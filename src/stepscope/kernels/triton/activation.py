@@ -105,8 +105,8 @@ def activation_forward_kernel(
     """Activation of one block of (BLOCK,) of a row, times `up` if GATED. AMAX: also store its
     largest magnitude."""
     chunks = tl.cdiv(width, BLOCK)
-    pid = tl.program_id(0).to(tl.int64)
-    row, offs_col = pid // chunks, (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
+    pid = tl.program_id(0)
+    row, offs_col = (pid // chunks).to(tl.int64), (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
     mask = offs_col < width
     b_gate = tl.load(gate_ptr + row * stride + offs_col, mask=mask, other=0.0).to(tl.float32)
     b_out, _ = _activated(b_gate, ACTIVATION, EXACT)
@@ -188,8 +188,8 @@ def activation_backward_kernel(
     output of the forward pass. SUMMED: of consecutive rows, and write the sum of the gradient of
     the gate over them. AMAX: also store the largest magnitude of both gradients."""
     chunks = tl.cdiv(width, BLOCK)
-    pid = tl.program_id(0).to(tl.int64)
-    part, offs_col = pid // chunks, (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
+    pid = tl.program_id(0)
+    part, offs_col = (pid // chunks).to(tl.int64), (pid % chunks) * BLOCK + tl.arange(0, BLOCK)
     if SUMMED:
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
         b_abs = tl.zeros([BLOCK], dtype=tl.float32)

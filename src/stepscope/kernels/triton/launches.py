@@ -79,8 +79,10 @@ def programs(device: torch.device, per_processor: int) -> int:
 def norm_backward(d: int) -> Rows:
     block = triton.next_power_of_2(d)
     # Four elements in an access of each dtype: no layout conversion between float32 and bfloat16.
-    warps = min(16, max(4, block // 256))
-    return Rows(warps, 32 // warps, block, vector=4)
+    warps = min(16, max(1, block // (4 * _LANES)))
+    if block > 4 * _LANES * warps:
+        return Rows(warps, 1, block, stages=3, vector=4)
+    return Rows(warps, min(8, 32 // warps), block, vector=4)
 
 
 def sum_of_parts(parts: int) -> Tile:
