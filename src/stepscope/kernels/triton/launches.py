@@ -18,6 +18,8 @@ from stepscope.kernels.fp8.recipe import BLOCK as FP8_BLOCK
 
 _REGISTERS, _MOST_REGISTERS, _LANES = 65536, 255, 32
 """Registers of an SM, the most of a thread, and the threads of a warp."""
+_SHARED = 96 << 10
+"""Shared memory that a program has on each GPU since Ampere."""
 _PROGRAMS_INTERPRETED = 4
 
 
@@ -81,7 +83,9 @@ def norm_backward(d: int) -> Rows:
     # Four elements in an access of each dtype: no layout conversion between float32 and bfloat16.
     warps = min(16, max(1, block // (4 * _LANES)))
     if block > 4 * _LANES * warps:
-        return Rows(warps, 1, block, stages=3, vector=4)
+        # Up to three tensors of float32 in each stage but the first.
+        ahead = min(2, _SHARED // (3 * 4 * block))
+        return Rows(warps, 1, block, stages=1 + ahead, vector=4)
     return Rows(warps, min(8, 32 // warps), block, vector=4)
 
 
