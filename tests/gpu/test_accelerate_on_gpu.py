@@ -401,7 +401,7 @@ def test_blocks_have_no_reductions_of_torch() -> None:
     counts = []
     for layers in (2, 4):
         torch.manual_seed(0)
-        model = _gpt2(layers).cuda().train()
+        model = _gpt2(layers=layers).cuda().train()
         stepscope.accelerate(model)
         for _ in range(2):
             _gradients("gpt2", model, torch.bfloat16)

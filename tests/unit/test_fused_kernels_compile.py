@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import fp8 as triton_fp8
+from stepscope.kernels.triton import launches
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
@@ -34,7 +35,7 @@ from stepscope.kernels.triton import transpose as triton_transpose
 from stepscope.kernels.triton import activation as triton_activation
 from stepscope.optim import triton_adamw
 
-def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):
+def wide_loads(kernel, types, warps=8, odd=("seed", "S"), registers=None, **constants):
     # Pointers and sizes as in a typical launch: multiples of 16, except for those in `odd`.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
@@ -45,7 +46,7 @@ def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     hopper = GPUTarget("cuda", 90, 32)
-    how = {"num_warps": warps}
+    how = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
     compiled = triton.compile(source, target=hopper, options=how)
     spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
     return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
@@ -79,13 +80,21 @@ for kind, units, layer in (("rms", False, False), ("units", True, False), ("laye
     print("norm forward", kind, wide_loads(
         triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, f, "fp32", "fp32", i],
         ADD=True, AMAX=True, BLOCK_D=4096, **how))
-    for learned, summed in ((True, True), (True, False), (False, True), (False, False)):
-        print("norm backward", kind, learned, summed, wide_loads(
+    for learned, summed, d in (
+        (True, True, 768), (True, False, 2560), (True, True, 2560), (True, False, 8192),
+        (False, True, 2560), (False, False, 2560),
+    ):
+        rows = launches.norm_backward(d)
+        print("norm backward", kind, learned, summed, d, wide_loads(
             triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, f, "fp32", i, i, i],
-            THROUGH=True, SPLIT=True, LEARNED=learned, SUMMED=summed, AMAX=True, BLOCK_D=4096,
-            warps=16, **how))
-print("norm weight", wide_loads(
-    triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=128, BLOCK_D=16, warps=4))
+            THROUGH=True, SPLIT=True, LEARNED=learned, SUMMED=summed, AMAX=True,
+            BLOCK_D=rows.block, VECTOR=rows.vector, STAGES=rows.stages, warps=rows.warps,
+            registers=rows.registers, odd=("rows", "rows_per_program"), **how))
+for parts in (100, 1000):
+    tile = launches.sum_of_parts(parts)
+    print("norm weight", parts, wide_loads(
+        triton_norm.norm_weight_kernel, [f, f, i, i], BLOCK_PARTS=tile.rows, BLOCK_D=tile.columns,
+        warps=tile.warps, odd=("parts",)))
 print("token places", wide_loads(
     triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], BLOCK_I=8, BLOCK_J=512,
     warps=4))
@@ -96,12 +105,16 @@ print("norm again", wide_loads(triton_norm.norm_scaled_kernel, [x, f, x, i], BLO
 for kind in ("silu", "gelu", "gelu_tanh", "relu"):
     for gated in (False, True):
         how = {"ACTIVATION": kind, "GATED": gated, "EXACT": False, "AMAX": kind == "silu"}
+        block = launches.activation(3072)
         print("activation forward", kind, gated, wide_loads(
-            triton_activation.activation_forward_kernel, [x, x, x, f, i, i], BLOCK=2048, **how))
+            triton_activation.activation_forward_kernel, [x, x, x, f, i, i], BLOCK=block.columns,
+            warps=block.warps, **how))
+        summed = launches.activation_summed()
         print("activation backward", kind, gated, wide_loads(
             triton_activation.activation_backward_kernel, [x] * 6 + [f, f] + [i] * 4,
-            RECOMPUTE=True, SUMMED=not gated, BLOCK=2048 if gated else 1024,
-            warps=8 if gated else 4, **how))
+            RECOMPUTE=True, SUMMED=not gated, BLOCK=block.columns if gated else summed.block,
+            STAGES=summed.stages, warps=block.warps if gated else summed.warps,
+            registers=None if gated else summed.registers, **how))
 for half, rest, group in ((64, 0, 1), (16, 32, 1), (16, 64, 2)):
     print("rotary", half, group, wide_loads(
         triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 10 + ["fp32"], BLOCK_H=32,
@@ -109,13 +122,17 @@ for half, rest, group in ((64, 0, 1), (16, 32, 1), (16, 64, 2)):
     print("rotary gathered", half, rest, wide_loads(
         triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 18, BLOCK_H=32,
         BLOCK_HALF=half, BLOCK_REST=rest, warps=4))
+rows = launches.gather_heads(768)
 for summed in (False, True):
     print("heads gathered", summed, wide_loads(
         triton_qkv.gather_heads_kernel, [x] * 4 + [f] + [i] * 15, D=64, SUMMED=summed,
-        BLOCK_ROWS=4, BLOCK=1024, warps=4, odd=("S", "rows", "rows_per_program")))
+        BLOCK_ROWS=rows.at_once, BLOCK=rows.block, warps=rows.warps, registers=rows.registers,
+        odd=("S", "rows", "rows_per_program")))
 for by_row in (False, True):
+    tile = launches.fp8_amax(by_row)
     print("fp8 amax", by_row, wide_loads(
-        triton_fp8.fp8_amax_kernel, [x, f, f, i, i, i], BY_ROW=by_row, BLOCK_R=128, BLOCK_C=128))
+        triton_fp8.fp8_amax_kernel, [x, f, f, i, i, i], BY_ROW=by_row, BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns, warps=tile.warps))
 print("fp8 scale", wide_loads(
     triton_fp8.fp8_scale_kernel, [f, f, f, i, "fp32"], BLOCK_PARTS=4096))
 print("fp8 row scales", wide_loads(
@@ -124,11 +141,13 @@ for source, scaling, e4m3 in (
     (x, 0, True), (f, 0, True), (x, 0, False), (x, 1, True), (x, 2, True)
 ):
     out = "*fp8e4nv" if e4m3 else "*fp8e5"
+    tile = launches.fp8_cast(4 if source == f else 2, scaling == 2)
     print("fp8 cast", source, scaling, e4m3, wide_loads(
         triton_fp8.fp8_cast_kernel,
         [source, out, out, f, f, f, "*i32"] + [i] * 5 + ["fp32", "fp32"], SCALING=scaling,
         ROWS=True, COLUMNS=True, PENDING=scaling == 0, COUNT=not e4m3, E4M3=e4m3, BITS=False,
-        BLOCK_R=128, BLOCK_C=128))
+        TRANSPOSE_FIRST=tile.transpose_first, BLOCK_R=tile.rows, BLOCK_C=tile.columns,
+        warps=tile.warps))
 print("transpose", wide_loads(
     triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128))
 for name, moments, chance, copied in (
@@ -155,5 +174,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 68
+    assert len(loads) == 81
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

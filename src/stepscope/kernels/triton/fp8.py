@@ -2,7 +2,7 @@
 
 An FP8 GEMM reads both operands along the contracted dimension, so a tensor that two GEMMs contract
 over different dimensions is needed as (rows, columns) and as (columns, rows). One pass over tiles
-of 128×128 writes both. Scales are float32: per tensor, per row (of each copy), or per 128 values
+writes both. Scales are float32: per tensor, per row (of each copy), or per 128 values
 along the rows of each copy.
 
 Only finite values count as largest; NaN stays NaN, and Inf becomes NaN: the hardware's cast would
@@ -26,6 +26,7 @@ from stepscope.kernels.fp8.reference import (
     ROUNDS_TO_LARGEST,
     SMALLEST_AMAX,
 )
+from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import finite_magnitude
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device
 
@@ -76,13 +77,12 @@ def _bits(b_y, E4M3: tl.constexpr):
 @triton.jit
 def _cast(b_x, b_scale, largest, out_ptr, E4M3: tl.constexpr, BITS: tl.constexpr):
     """Return the values times their scales in FP8, saturated."""
-    b_y = b_x * b_scale
-    # NaN fails both comparisons and stays.
-    b_y = tl.where(b_y > largest, largest, b_y)
-    b_y = tl.where(b_y < -largest, -largest, b_y)
-    # Inf times zero is NaN. The hardware's cast saturates Inf, also in e5m2, which has it.
-    b_y = tl.where(tl.abs(b_x) == float("inf"), b_x * 0.0, b_y)
+    # Inf times zero is NaN: the hardware's cast would saturate Inf, also in e5m2, which has it.
+    b_y = b_x * b_scale + b_x * 0.0
     if BITS:
+        # NaN fails both comparisons and stays.
+        b_y = tl.where(b_y > largest, largest, b_y)
+        b_y = tl.where(b_y < -largest, -largest, b_y)
         return _bits(b_y, E4M3)
     return b_y.to(out_ptr.dtype.element_ty)
 
@@ -114,7 +114,7 @@ def fp8_amax_kernel(
         tl.store(row_partial_ptr + pid_c.to(tl.int64) * R + offs_r, tl.max(b_abs, 1), offs_r < R)
         tl.store(column_partial_ptr + pid_r.to(tl.int64) * C + offs_c, tl.max(b_abs, 0), offs_c < C)
     else:
-        tl.store(row_partial_ptr + pid, tl.max(tl.max(b_abs, 1), 0))
+        tl.store(row_partial_ptr + pid, tl.max(b_abs))
 
 
 @triton.jit
@@ -196,13 +196,14 @@ def fp8_cast_kernel(
     COUNT: tl.constexpr,
     E4M3: tl.constexpr,
     BITS: tl.constexpr,
+    TRANSPOSE_FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Cast of one (BLOCK_R, BLOCK_C) tile. ROWS and COLUMNS: write the copy, and the transposed
     copy. SCALING: 0 reads one scale, 1 reads those of rows and columns, 2 computes those of the
     tile and writes their inverses. PENDING: also update the amax of the tensor. COUNT: add up the
-    saturated values."""
+    saturated values. TRANSPOSE_FIRST: before the cast."""
     tiles = tl.cdiv(C, BLOCK_C)
     pid = tl.program_id(0)
     pid_r, pid_c = pid // tiles, pid % tiles
@@ -212,11 +213,8 @@ def fp8_cast_kernel(
     )
     mask = (offs_r < R)[:, None] & (offs_c < C)[None, :]
     offs = offs_r.to(tl.int64)[:, None] * stride_x + offs_c[None, :]
-    b_x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if PENDING or SCALING == 2:
-        b_abs = finite_magnitude(b_x)
-    if PENDING:
-        tl.atomic_max(pending_ptr, tl.max(tl.max(b_abs, 1), 0))
+    b_stored = tl.load(x_ptr + offs, mask=mask, other=0.0)
+    b_x = b_stored.to(tl.float32)
     if SCALING == 0:
         b_row_scale = tl.load(row_scale_ptr)
         b_column_scale = b_row_scale
@@ -226,6 +224,7 @@ def fp8_cast_kernel(
         if COLUMNS:
             b_column_scale = tl.load(column_scale_ptr + offs_c, mask=offs_c < C, other=1.0)[None, :]
     else:
+        b_abs = finite_magnitude(b_x)
         b_row_scale, b_row_inverse = _scale_of(tl.max(b_abs, 1), largest)
         b_column_scale, b_column_inverse = _scale_of(tl.max(b_abs, 0), largest)
         if ROWS:
@@ -235,22 +234,34 @@ def fp8_cast_kernel(
             offs_inverse = pid_r.to(tl.int64) * C + offs_c
             tl.store(column_scale_ptr + offs_inverse, b_column_inverse, mask=offs_c < C)
         b_row_scale, b_column_scale = b_row_scale[:, None], b_column_scale[None, :]
-    if COUNT:
-        b_scale = b_row_scale if ROWS else b_column_scale
-        b_beyond = (finite_magnitude(b_x) * b_scale > rounds_to_largest).to(tl.int32)
-        tl.atomic_add(saturated_ptr, tl.sum(tl.sum(b_beyond, 1), 0))
     if ROWS:
         b_rows = _cast(b_x, b_row_scale, largest, rows_ptr, E4M3, BITS)
         offs = offs_r.to(tl.int64)[:, None] * stride_rows + offs_c[None, :]
         tl.store(rows_ptr + offs, b_rows, mask=mask)
     if COLUMNS:
-        if ROWS and SCALING == 0:
-            b_columns = b_rows
+        if not TRANSPOSE_FIRST:
+            if ROWS and SCALING == 0:
+                b_columns = tl.trans(b_rows)
+            else:
+                b_columns = _cast(b_x, b_column_scale, largest, columns_ptr, E4M3, BITS)
+                b_columns = tl.trans(b_columns)
         else:
-            b_columns = _cast(b_x, b_column_scale, largest, columns_ptr, E4M3, BITS)
+            # The hardware transposes elements of 16 bits, but not bytes.
+            b_turned = tl.trans(b_stored).to(tl.float32)
+            b_turned_scale = b_column_scale
+            if SCALING != 0:
+                b_turned_scale = tl.trans(b_column_scale)
+            b_columns = _cast(b_turned, b_turned_scale, largest, columns_ptr, E4M3, BITS)
         mask = (offs_c < C)[:, None] & (offs_r < R)[None, :]
         offs = offs_c.to(tl.int64)[:, None] * stride_columns + offs_r[None, :]
-        tl.store(columns_ptr + offs, tl.trans(b_columns), mask=mask)
+        tl.store(columns_ptr + offs, b_columns, mask=mask)
+    # After the stores, so that few registers are live across the barriers of the reductions.
+    if PENDING:
+        tl.atomic_max(pending_ptr, tl.max(finite_magnitude(b_x)))
+    if COUNT:
+        b_scale = b_row_scale if ROWS else b_column_scale
+        b_beyond = (finite_magnitude(b_x) * b_scale > rounds_to_largest).to(tl.int32)
+        tl.atomic_add(saturated_ptr, tl.sum(b_beyond))
 
 
 class Scale(NamedTuple):
@@ -270,7 +281,8 @@ def amax(x: Tensor, by_row: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return partial largest magnitudes of a (rows, columns) tensor: (tiles,); or by row, (tiles,
     rows) of the rows and (tiles, columns) of the columns."""
     rows, columns = x.shape
-    tiles_r, tiles_c = tiles(rows, columns)
+    tile = launches.fp8_amax(by_row)
+    tiles_r, tiles_c = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
     shape = (tiles_c, rows) if by_row else (tiles_r * tiles_c,)
     partial = torch.empty(shape, device=x.device, dtype=torch.float32)
     of_columns = partial.new_empty(tiles_r, columns) if by_row else None
@@ -282,9 +294,9 @@ def amax(x: Tensor, by_row: bool = False) -> tuple[Tensor, Tensor | None]:
         columns,
         x.stride(0),
         BY_ROW=by_row,
-        BLOCK_R=BLOCK,
-        BLOCK_C=BLOCK,
-        num_warps=_WARPS,
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.warps,
     )
     return partial, of_columns
 
@@ -366,8 +378,9 @@ def cast(
     kinds = {ROWWISE: _ROWS, BLOCKWISE: _BLOCKS}
     bits = is_interpreted()
     first, second = (None if out is None else as_stored(out) for out in (rows, columns))
-    tiles_r, tiles_c = tiles(*x.shape)
-    fp8_cast_kernel[(tiles_r * tiles_c,)](
+    tile = launches.fp8_cast(x.element_size(), scaling == BLOCKWISE)
+    programs = triton.cdiv(x.shape[0], tile.rows) * triton.cdiv(x.shape[1], tile.columns)
+    fp8_cast_kernel[(programs,)](
         x,
         first,
         second,
@@ -388,9 +401,10 @@ def cast(
         COUNT=saturated is not None,
         E4M3=dtype == E4M3,
         BITS=bits,
-        BLOCK_R=BLOCK,
-        BLOCK_C=BLOCK,
-        num_warps=_WARPS,
+        TRANSPOSE_FIRST=tile.transpose_first,
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.warps,
     )
 
 

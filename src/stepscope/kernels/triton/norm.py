@@ -20,16 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.kernels.noted import note_amax
+from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
-
-_WARPS_TO_A_PROCESSOR = 32
-_COLUMNS = 16
-"""Columns of the partial sums per program: two sectors of a row, and enough programs for every SM.
-"""
-_PARTS = 128
-_PROGRAMS_INTERPRETED = 4
 
 
 @triton.jit
@@ -117,6 +111,8 @@ def norm_backward_kernel(
     SUMMED: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Gradients of consecutive rows and partial sums of the gradients of weight and bias and of the
     gradient of the branch, side by side; blocks are (BLOCK_D,).
@@ -126,7 +122,7 @@ def norm_backward_kernel(
     branch's gradient. AMAX: also store its largest magnitude.
     """
     pid = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.max_contiguous(tl.arange(0, BLOCK_D), VECTOR)
     mask_d = offs_d < D
     b_w = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + offset
     b_dw = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -134,7 +130,7 @@ def norm_backward_kernel(
     b_ds = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_amax = tl.zeros([BLOCK_D], dtype=tl.float32)
     start = pid * rows_per_program
-    for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
+    for i in tl.range(0, tl.minimum(rows_per_program, rows - start), num_stages=STAGES):
         row = start + i
         offs = row * D + offs_d
         scale = tl.load(inverse_ptr + row)
@@ -144,18 +140,23 @@ def norm_backward_kernel(
                 b_unit = tl.where(mask_d, b_unit - tl.load(mean_ptr + row), 0.0)
             b_unit = b_unit * scale
         b_dy = tl.load(grad_normed_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+        if THROUGH:
+            # Before the reduction: no load moves across its barriers.
+            b_stream = tl.load(grad_stream_ptr + offs, mask=mask_d, other=0.0)
         if LEARNED:
             b_dw += b_dy * b_unit
             if BIAS:
                 b_db += b_dy
         b_dy = b_dy * b_w
-        mean_dot = tl.sum(b_dy * b_unit, 0) / D
-        b_dx = b_dy - b_unit * mean_dot
         if CENTERED:
-            b_dx -= tl.sum(b_dy, 0) / D
+            # Both sums in one reduction.
+            dot, total = tl.split(tl.sum(tl.join(b_dy * b_unit, b_dy), 0))
+            b_dx = b_dy - b_unit * (dot / D) - total / D
+        else:
+            b_dx = b_dy - b_unit * (tl.sum(b_dy * b_unit, 0) / D)
         b_dx = b_dx * scale
         if THROUGH:
-            b_dx += tl.load(grad_stream_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+            b_dx += b_stream.to(tl.float32)
         tl.store(grad_sum_ptr + offs, b_dx.to(grad_sum_ptr.dtype.element_ty), mask=mask_d)
         if SPLIT:
             tl.store(grad_branch_ptr + offs, b_dx.to(grad_branch_ptr.dtype.element_ty), mask=mask_d)
@@ -294,11 +295,8 @@ def backward(
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
     grad_branch = torch.empty_like(saved, dtype=branch_dtype) if split else grad_sum
-    block = triton.next_power_of_2(d)
-    # Eight elements per thread: the latency from loads to stores of a row is short, and all
-    # programs are resident at once.
-    warps = min(16, max(4, block // 256))
-    rows_each = triton.cdiv(rows, _programs(saved.device, warps))
+    launch = launches.norm_backward(d)
+    rows_each = triton.cdiv(rows, launches.programs(saved.device, launch.per_processor))
     programs = triton.cdiv(rows, rows_each)
     sums = learned + (learned and bias) + summed
     partial = inverse.new_empty(programs, sums * d) if sums else None
@@ -326,8 +324,11 @@ def backward(
         UNITS=units,
         SUMMED=summed,
         AMAX=amax,
-        BLOCK_D=block,
-        num_warps=warps,
+        BLOCK_D=launch.block,
+        VECTOR=launch.vector,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
     note_amax(grad_branch, largest)
     if partial is None:
@@ -347,8 +348,15 @@ def add_up(partial: Tensor, out: Tensor) -> None:
     """Sum (parts, d) to (d,). torch's sum uses few programs for so few columns and takes half as
     long as the kernel before it."""
     parts, d = partial.shape
-    norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
-        partial, out, parts, d, BLOCK_PARTS=_PARTS, BLOCK_D=_COLUMNS, num_warps=4
+    tile = launches.sum_of_parts(parts)
+    norm_weight_kernel[(triton.cdiv(d, tile.columns),)](
+        partial,
+        out,
+        parts,
+        d,
+        BLOCK_PARTS=tile.rows,
+        BLOCK_D=tile.columns,
+        num_warps=tile.warps,
     )
 
 
@@ -366,10 +374,3 @@ def scaled(unit: Tensor, weight: Tensor) -> Tensor:
 
 def _warps(block: int) -> int:
     return min(16, max(4, block // 1024))
-
-
-def _programs(device: torch.device, warps: int) -> int:
-    if device.type != "cuda":
-        return _PROGRAMS_INTERPRETED
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * (_WARPS_TO_A_PROCESSOR // warps)

@@ -8,13 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.norm import add_up
 from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
-
-_ROWS, _COLUMNS, _WARPS = 4, 1024, 4
-"""Tokens and columns of an iteration: four loads of 16 bytes per thread are in flight."""
-_PROGRAMS_PER_PROCESSOR, _PROGRAMS_INTERPRETED = 8, 6
 
 
 @triton.jit
@@ -88,10 +85,10 @@ def gather_heads(
     batch, heads, seq, d = q.shape
     rows, width = batch * seq, heads * d
     out = torch.empty(batch, seq, 3 * width, device=q.device, dtype=q.dtype)
-    block = min(_COLUMNS, triton.next_power_of_2(width))
-    chunks = triton.cdiv(width, block)
-    row_parts = max(1, _programs(q.device) // (3 * chunks))
-    rows_each = triton.cdiv(triton.cdiv(rows, row_parts), _ROWS) * _ROWS
+    launch = launches.gather_heads(width)
+    chunks = triton.cdiv(width, launch.block)
+    row_parts = max(1, launches.programs(q.device, launch.per_processor) // (3 * chunks))
+    rows_each = triton.cdiv(triton.cdiv(rows, row_parts), launch.at_once) * launch.at_once
     parts = triton.cdiv(rows, rows_each)
     partial = None
     if sums is not None:
@@ -113,18 +110,12 @@ def gather_heads(
         3 * d if by_head else d,
         D=d,
         SUMMED=sums is not None,
-        BLOCK_ROWS=_ROWS,
-        BLOCK=block,
-        num_warps=_WARPS,
+        BLOCK_ROWS=launch.at_once,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
     if partial is not None and sums is not None:
         total, parts_of_it = sums, partial
         run_overlapped(q.device, lambda: add_up(parts_of_it, total), partial)
     return out
-
-
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROGRAMS_INTERPRETED
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * _PROGRAMS_PER_PROCESSOR

@@ -1,0 +1,121 @@
+"""Launch parameters of the memory-bound kernels, by shape.
+
+A kernel that loops over rows starts as many programs as are resident at once: one more would be a
+second wave, as long as the first. `per_processor` is that number for one SM, and the compiler gets
+the limit of registers that follows from it. What a program loads before its first dependent
+instruction, times the programs of an SM, has to cover the latency of the memory: about 32 KiB.
+`benchmarks/kernel_bandwidth.py` measures alternatives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from stepscope.kernels.fp8.recipe import BLOCK as FP8_BLOCK
+
+_REGISTERS, _MOST_REGISTERS, _LANES = 65536, 255, 32
+"""Registers of an SM, the most of a thread, and the threads of a warp."""
+_SHARED = 96 << 10
+"""Shared memory that a program has on each GPU since Ampere."""
+_PROGRAMS_INTERPRETED = 4
+
+
+class Rows(NamedTuple):
+    """Launch of a kernel whose programs loop over consecutive rows."""
+
+    warps: int
+    per_processor: int
+    """Programs that are resident on an SM."""
+    block: int
+    """Columns of a program."""
+    stages: int = 1
+    """Iterations whose loads are in flight."""
+    vector: int = 8
+    """Contiguous elements of a thread; 4 is 16 bytes of float32, and 8 of bfloat16."""
+    at_once: int = 1
+    """Rows of an iteration."""
+
+    @property
+    def registers(self) -> int:
+        """Return the most registers of a thread with which all programs are resident."""
+        each = _REGISTERS // (self.per_processor * self.warps * _LANES)
+        return min(_MOST_REGISTERS, each // 8 * 8)
+
+
+class Block(NamedTuple):
+    """Launch of an elementwise kernel."""
+
+    columns: int
+    warps: int
+
+
+class Tile(NamedTuple):
+    """Launch of a kernel whose programs process one tile."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class CastTile(NamedTuple):
+    """Launch of a cast that also writes the transposed copy."""
+
+    rows: int
+    columns: int
+    warps: int
+    transpose_first: bool
+    """Whether the tile is transposed before the cast, and not after it."""
+
+
+def programs(device: torch.device, per_processor: int) -> int:
+    """Return the number of programs that are resident at once."""
+    if device.type != "cuda":
+        return _PROGRAMS_INTERPRETED
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * per_processor
+
+
+def norm_backward(d: int) -> Rows:
+    block = triton.next_power_of_2(d)
+    # Four elements in an access of each dtype: no layout conversion between float32 and bfloat16.
+    warps = min(16, max(1, block // (4 * _LANES)))
+    if block > 4 * _LANES * warps:
+        # Up to three tensors of float32 in each stage but the first.
+        ahead = min(2, _SHARED // (3 * 4 * block))
+        return Rows(warps, 1, block, stages=1 + ahead, vector=4)
+    return Rows(warps, min(8, 32 // warps), block, vector=4)
+
+
+def sum_of_parts(parts: int) -> Tile:
+    """Return parts and columns of an iteration: a column of 16 is two sectors of a row."""
+    return Tile(min(512, max(16, triton.next_power_of_2(parts))), 16, 8)
+
+
+def activation(width: int) -> Block:
+    """Return the widest block with the fewest masked columns."""
+    columns = min((2048, 1024, 512), key=lambda block: triton.cdiv(width, block) * block)
+    return Block(columns, columns // 256)
+
+
+def activation_summed() -> Rows:
+    return Rows(4, 8, 1024)
+
+
+def gather_heads(width: int) -> Rows:
+    return Rows(4, 5, min(1024, triton.next_power_of_2(width)), at_once=4)
+
+
+def fp8_amax(by_row: bool) -> Tile:
+    return Tile(FP8_BLOCK, FP8_BLOCK, 8) if by_row else Tile(32, 128, 4)
+
+
+def fp8_cast(element_bytes: int, blockwise: bool) -> CastTile:
+    """Return the tile of a cast; blockwise scales are those of a tile."""
+    # The hardware transposes elements of 16 bits, but not bytes.
+    first = element_bytes == 2
+    if blockwise:
+        return CastTile(FP8_BLOCK, FP8_BLOCK, 8, first)
+    return CastTile(64, 128, 8, first)
