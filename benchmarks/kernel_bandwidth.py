@@ -98,7 +98,8 @@ def partial_sums(module: ModuleType) -> Iterator[list[Tensor]]:
 
 
 def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence[Rows]) -> Case:
-    """Float32 stream and bfloat16 branch. A LayerNorm reads the stream, an RMSNorm unit rows."""
+    """Float32 stream and bfloat16 branch. A LayerNorm reads the stream and sums the gradient of the
+    branch, an RMSNorm reads unit rows."""
     kept = torch.float32 if layer else torch.bfloat16
 
     def inputs() -> Tensors:
@@ -117,9 +118,9 @@ def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence
         grad: Tensor, grad_stream: Tensor, saved: Tensor, weight: Tensor, inverse: Tensor, mean: Any
     ) -> Tensors:
         with partial_sums(norm) as partial:
-            grad_sum, grad_branch, _, _ = norm.backward(
+            grad_sum, grad_branch, *_ = norm.backward(
                 grad, grad_stream, saved, weight, inverse, torch.float32, torch.bfloat16,
-                units=not layer, mean=mean if layer else None, bias=layer,
+                units=not layer, mean=mean if layer else None, bias=layer, summed=layer,
             )  # fmt: skip
         return grad_sum, grad_branch, *partial
 
@@ -137,7 +138,7 @@ def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence
         out = grad_x * inverse[:, None] + grad_stream
         sums = (wide * unit).double().sum(0)
         if layer:
-            sums = torch.cat([sums, wide.double().sum(0)])
+            sums = torch.cat([sums, wide.double().sum(0), out.double().sum(0)])
         return out, out.bfloat16(), sums
 
     return Case(

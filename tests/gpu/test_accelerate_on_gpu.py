@@ -157,15 +157,17 @@ def losses(
 ) -> list[float]:
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-11, fused=True)
+    # Few steps learn a class only from the same images, and they overshoot at a larger rate.
+    images = name in ("vit", "timm")
+    rate = 2**-13 if images else 2**-11
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     if fused:
         stepscope.accelerate(model, optimizer)
     step = stepscope.TrainStep(
         model, optimizer, loss_fn=LOSSES.get(name), max_grad_norm=max_grad_norm, graph=graph
     )
     values = []
-    # Few steps learn a class only from the same images.
-    data = batches(1) * STEPS if name in ("vit", "timm") else batches(STEPS)
+    data = batches(1) * STEPS if images else batches(STEPS)
     for batch in data:
         with torch.autocast("cuda", torch.bfloat16):
             values.append(step(batch))
@@ -432,5 +434,6 @@ def test_the_kernels_of_a_backward_pass(name: str) -> None:
         step(batch)
     names = [event.name for event in profile.events()]
     assert sum("gather_heads_kernel" in kernel for kernel in names) == 2
-    # One is that of timm's class token, or of the positions from which transformers builds a mask.
-    assert sum("CatArrayBatchedCopy" in kernel for kernel in names) <= 1, names
+    # One is that of timm's class token. Elements of two bytes: transformers builds masks by others.
+    copies = [one for one in names if "CatArrayBatchedCopy" in one and "OpaqueType<2u>" in one]
+    assert len(copies) <= 1, copies

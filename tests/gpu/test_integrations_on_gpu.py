@@ -53,7 +53,7 @@ def assert_recorded(callback: TrainerRecording) -> None:
     assert record is not None
     assert record.environment.device_kind == KIND
     watched = ProgramRecord(record)
-    assert watched.summary is not None
+    assert watched.summary is not None, watched.missing
     assert watched.summary.on_device
     assert {"forward", "backward", "optimizer"} <= {use.phase for use in watched.summary.uses}
     assert record.quantity("tokens") == BATCH * LENGTH

@@ -42,6 +42,9 @@ HALF = torch.float16
 FACTOR = 1.05
 """Permitted error against float64 in units of the reference's, which has the same casts: only the
 rounding of results differs."""
+in_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels of CPU tensors need Triton's interpreter"
+)
 CONFIG = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=48, context=16)
 
 
@@ -261,6 +264,7 @@ def test_fused_projections_are_those_of_single_ones(scaling: str, transposed: bo
     ("policy", "scaling"), [*itertools.product(KEEPS, [TENSORWISE]), ("gates", ROWWISE)]
 )
 @pytest.mark.parametrize("gated", [True, False])
+@in_interpreter
 def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool) -> None:
     copies = WeightCopies(fp8=Fp8Layers(scaling, always=True))
     x = draw(32, 144).to(HALF).requires_grad_()
@@ -356,6 +360,7 @@ class TestModel:
             assert q.grad is not None
             assert error(p.grad, q.grad.double()) < 0.3, name
 
+    @in_interpreter
     def test_kernels_around_the_gemms_compute_the_amax(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -406,6 +411,7 @@ class TestModel:
         assert all("casts cost more" in (why or "") for why in layers.decisions.values())
         assert len(layers.decisions) == 14
 
+    @in_interpreter
     def test_saturated_values_of_delayed_scales_are_counted(self) -> None:
         subject = model(fp8=Fp8Layers(DELAYED, always=True))
         layers = subject.copies.fp8

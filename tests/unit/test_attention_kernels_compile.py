@@ -42,7 +42,8 @@ SPECIALIZED = """
 from stepscope.attention.specialized import CAUSAL
 from stepscope.attention.triton.specialized_forward import compile_for_hopper
 kernel = compile_for_hopper(CAUSAL, 128, causal=True, masked=True)
-print(kernel.metadata.shared, kernel.asm["ptx"].count("wgmma.mma_async"), kernel.asm["ptx"].count("ld.local"))
+ptx = kernel.asm["ptx"]
+print(kernel.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("ld.local"))
 """
 
 
