@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64, hold_to_policy
+from attention_inputs import draw
 from attention_rules import BOTTOM, CAUSAL, IN_KERNELS, SCORES, SEED, SINKS, RuleCase, inputs
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.tiles import IN_PLANES, Tile
