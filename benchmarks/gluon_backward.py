@@ -11,31 +11,38 @@ from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, r
 from torch import Tensor
 
 from stepscope.attention import attention
-from stepscope.attention.specialized import CAUSAL, FULL
+from stepscope.attention.specialized import CAUSAL, FULL, BackwardVariant
 from stepscope.attention.triton import launch as triton_launch
 from stepscope.attention.triton.specialized import first_launch
-from stepscope.attention.triton.specialized_gradients import BackwardVariant, backward
+from stepscope.attention.triton.specialized_gradients import PreparedBackward
 
 HEAD = 128
 CLOSE = 1.2e-2
 VARIANTS: dict[str, BackwardVariant] = {
-    "one pass": BackwardVariant(),
-    "one pass by 4 heads": BackwardVariant(heads=4),
-    "one pass, two dQ": BackwardVariant(dq_stages=2),
-    "one pass, two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
+    "one dQ": BackwardVariant(),
+    "one dQ by 8 heads": BackwardVariant(heads=8),
+    "two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
+    "two dQ by 8 heads": BackwardVariant(dq_stages=2, heads=8),
+    "two dQ, later by 8 heads": BackwardVariant(dq_stages=2, later=True, heads=8),
 }
 
 
-def run(tensors: list[Tensor], case: Case, causal: bool, name: str, launch: bool = True) -> Any:
-    """Return the gradients of q, k, v and the compiled kernel."""
+def prepared(tensors: list[Tensor], case: Case, causal: bool, name: str) -> PreparedBackward:
+    _, q, k, *_ = tensors
+    return PreparedBackward(q, k, causal=causal, shift=case.shift, variant=VARIANTS[name])
+
+
+def run(ready: PreparedBackward, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of q, k and v."""
+    grads = empty(tensors)
     grad, q, k, v, out, lse = tensors
-    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    settings: dict[str, Any] = {"causal": causal, "shift": case.shift, "launch": launch}
-    scale = q.shape[-1] ** -0.5
-    kernel = backward(
-        grad, q, k, v, out, lse, grads, scale=scale, variant=VARIANTS[name], **settings
-    )
-    return *grads, kernel
+    ready.run(grad, q, k, v, out, lse, grads, HEAD**-0.5)
+    return list(grads)
+
+
+def empty(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    _, q, k, v, *_ = tensors
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def saved(case: Case, causal: bool, seed: int) -> list[Tensor]:
@@ -56,19 +63,21 @@ def check(name: str, compile_seconds: float, seconds: float) -> None:
         if not (causal and case.shift < 0)
     ]
     for case, causal in cases:
-        run(saved(case, causal, 0), case, causal, name, launch=False)
+        tensors = saved(case, causal, 0)
+        ready = prepared(tensors, case, causal, name)
+        ready.compile(tuple(tensors[:4]), empty(tensors), 1.0)
     torch.cuda.synchronize()
     end_after(seconds)
     worst = 0.0
     for case, causal in cases:
-        shift = case.shift
+        ready = prepared(saved(case, causal, 0), case, causal, name)
         for seed in (1, 2):  # the second call of a shape has other inputs
             tensors = saved(case, causal, seed)
             leaves = [x.detach().double().requires_grad_() for x in tensors[1:4]]
             expected = torch.autograd.grad(
-                reference(*leaves, causal, shift)[0], leaves, tensors[0].double()
+                reference(*leaves, causal, case.shift)[0], leaves, tensors[0].double()
             )
-            *grads, _ = run(tensors, case, causal, name)
+            grads = run(ready, tensors)
             for which, actual, wanted in zip("qkv", grads, expected, strict=True):
                 size = float(wanted.norm())
                 error = float((actual.double() - wanted).norm()) / max(size, 1e-3)
@@ -77,8 +86,8 @@ def check(name: str, compile_seconds: float, seconds: float) -> None:
                     return
                 worst = max(worst, error)
         for _ in range(3):
-            *again, _ = run(tensors, case, causal, name)
-            if not all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)):
+            again = run(ready, tensors)
+            if not all(map(torch.equal, grads, again)):
                 say(check=name, backward=True, failed=[*case, causal], error="bits do not repeat")
                 return
     say(check=name, backward=True, d=HEAD, error=worst)
@@ -100,7 +109,9 @@ def measure(
         attended = attention(*leaves, is_causal=causal, impl=impl)
         torch.autograd.grad(attended, leaves, grad)
 
-    kernels = {name: run(tensors, case, causal, name, launch=False)[-1] for name in names}
+    all_ready = {name: prepared(tensors, case, causal, name) for name in names}
+    for ready in all_ready.values():
+        ready.compile(tuple(tensors[:4]), empty(tensors), 1.0)
     calls: dict[str, Callable[[], object]] = {
         "both: sdpa_cudnn": lambda: both("sdpa_cudnn"),
         "both: triton": lambda: both("triton"),
@@ -113,7 +124,7 @@ def measure(
         call()
     torch.cuda.synchronize()
     for name in names:
-        calls[f"backward: {name}"] = lambda name=name: run(tensors, case, causal, name)  # type: ignore[misc]
+        calls[f"backward: {name}"] = lambda name=name: run(all_ready[name], tensors)  # type: ignore[misc]
         say(launched=name)
         calls[f"backward: {name}"]()
         torch.cuda.synchronize()
@@ -123,7 +134,7 @@ def measure(
         line: dict[str, Any] = {"shape": list(shape), "causal": causal, "name": label, "ms": ms}
         kind, _, name = label.partition(": ")
         line |= {"of": "gradients", "tflops": matmuls[kind] * flops / ms * 1e-9}
-        if name in kernels:
-            kernel = kernels[name]
+        if name in all_ready:
+            kernel = all_ready[name].launch.kernel
             line |= {"registers": kernel.n_regs, "spilled": kernel.n_spills}
         say(**line)

@@ -1,8 +1,8 @@
-"""Rule by which the Triton attention uses its warp-specialized forward kernel for Hopper, the
-parameters of that kernel and the order of its tiles. No torch import.
+"""Rule by which the Triton attention uses its warp-specialized kernels for Hopper, the parameters
+of those kernels and the order of the tiles. No torch import.
 
-The plain Triton forward computes what the rule leaves out. Both write the same output and
-log-sum-exp, so that the backward pass does not depend on which one ran.
+The plain Triton kernels compute what the rule leaves out. Both forward kernels write the same
+output and log-sum-exp, so that the backward pass does not depend on which one ran.
 """
 
 from __future__ import annotations
@@ -47,8 +47,25 @@ class Variant(NamedTuple):
         return self.groups * ROWS
 
 
+class BackwardVariant(NamedTuple):
+    """Parameters of a compiled backward kernel."""
+
+    stages: int = 2
+    """Query blocks in the ring."""
+    dq_stages: int = 1
+    """Blocks of dQ on their way to memory."""
+    later: bool = False
+    """Wait for the end of an addition to dQ after the next one has been issued."""
+    registers: int = 240
+    heads: int = 1
+    """Heads whose key tiles are started together, in the order of the tiles."""
+
+
 FULL = Variant(128, 3)
 CAUSAL = Variant(128, 3)
+FULL_BACKWARD: BackwardVariant | None = None
+CAUSAL_BACKWARD: BackwardVariant | None = None
+"""None where the plain kernels are not known to be slower."""
 
 
 class Sizes(NamedTuple):
@@ -97,6 +114,14 @@ def refusal(
     if not aligned:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
     return None
+
+
+def backward_variant_of(sizes: Sizes) -> BackwardVariant | None:
+    """Return the variant of the backward kernel for sizes whose forward it computes, or None."""
+    # With a negative shift some query rows see no key, and nothing would write their dQ.
+    if sizes.causal and sizes.shift < 0:
+        return None
+    return CAUSAL_BACKWARD if sizes.causal else FULL_BACKWARD
 
 
 def tile_order(sizes: Sizes, variant: Variant, programs: int) -> list[int]:

@@ -74,10 +74,11 @@ def wait_for_turn(turn, number):
 
 
 @gluon.jit
-def end_turn(turn, number):
-    """Wait until the addition is visible, and say so."""
+def end_turn(turn, number, LATER: gl.constexpr):
+    """Wait until all additions but the LATER last ones are visible, and say so."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group 1;" if LATER else "cp.async.bulk.wait_group 0;"
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff;"
+        WAIT + " fence.proxy.async; bar.warp.sync 0xffffffff;"
         " fence.acq_rel.gpu; st.release.gpu.global.u32 [$1], $2; mov.u32 $0, $2;",
         "=r,l,r",
         [turn.to(gl.int64, bitcast=True), number],
@@ -217,9 +218,11 @@ def load_blocks(
 
 
 @gluon.jit
-def add_dq(task, dq_desc, turns, gradients):
-    """Add dQ of each block to memory, in turn."""
+def add_dq(task, dq_desc, turns, gradients, LATER: gl.constexpr):
+    """Add dQ of each block to memory, in turn. With LATER, the end of a turn is awaited after the
+    next addition has been issued."""
     SLOTS: gl.constexpr = gradients.dq.shape[0]
+    last = turns
     first, _ = task.query_blocks()
     n = 0
     for member in range(task.G):
@@ -236,8 +239,16 @@ def add_dq(task, dq_desc, turns, gradients):
                 add_to_global(dq_desc, at, gradients.dq.index(slot))
             tma.store_wait(0)
             mbarrier.arrive(gradients.dq_empty.index(slot))
-            end_turn(turns + block, task.tile + 1)
+            if LATER:
+                if n > 0:
+                    end_turn(last, task.tile + 1, 1)
+                last = turns + block
+            else:
+                end_turn(turns + block, task.tile + 1, 0)
             n += 1
+    if LATER:  # noqa: SIM102 - a constant and a run-time value
+        if n > 0:
+            end_turn(last, task.tile + 1, 0)
 
 
 @gluon.jit
@@ -431,6 +442,7 @@ def specialized_backward_kernel(
     together,
     STAGES: gl.constexpr,
     DQ_STAGES: gl.constexpr,
+    LATER: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
@@ -515,7 +527,7 @@ def specialized_backward_kernel(
                     blocks, k_smem, v_smem, kv_full,
                 ),
             ),
-            (add_dq, (task, dq_desc, turns, gradients)),
+            (add_dq, (task, dq_desc, turns, gradients, LATER)),
         ],
         [4, 1, 1],
         [REGISTERS, 32, 32],
@@ -535,11 +547,13 @@ def describe_sums(sums: Tensor) -> Any:
 
 
 def constants(
-    *, stages: int, dq_stages: int, registers: int, causal: bool, masked: bool
+    *, stages: int, dq_stages: int, later: bool, registers: int, causal: bool, masked: bool
 ) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel, in the order of its signature."""
     return {
         "STAGES": stages,
         "DQ_STAGES": dq_stages,
+        "LATER": int(later),
         "REGISTERS": registers,
         "CAUSAL": causal,
         "MASKED": causal or masked,
