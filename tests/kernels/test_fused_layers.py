@@ -314,6 +314,28 @@ def test_activations_of_extreme_values(activation: str) -> None:
     )
 
 
+def test_gelu_in_half_precision_is_exact_to_its_rounding() -> None:
+    """Over all magnitudes, with the derivative. Infinity and NaN give what torch gives."""
+    special = torch.tensor([0.0, -0.0, 6e4, -6e4, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([torch.linspace(-9, 9, 4001), special]).half().view(1, -1).to(DEVICE)
+    out, grad = triton_activation.forward(x, None, "gelu"), torch.empty_like(x)
+    triton_activation.backward(torch.ones_like(x), x, None, grad, None, "gelu")
+    leaf = x.double().requires_grad_()
+    exact = functional.gelu(leaf)
+    (slope,) = torch.autograd.grad(exact.sum(), leaf)
+    for actual, expected in ((out, exact.detach()), (grad, slope)):
+        torch.testing.assert_close(
+            actual[:, :-3].double(), expected[:, :-3], rtol=2**-11, atol=4e-7
+        )
+    assert (
+        out[0, -3:]
+        .float()
+        .cpu()
+        .allclose(torch.tensor([torch.inf, torch.nan, torch.nan]), equal_nan=True)
+    )
+    assert grad[0, -1].isnan()
+
+
 def test_swiglu_of_large_values_and_non_contiguous_inputs() -> None:
     gate = torch.tensor([[-100.0, 100.0], [-1e4, 0.0]], device=DEVICE)
     up = torch.full((2, 2), 2.0, device=DEVICE)
