@@ -23,7 +23,7 @@ pytestmark = [
 
 KIND = "cuda"
 FEW: dict[str, Any] = {"warmup": 2, "steps": 4, "traced": 2}
-STEPS = 14
+STEPS = 20
 VOCAB, LENGTH, BATCH = 500, 64, 4
 IDS = torch.randint(VOCAB, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
