@@ -204,7 +204,7 @@ def explain(
         Support(
             name,
             refusal := entry.refuses(*inputs),
-            entry.leaves(*inputs),
+            None if refusal else entry.leaves(*inputs),
             None if refusal else entry.details(*inputs),
         )
         for name, entry in IMPLEMENTATIONS.items()

@@ -69,7 +69,7 @@ def _kernel_rules(rules: KernelRules) -> Any:
     return _kernels().Rules(*[x.contiguous() if isinstance(x, Tensor) else x for x in rules])
 
 
-def _launch_forward(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,7 +89,7 @@ def _launch_forward(
     return outputs
 
 
-def _launch_backward(
+def launch_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -131,7 +131,7 @@ def flash_forward(
     dropout: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, seeds, softcap, dropout)
-    return _launch_forward(q, k, v, is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
+    return launch_forward(q, k, v, is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
 
 
 @flash_forward.register_fake
@@ -168,7 +168,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rules = (key_intervals, query_intervals, slopes, sinks, seeds, softcap, dropout)
     settings = (is_causal, scale, shift, *(rules if _any_rule(rules) else ()))
-    return _launch_backward(grad, q, k, v, out, lse, *settings)
+    return launch_backward(grad, q, k, v, out, lse, *settings)
 
 
 def _any_rule(rules: KernelRules) -> bool:
@@ -227,7 +227,7 @@ flash_forward.register_autograd(_differentiate, setup_context=_save)
 flash_backward.register_autograd(_raise_no_second_derivative)
 
 
-def _can_launch_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def can_launch_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether nothing needs to intercept an operator: plain tensors, no compiler, no
     dispatch mode, no transform."""
     return (
@@ -242,12 +242,12 @@ def _can_launch_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend(q, k, v, is_causal, scale, shift, direct=_can_launch_directly(q, k, v))
+        return _attend(q, k, v, is_causal, scale, shift, direct=can_launch_directly(q, k, v))
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, ...]:
-        direct = _can_launch_directly(q, k, v) and type(grad) in _PLAIN_TENSOR_TYPES
+        direct = can_launch_directly(q, k, v) and type(grad) in _PLAIN_TENSOR_TYPES
         return _attend_backward(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)[:3]
 
     return Passes(_NAME, forward, backward)
@@ -264,7 +264,7 @@ def _attend(
     direct: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp for tensors with any number of leading dimensions."""
-    run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
+    run: Callable[..., tuple[Tensor, Tensor]] = launch_forward if direct else flash_forward
     if q.dim() == 4:
         return run(q, k, v, is_causal, scale, shift, *rules)
     out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift, *rules)
@@ -285,7 +285,7 @@ def _attend_backward(
     run: Callable[..., tuple[Tensor, ...]] = flash_backward
     if direct:
         # Outputs of an operator must not share memory.
-        run = functools.partial(_launch_backward, packed=True)
+        run = functools.partial(launch_backward, packed=True)
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
@@ -311,11 +311,11 @@ def triton_attention(
     if rules is not None:
         return _attend_by_rules(q, k, v, is_causal, factor, causal_align, rules)
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    if _can_launch_directly(q, k, v):
+    if can_launch_directly(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
         q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
-        return _launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
+        return launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
     if transforms_active():
         return attend_under_transforms(q, k, v, _passes(is_causal, factor, shift))
     heads = [as_four_dims(x) for x in (q, k, v)]
@@ -360,7 +360,7 @@ def bind(
         elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             out = forward(q, k, v, scale=factor, causal=is_causal, shift=shift)[0]
         else:
-            out = _launch_forward(q, k, v, is_causal, factor, shift)[0]
+            out = launch_forward(q, k, v, is_causal, factor, shift)[0]
         return out
 
     return attend
@@ -392,7 +392,7 @@ def _attend_by_rules(
     seeds = seeds_of(rules, q.device)
     numbers = (None if x is None else float(x) for x in (rules.softcap, rules.dropout))
     of_rules = (of_keys, of_queries, slopes, sinks, seeds, *numbers)
-    direct = _can_launch_directly(q, k, v) and all(
+    direct = can_launch_directly(q, k, v) and all(
         x is None or type(x) in _PLAIN_TENSOR_TYPES for x in (slopes, sinks, seeds)
     )
     if direct and differentiates:
@@ -514,7 +514,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-        direct = _can_launch_directly(q, k, v)
+        direct = can_launch_directly(q, k, v)
         out, lse = _attend(q, k, v, *settings, direct=direct)
         ctx.settings = settings[:_N_SETTINGS]
         tensors = settings[_N_SETTINGS:][:_N_TENSORS]

@@ -151,6 +151,24 @@ def _triton_details(*inputs: *Inputs) -> str | None:
     return details(*inputs)
 
 
+def _load_hopper() -> AttentionFunction:
+    from stepscope.attention.hopper import hopper_attention
+
+    return hopper_attention
+
+
+def _hopper_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.hopper import refuses
+
+    return refuses(*inputs)
+
+
+def _hopper_leaves(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.hopper import leaves
+
+    return leaves(*inputs)
+
+
 def _load_flex() -> AttentionFunction:
     from stepscope.attention.flex import flex_attention_by_mask
 
@@ -222,6 +240,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             description="FlashAttention-2 in Triton, forward and backward",
         ),
         Implementation(
+            name="hopper",
+            load=_load_hopper,
+            refuses=_hopper_refuses,
+            leaves=_hopper_leaves,
+            saves_scores=False,
+            description="warp-specialized forward for Hopper GPUs, cuDNN's backward",
+        ),
+        Implementation(
             name="sdpa",
             load=_load_sdpa,
             refuses=_sdpa_refuses,
@@ -245,7 +271,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     )
 }
 
-PREFERENCE: tuple[str, ...] = ("triton", "sdpa", "reference")
+PREFERENCE: tuple[str, ...] = ("hopper", "triton", "sdpa", "reference")
 """Order in which `auto` tries implementations: the first that neither refuses nor leaves the input.
 """
 

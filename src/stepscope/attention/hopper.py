@@ -1,0 +1,113 @@
+"""Attention on Hopper GPUs: our warp-specialized forward kernel, and cuDNN's backward kernel.
+
+Each is the faster one of its pass. cuDNN adds up the gradient of q in no fixed order; where
+`torch.use_deterministic_algorithms` asks for repeatable results, the Triton backward runs instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stepscope.attention import ops, sdpa
+from stepscope.attention.inputs import as_four_dims, default_scale
+from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
+
+if TYPE_CHECKING:
+    from stepscope.attention.rules import ScoreRules
+
+_CUDNN = "CUDNN_ATTENTION"
+
+
+def hopper_attention(
+    q: Tensor,  # (..., heads, seq_q, d)
+    k: Tensor,  # (..., key heads, seq_k, d)
+    v: Tensor,  # (..., key heads, seq_k, d)
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_align: str | None = None,
+    rules: ScoreRules | None = None,
+) -> Tensor:
+    """Compute attention. Inputs have been checked and are supported."""
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if not differentiates or not ops.can_launch_directly(q, k, v):
+        return ops.triton_attention(
+            q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
+        )
+    heads = [as_four_dims(x) for x in (q, k, v)]
+    factor = default_scale(q) if scale is None else scale
+    out: Tensor = _HopperAttention.apply(*heads, is_causal, factor)  # type: ignore[no-untyped-call]
+    return out.view(q.shape)
+
+
+def refuses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    rules: ScoreRules | None = None,
+) -> str | None:
+    if rules is not None:
+        return "cuDNN's backward kernel has no rules"
+    if torch.compiler.is_compiling() or transforms_active():
+        return "the compiler and transforms see other operators than those of the forward pass"
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return f"it needs a Hopper GPU, and q is on {q.device}"
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        return "cuDNN has one alignment of the causal mask"
+    if scale is not None and scale <= 0:
+        return "cuDNN has positive scales only"
+    inputs = (q, k, v, is_causal, scale, causal_align, rules)
+    return ops.refuses(*inputs) or sdpa.refusal(_CUDNN, *inputs)
+
+
+def leaves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,
+    *_: Any,
+) -> str | None:
+    """Return why another implementation is preferred: the forward kernel would be another one."""
+    from stepscope.attention.triton import specialized
+
+    # Strides and addresses are not part of a cached decision: the forward decides on them.
+    return specialized.refuses(
+        as_four_dims(q), as_four_dims(k), causal=is_causal, shift=0, aligned=True, rules=False
+    )
+
+
+@functools.lru_cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """Return the seed and the offset of a dropout that does not take place."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+class _HopperAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+        out, lse = ops.launch_forward(q, k, v, is_causal, scale, 0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return out
+
+    @staticmethod
+    @differentiable_once("attention by cuDNN's backward kernel", "impl='reference'")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if torch.are_deterministic_algorithms_enabled():
+            settings = (ctx.is_causal, ctx.scale, 0)
+            grads = ops.launch_backward(grad, q, k, v, out, lse, *settings, packed=True)[:3]
+        else:
+            unused = _no_dropout(q.device)
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
+                q.shape[2], k.shape[2], 0.0, ctx.is_causal, scale=ctx.scale,
+            )  # fmt: skip
+        return *grads, None, None

@@ -1,0 +1,101 @@
+"""Attention with the warp-specialized forward and cuDNN's backward, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepscope.attention import attention, explain
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+]
+FACTOR = 1.25
+"""Permitted error against float64 in units of that of cuDNN."""
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(shape, device="cuda", dtype=torch.float32, generator=generator).to(dtype)
+
+
+def inputs(
+    batch: int, heads: int, key_heads: int, seq: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    shapes = [(batch, seq, n, 128) for n in (heads, key_heads, key_heads)]
+    # By token in memory, as projections write them.
+    return [draw(*shape, dtype=dtype, seed=n).transpose(1, 2) for n, shape in enumerate(shapes)]
+
+
+def results(impl: str, qkv: list[Tensor], grad: Tensor, is_causal: bool) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attention(*leaves, is_causal=is_causal, impl=impl)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_as_accurate_as_cudnn(key_heads: int, is_causal: bool, dtype: torch.dtype) -> None:
+    """Also in a second call with another length."""
+    for seq in (1024, 1096):
+        qkv = inputs(8, 8, key_heads, seq, dtype)
+        grad = draw(*qkv[0].shape, dtype=dtype, seed=7)
+        exact = results("reference", [x.double() for x in qkv], grad.double(), is_causal)
+        mixed = results("hopper", qkv, grad, is_causal)
+        cudnn = results("sdpa_cudnn", qkv, grad, is_causal)
+        for name, *three in zip(("out", "dq", "dk", "dv"), mixed, cudnn, exact, strict=True):
+            ours, theirs = (error(x, three[2]) for x in three[:2])
+            assert ours < FACTOR * theirs, f"{name} of {seq}: {ours:.2e}, cuDNN {theirs:.2e}"
+
+
+def test_deterministic_algorithms_repeat_their_bits() -> None:
+    qkv = inputs(4, 16, 16, 1024)
+    grad = draw(*qkv[0].shape, seed=7)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (results("hopper", qkv, grad, True) for _ in range(2))
+        triton = results("triton", qkv, grad, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b, c in zip(first, second, triton, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_a_captured_call_reads_new_inputs() -> None:
+    qkv = [x.detach().requires_grad_() for x in inputs(4, 16, 16, 1024)]
+    grad = draw(*qkv[0].shape, seed=7)
+
+    def run() -> list[Tensor]:
+        out = attention(*qkv, is_causal=True, impl="hopper")
+        return [out, *torch.autograd.grad(out, qkv, grad)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for n, x in enumerate(qkv):
+            x.copy_(draw(*x.shape, seed=20 + n))
+    graph.replay()
+    for a, b in zip(captured, run(), strict=True):
+        assert error(a.detach(), b.detach().double()) < 1e-2
+
+
+def test_auto_chooses_it_where_the_forward_kernel_is_faster() -> None:
+    assert explain(*inputs(4, 16, 16, 4096), is_causal=True).chosen == "hopper"
+    assert explain(*inputs(1, 1, 1, 1024), is_causal=True).chosen != "hopper"
+    small = [x[..., :64] for x in inputs(4, 16, 16, 4096)]
+    assert explain(*small).chosen != "hopper"
