@@ -21,8 +21,10 @@ _SUMS = "_stepscope_sums"
 
 
 def _note(x: Tensor, name: str, value: Any) -> Tensor:
+    if value is None or torch.compiler.is_compiling():
+        return x
     # Tensors of inference mode have no versions.
-    if value is not None and not x.is_inference():
+    if not x.is_inference():
         setattr(x, name, (value, x._version))
     return x
 
