@@ -138,6 +138,29 @@ def test_masks_become_rules(family: str, attended: list[Names]) -> None:
     assert not [left for left in report.left if left.piece == "attention"]
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
+def test_documents_that_the_collator_of_transformers_flattens(
+    family: str, attended: list[Names]
+) -> None:
+    """With the lengths for other kernels, which the masks do not need."""
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    generator = torch.Generator().manual_seed(2)
+    documents = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (5, 11, 9)]
+    inputs = collate([{"input_ids": one} for one in documents]) | {"use_cache": False}
+    assert "cu_seq_lens_q" in inputs
+    model = created(family)
+    expected = gradients(model, inputs)
+    stepscope.accelerate(model)
+    for _ in range(2):
+        attended.clear()
+        assert_same(gradients(model, inputs), expected)
+    assert [D in names for names in attended] == [True, True]
+    # The same as each document alone.
+    alone = [model(input_ids=torch.tensor([one])).logits.detach() for one in documents]
+    together = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits.detach()
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
 def _order(name: str) -> int:
     from stepscope.attention.rules import NAMES
 
@@ -199,6 +222,30 @@ def test_a_mask_that_is_not_what_its_arguments_say_has_no_rules(
     expected = gradients(model, batch("plain"))
     report = stepscope.accelerate(model)
     for _ in range(2):
+        assert_same(gradients(model, batch("plain")), expected)
+    assert not attended
+    assert len(report.replaced["attention"]) == 2
+
+
+def test_a_mask_that_the_model_writes_to_has_no_rules(
+    attended: list[Names], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a model that hides some tokens itself."""
+    model = created("Gemma2")
+    layer_class = type(model.model.layers[0])
+    forward = layer_class.forward
+
+    def written(self: Any, hidden: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
+        if attention_mask._version == 0:
+            attention_mask[..., 4:, 3] = torch.finfo(attention_mask.dtype).min
+        return forward(self, hidden, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(layer_class, "forward", written)
+    expected = gradients(model, batch("plain"))
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        # In the first call, a block that does not write to its mask was compared, and taken back.
+        attended.clear()
         assert_same(gradients(model, batch("plain")), expected)
     assert not attended
     assert len(report.replaced["attention"]) == 2

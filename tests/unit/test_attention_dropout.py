@@ -135,6 +135,15 @@ class TestRandomState:
         for other in results[1:]:
             torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("impl", OURS[1:])
+    def test_seed_and_probability_of_the_second_call_are_used(self, impl: str) -> None:
+        q = draw(1, 2, 40, 16).to(DEVICE, torch.float32)
+        for dropout, seed in ((0.4, [1, 2]), (0.4, [1, 3]), (0.2, [1, 3]), (0.4, [1, 2])):
+            rules = ScoreRules(dropout=dropout, dropout_seed=torch.tensor(seed, device=DEVICE))
+            expected = attention(q, q, q, rules=rules, impl="reference")
+            actual = attention(q, q, q, rules=rules, impl=impl)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
     @pytest.mark.parametrize("impl", OURS)
     def test_a_checkpointed_segment_drops_the_same_weights_again(self, impl: str) -> None:
         q = draw(1, 2, 40, 16).to(DEVICE, torch.float32).requires_grad_()

@@ -21,6 +21,7 @@ from attention_rules import (
     FLEX,
     IN_KERNELS,
     RUNS,
+    SEED,
     SINKS,
     SLOPES,
     VISIBLE,
@@ -296,7 +297,8 @@ class TestImplementations:
             {"cu_seqlens": BOUNDS}, {"cu_seqlens": (BOUNDS, BOUNDS)}, {"alibi_slopes": SLOPES},
             {"sinks": SINKS}, {"sinks": SINKS.double()},
             {"sinks": SINKS.clone().requires_grad_()}, {"bias": torch.zeros(70, 70)},
-            {"bias": torch.zeros(1, 70)},
+            {"bias": torch.zeros(1, 70)}, {"dropout": 0.1}, {"dropout": 0.2},
+            {"dropout": 0.1, "dropout_seed": SEED},
         ]  # fmt: skip
         attention(x, x, x, is_causal=True)
         for number, fields in enumerate(variants, start=2):

@@ -198,9 +198,15 @@ def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = N
     if leaf.is_floating_point():
         copy = copy.to(dtype or leaf.dtype, copy=True)
         copy.requires_grad_(leaf.requires_grad if grad is None else grad)
-    # A mask carries its rules as an attribute.
-    vars(copy).update(vars(leaf))
+    if not was_written(leaf):
+        # A mask carries its rules as an attribute.
+        vars(copy).update(vars(leaf))
     return copy
+
+
+def was_written(x: Tensor) -> bool:
+    """Return whether a tensor may have been modified in place since it was created."""
+    return x.is_inference() or x._version > 0
 
 
 @contextlib.contextmanager

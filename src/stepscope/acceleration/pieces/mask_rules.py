@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stepscope.acceleration.attention.masks import MASKED_BELOW
+from stepscope.acceleration.checks import was_written
 from stepscope.attention.rules import ScoreRules
 from stepscope.attention.visibility import Lengths, key_intervals
 from stepscope.torch_tools.capturing import is_capturing
@@ -37,7 +38,8 @@ _WITHOUT_EFFECT = {"cache_position", "layer_idx", "allow_is_causal_skip"}
 
 def rules_of(mask: Tensor | None) -> ScoreRules | None:
     """Return the rules that say the same as a mask together with the causal flag, if known."""
-    return getattr(mask, _ATTRIBUTE, None)
+    rules: ScoreRules | None = getattr(mask, _ATTRIBUTE, None)
+    return rules if mask is not None and not was_written(mask) else None
 
 
 class MaskRules:
@@ -56,7 +58,9 @@ class MaskRules:
     ) -> None:
         """Attach rules to the mask that a function returned for these arguments. The positions are
         the model's own, the same in every call, or those of a batch."""
-        if type(mask) is not Tensor or mask.dim() != 4 or mask.shape[1] != 1:
+        if type(mask) is not Tensor or mask.dim() != 4 or mask.shape[-2] != mask.shape[-1]:
+            return
+        if was_written(mask):
             return
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
         if own_positions:
@@ -64,7 +68,7 @@ class MaskRules:
         rules = _rules(function, bound, mask)
         if rules is None:
             return
-        kind: tuple[object, ...] = (function.__name__, own_positions, mask.dtype == torch.bool)
+        kind: tuple[object, ...] = (own_positions, mask.dtype == torch.bool, *rules.names)
         if rules.window is not None:
             # A window of the length of the mask has no effect on it.
             kind = (*kind, mask.shape[-1] > rules.window)
