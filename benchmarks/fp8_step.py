@@ -2,6 +2,7 @@
 
     python benchmarks/fp8_step.py --out fp8_step.jsonl                        all rows and forms
     python benchmarks/fp8_step.py --rows own_2.7b --forms bf16 fp8-tensorwise torchao-tensorwise
+    python benchmarks/fp8_step.py --rows own_2.7b --policy inputs             least memory
     python benchmarks/fp8_step.py --tiny                                      sizes for a CPU
 
 Blocks of at least `--seconds` of consecutive steps in ABBA order (`benchmarks/acceleration.py`).
@@ -100,7 +101,9 @@ class Fp8Bench(Bench):
         torch.manual_seed(acceleration.SEED)
         with torch.device("meta"):
             config = plain(self.args.tiny).config
-        policy = POLICIES.get(self.row.name, "all") if not self.args.tiny else "all"
+        policy = self.args.policy or (
+            "all" if self.args.tiny else POLICIES.get(self.row.name, "all")
+        )
         fp8 = None if recipe is None else Fp8Layers(recipe)
         model = TransformerLM(
             config,
@@ -233,6 +236,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument(
+        "--policy",
+        default="",
+        help="activation policy of own rows: all, norms, gates, inputs-12, …",
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import stepscope
 from stepscope.attention.api import attention_with
+from stepscope.attention.packed import split_heads
 from stepscope.kernels import fp8_linear
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.fp8.casts import quantize
@@ -30,9 +31,11 @@ from stepscope.kernels.fp8.recipe import (
     unavailable,
 )
 from stepscope.kernels.fp8.reference import DelayedScales, cast, fp8_linear_reference
+from stepscope.kernels.fp8.saved import transposed
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import FusedAdamW, InBackwardAdamW
+from stepscope.torch_tools.saved_tensors import is_saved_output
 
 _REASON = unavailable("cuda") if torch.cuda.is_available() else "needs a CUDA GPU"
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -201,6 +204,41 @@ def test_fp8_weights_follow_replays_after_an_evaluation() -> None:
                 values.append(model(*batch).item())
             values.append(step(batch).item())
         losses.append(values)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_weights_are_transposed_to_the_bit() -> None:
+    for rows, columns in ((256, 512), (48, 208), (16, 4096)):
+        operand = quantize(draw(rows, columns), E4M3, Recipe(), columns=False).operand(rows=True)
+        values, inverse = transposed(operand)
+        assert values.is_contiguous()
+        assert torch.equal(values.view(torch.uint8), operand[0].view(torch.uint8).T)
+        assert inverse is operand[1]
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "triton", "auto"])
+def test_attention_is_known_to_save_its_output(name: str) -> None:
+    parts = draw(2, 128, 3 * 4 * 64).requires_grad_()
+    q, k, v = split_heads(parts, 4, False)
+    out = attention_with(name)(q, k, v, is_causal=True)
+    merged = out.transpose(1, 2).reshape(2, 128, 4 * 64)
+    assert is_saved_output(out)
+    assert is_saved_output(merged) == (merged.data_ptr() == out.data_ptr())
+
+
+@pytest.mark.parametrize("kind", [partial(FusedAdamW, capturable=True), InBackwardAdamW])
+def test_captured_updates_write_the_amax_that_captured_casts_read(kind: Any) -> None:
+    """With weights that grow several times, a scale of earlier values would saturate."""
+    losses, grown = [], []
+    for graph in ("off", "on"):
+        model = created(Recipe())
+        weight = model.blocks[0].attention.output.weight
+        before = weight.detach().abs().max().item()
+        optimizer = kind(model.parameters(), lr=0.05, copies=model.copies)
+        step = stepscope.TrainStep(model, optimizer, dtype=torch.bfloat16, graph=graph, warmup=1)
+        losses.append([step(batch).item() for batch in batches(10)])
+        grown.append(weight.detach().abs().max().item() / before)
+    assert min(grown) > 1.5
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -474,6 +474,47 @@ class TestModel:
         assert not torch.equal(subject(*batch()), other(*batch()))
 
     @pytest.mark.parametrize("kind", [FusedAdamW, InBackwardAdamW])
+    def test_the_fused_update_computes_the_amax_of_weights(
+        self, kind: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from stepscope.kernels.triton import fp8
+
+        passes: list[tuple[int, ...]] = []
+        original = fp8.amax
+
+        def amax(x: Tensor, by_row: bool = False) -> Any:
+            passes.append(tuple(x.shape))
+            return original(x, by_row)
+
+        monkeypatch.setattr(fp8, "amax", amax)
+        subject = model(1, fp8=Fp8Layers(always=True))
+        optimizer = kind(subject.parameters(), lr=1e-2, copies=subject.copies)
+        d, d_ff, tokens = CONFIG.d_model, CONFIG.d_ff, 32
+        activations = [(tokens, d), (tokens, 3 * d)]
+        weights = [(d, d)] * 4 + [(d_ff, d)] * 2 + [(d, d_ff)]
+        for expected in (activations + weights, activations, activations):
+            passes.clear()
+            subject(*batch()).backward()
+            assert sorted(passes) == sorted(expected)
+            optimizer.step()
+            optimizer.zero_grad()
+        # The scales are those of a model that computes them, to the bit.
+        loss = subject(*batch())
+        fresh = copy.deepcopy(subject)
+        assert torch.equal(loss, fresh(*batch()))
+        # Values that another code has written are read again, also where no version shows it.
+        weight = subject.blocks[0].attention.output.weight
+        passes.clear()
+        with torch.no_grad():
+            weight.mul_(4)
+            changed = subject(*batch())
+            assert passes == [(d, d), (tokens, d)]
+            weight.data.mul_(0.25)
+            subject.copies.refresh(all_of_them=True)
+            assert not torch.equal(changed, loss)
+            assert torch.equal(subject(*batch()), loss)
+
+    @pytest.mark.parametrize("kind", [FusedAdamW, InBackwardAdamW])
     def test_training_lowers_the_loss_and_refreshes_the_casts(self, kind: Any) -> None:
         torch.manual_seed(0)
         subject = TransformerLM(

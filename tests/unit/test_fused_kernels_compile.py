@@ -150,16 +150,17 @@ for source, scaling, e4m3 in (
         warps=tile.warps))
 print("transpose", wide_loads(
     triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128))
-for name, moments, chance, copied in (
-    ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
-    ("chance", tl.uint16, True, False),
+for name, moments, chance, copied, amax in (
+    ("float32", tl.float32, False, False, False), ("copied", tl.float32, False, True, False),
+    ("chance", tl.uint16, True, False, False), ("amax", tl.float32, False, False, True),
 ):
     print("adamw", name, wide_loads(
         triton_adamw.adamw_table_kernel, ["*i64", "*i32", f, i, f], PARAMETER=tl.float32,
         GRADIENT=tl.float32, MOMENTS=moments, COPY=tl.bfloat16, ALIGNED=True, CHANCE=chance,
-        COPIED=copied))
-print("adamw one", wide_loads(
-    triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
+        COPIED=copied, AMAX=amax))
+for amax in (False, True):
+    print("adamw one", amax, wide_loads(
+        triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, f, i, i], COPIED=True, AMAX=amax))
 """
 
 
@@ -174,5 +175,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 75
+    assert len(loads) == 77
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -123,10 +123,12 @@ def test_gradients_live_until_their_update(optimizer: str, variant: dict[str, An
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize("policy", ["all", *LESS])
+@pytest.mark.parametrize(
+    ("policy", "checkpoint"), [*((policy, "no") for policy in ("all", *LESS)), ("gates", "2")]
+)
 @pytest.mark.parametrize("optimizer", ["torch-fused", "stepscope-low-precision-grads"])
 def test_steps_in_fp8_are_predicted_within_one_percent(
-    optimizer: str, policy: str, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, policy: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales and partial maxima are left out."""
     pretend_fp8(monkeypatch)
@@ -136,7 +138,7 @@ def test_steps_in_fp8_are_predicted_within_one_percent(
     shape = WIDE | {"d_model": 128, "d_ff": 256}
     variant = JOINED | {"activation_policy": policy}
     for dtype in ("fp8", "fp8-stream", "fp8-pure"):
-        work = tiny("bfloat16", "sdpa", mode="train-step", **shape)
+        work = tiny("bfloat16", "sdpa", mode="train-step", checkpoint=checkpoint, **shape)
         work = msgspec.structs.replace(work, optimizer=optimizer)
         plan = msgspec.structs.replace(
             plan_of(work, "cpu"), interpreted=True, dtype=dtype, **variant

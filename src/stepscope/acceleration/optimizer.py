@@ -240,7 +240,16 @@ class FusedUpdate:
             copy = None
         keeps_count = _has_device_counts(group) or not state["step"].is_cpu
         return TensorUpdate(
-            weight, parameter, gradient_here, mean, square, copy, state, group, keeps_count
+            weight,
+            parameter,
+            gradient_here,
+            mean,
+            square,
+            copy,
+            state,
+            group,
+            self._launches.amax_of(weight, parameter),
+            keeps_count,
         )
 
     def _begin(self) -> None:

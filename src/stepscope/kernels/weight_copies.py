@@ -2,9 +2,9 @@
 
 Under autocast every matmul casts its weight at every step: 6 bytes of traffic per parameter. Here
 the cast is cached, and repeated only if the weight has changed. An optimizer that writes the copy
-together with the weight (`FusedAdamW`) makes even that unnecessary. Weights of matmuls that read
-the same input are concatenated along their rows, so that one matmul serves them all. Their biases
-are cached likewise.
+together with the weight (`FusedAdamW`) makes even that unnecessary; for copies in FP8 it writes the
+largest magnitudes, from which the scale follows. Weights of matmuls that read the same input are
+concatenated along their rows, so that one matmul serves them all. Their biases are cached likewise.
 
 A change is detected by a tensor's version counter or its memory address. A write through `.data`
 changes neither, nor does the replay of a captured optimizer that writes no copy. After such a
@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepscope.kernels.fp8.casts import Quantized, quantize_weights
 from stepscope.kernels.fp8.recipe import E4M3, Recipe
 from stepscope.kernels.fp8.reference import DTYPES
+from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import padded_columns
 
 if TYPE_CHECKING:
@@ -141,11 +142,32 @@ class WeightCopies:
         if position is not None:
             position.group.mark_current(position.member, weight)
 
+    def amax_buffer(self, weight: Tensor, block: int) -> Tensor | None:
+        """Return where an optimizer writes the largest magnitude of each block of that many values
+        of the weight, for its next cast to FP8; None if it is not cast by one scale."""
+        position = self._cast_position_of(weight)
+        return None if position is None else position.group.amax_buffer(position.member, block)
+
+    def amax_written(self, weight: Tensor) -> None:
+        """Record that the buffer belongs to the current values of the weight."""
+        position = self._cast_position_of(weight)
+        if position is not None:
+            position.group.amax_versions[position.member] = _Version.of(weight)
+
     def invalidate(self, weight: Tensor) -> None:
         """Copy this weight again before its next use, whether a change of it is detected or not."""
         for position in self._positions.get(id(weight), ()):
             if position.group.holds(position.member, weight):
                 position.group.mark_changed(position.member)
+
+    def _cast_position_of(self, weight: Tensor) -> _CastPosition | None:
+        """Return the position of a weight in the one group that casts it by one scale."""
+        found = [
+            _CastPosition(group, member)
+            for group, member in self._positions.get(id(weight), ())
+            if isinstance(group, _Fp8Group) and group.one_scale and group.holds(member, weight)
+        ]
+        return found[0] if len(found) == 1 else None
 
     def _position_of(self, weight: Tensor) -> _Position | None:
         positions = self._positions.get(id(weight), ())
@@ -260,7 +282,7 @@ class _Group:
             version is not None and version.matches(weight)
             for version, weight in zip(self._versions, weights, strict=True)
         )
-        capturing = self.concatenated.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = _is_capturing(self.concatenated)
         # The captured update of an optimizer writes narrow copies only.
         if force or not current or (capturing and not self.is_narrow):
             self._copy(weights)
@@ -281,8 +303,29 @@ class _Fp8Group(_Group):
 
     def __init__(self, weights: Weights, recipe: Recipe, transposed: bool) -> None:
         self._recipe, self._transposed = recipe, transposed
+        self.one_scale = recipe.one_scale
         super().__init__(weights, DTYPES[E4M3])
         self.operands: Quantized | None = None
+        self._amax: list[Tensor | None] = [None] * len(weights)
+        self.amax_versions: list[_Version | None] = [None] * len(weights)
+
+    def amax_buffer(self, index: int, block: int) -> Tensor:
+        """Return the same buffer in every step, so that a captured cast reads what a captured
+        update writes."""
+        blocks = -(-self.rows[index].numel() // block)
+        buffer = self._amax[index]
+        if buffer is None or buffer.numel() != blocks:
+            buffer = self._amax[index] = torch.zeros(blocks, device=self.concatenated.device)
+        return buffer
+
+    def mark_changed(self, index: int) -> None:
+        super().mark_changed(index)
+        self.amax_versions[index] = None
+
+    def update(self, weights: Weights, force: bool = False) -> None:
+        if force:
+            self.amax_versions = [None] * len(weights)
+        super().update(weights, force)
 
     def _allocate(self, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         both = not self._recipe.one_scale
@@ -297,9 +340,36 @@ class _Fp8Group(_Group):
     def _copy(self, weights: Weights) -> None:
         # Training cannot save scales that were created in inference mode.
         with torch.inference_mode(False), torch.no_grad():
+            known = [self._known_amax(index, weight) for index, weight in enumerate(weights)]
             self.operands = quantize_weights(
-                weights, self._recipe, self._transposed, self._rows, self._columns
+                weights, self._recipe, self._transposed, self._rows, self._columns, known
             )
+
+    def _known_amax(self, index: int, weight: Tensor) -> Tensor | None:
+        """Return largest magnitudes of parts of a weight, if an update has written them. After
+        another change of the weight the buffer is written here: a captured cast may read it."""
+        buffer, version = self._amax[index], self.amax_versions[index]
+        if buffer is None or (version is not None and version.matches(weight)):
+            return buffer
+        if not kernels_take(weight) or _is_capturing(weight):
+            return None
+        from stepscope.kernels.triton import fp8
+
+        partial, _ = fp8.amax(weight.detach().contiguous())
+        buffer.copy_(partial.max().expand_as(buffer))
+        self.amax_versions[index] = _Version.of(weight)
+        return partial
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _CastPosition(NamedTuple):
+    """The same for a group in FP8."""
+
+    group: _Fp8Group
+    member: int
 
 
 class _Version(NamedTuple):

@@ -151,7 +151,8 @@ class FusedAdamW(AdamW):
         updated = state[MASTER] if has_master else parameter
         copy = parameter if has_master else self._launches.copy_of(parameter)
         mean, square = (state[name] for name in MOMENTS)
-        return TensorUpdate(parameter, updated, gradient, mean, square, copy, state, group)
+        amax = self._launches.amax_of(parameter, updated)
+        return TensorUpdate(parameter, updated, gradient, mean, square, copy, state, group, amax)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

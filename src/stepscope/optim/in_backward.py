@@ -268,7 +268,8 @@ class InBackwardAdamW(FusedAdamW):
             from stepscope.optim.triton_adamw import update_one
 
             parameter, gradient, mean, square, copy = update[1:6]
-            update_one(parameter, gradient, mean, square, copy, on_device.settings.rows, row)
+            rows = on_device.settings.rows
+            update_one(parameter, gradient, mean, square, copy, rows, row, update.amax)
 
         if on_device.side_stream is None:
             run()

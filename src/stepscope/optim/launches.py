@@ -41,6 +41,13 @@ class Copies(Protocol):
     def written(self, weight: Tensor) -> None:
         """Record that the copy returned by `find` has been written together with the weight."""
 
+    def amax_buffer(self, weight: Tensor, block: int) -> Tensor | None:
+        """Return where the update writes the largest magnitude of each block of that many values of
+        the weight; None if nothing reads it."""
+
+    def amax_written(self, weight: Tensor) -> None:
+        """Record that this buffer belongs to the current values of the weight."""
+
 
 class TensorUpdate(NamedTuple):
     """One weight in a step: what the kernel reads and writes."""
@@ -58,6 +65,8 @@ class TensorUpdate(NamedTuple):
     """State of the parameter, with its step count."""
     group: dict[str, Any]
     """Parameter group with the hyperparameters."""
+    amax: Tensor | None = None
+    """Largest magnitudes of the blocks of the weight, which the kernel writes."""
     keeps_count: bool = False
     """True if the step count is a device tensor that other code advances too: it is not replaced
     by one of `FusedLaunches`."""
@@ -83,6 +92,7 @@ class TensorUpdate(NamedTuple):
             self.copy.data_ptr() if self.copy is not None else 0,
             self.parameter.numel(),
             settings,
+            self.amax.data_ptr() if self.amax is not None else 0,
         )
 
 
@@ -112,13 +122,25 @@ class FusedLaunches:
             return None
         return copy
 
-    def mark_written(self, update: TensorUpdate) -> None:
-        """Record that a kernel writes the weight and its copy: torch does not see it."""
+    def amax_of(self, weight: Tensor, parameter: Tensor) -> Tensor | None:
+        """Return where the kernel writes the largest magnitudes of a weight. A weight with a master
+        copy, or of which the parameter is a part, has none."""
+        if self._copies is None or parameter is not weight:
+            return None
+        from stepscope.optim.triton_adamw import BLOCK
+
+        return self._copies.amax_buffer(weight, BLOCK)
+
+    def mark_written(self, update: TensorUpdate, amax: bool = True) -> None:
+        """Record that a kernel writes the weight and its copy: torch does not see it. `amax`: also
+        its largest magnitudes."""
         torch.autograd.graph.increment_version(update.weight)
         # A weight with a master copy is itself the second tensor.
         has_copy = update.copy is not None and update.copy is not update.weight
         if self._copies is not None and has_copy:
             self._copies.written(update.weight)
+        if self._copies is not None and update.amax is not None and amax:
+            self._copies.amax_written(update.weight)
 
     def update_with_host_counts(
         self, updates: Sequence[TensorUpdate], *, stochastic: bool = False, seed: int = 0
@@ -146,7 +168,7 @@ class FusedLaunches:
         is not zero, nothing is updated and no step is counted."""
         launches = self.prepare(updates)
         for update in updates:
-            self.mark_written(update)
+            self.mark_written(update, amax=skip is None)
         for (device, dtypes), launch in launches.items():
             skip_here = None if skip is None else skip.to(device, non_blocking=True)
             launch.settings.advance(skip_here)

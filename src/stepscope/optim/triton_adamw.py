@@ -1,8 +1,9 @@
 """AdamW over many tensors in one launch: a table has their addresses, each program updates a block.
 
 A row of the table is one tensor: the addresses of parameter, gradient, both moments and the copy
-that matmuls read (0 if there is none), the number of elements, and its row of the settings. A piece
-is a tensor and a block of it. `update_one` updates one tensor without a table.
+that matmuls read (0 if there is none), the number of elements, its row of the settings, and the
+address of the largest magnitudes of its blocks, for a cast to FP8 (0 if there is none). A piece is
+a tensor and a block of it. `update_one` updates one tensor without a table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCK = 1024
 of one overlap with the stores of another."""
 _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = 16
-_COLUMNS = tl.constexpr(7)
+_COLUMNS = tl.constexpr(8)
 _SETTINGS = tl.constexpr(7)
 _DTYPES = {
     torch.float32: tl.float32,
@@ -50,7 +51,8 @@ class Settings(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tensor of the table: addresses, number of elements, and row of the settings."""
+    """One tensor of the table: addresses, number of elements, and row of the settings. `amax` is an
+    address too."""
 
     parameter: int
     gradient: int
@@ -59,6 +61,7 @@ class Row(NamedTuple):
     copy: int
     elements: int
     settings: int
+    amax: int = 0
 
 
 class TensorDtypes(NamedTuple):
@@ -102,12 +105,15 @@ def _update(
     square,
     copy,
     settings,
+    amax,
+    has_amax,
     at,
     inside,
     seed,
     MASKED: tl.constexpr,
     CHANCE: tl.constexpr,
     COPIED: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     """Apply the rule of `optim.adamw`, in its order, to the elements `at`; blocks are (BLOCK,)."""
     decay, mean_share = tl.load(settings), tl.load(settings + 1)
@@ -157,6 +163,12 @@ def _update(
             tl.store(copy + at, b_copy, mask=inside)
         else:
             tl.store(copy + at, b_copy)
+    if AMAX:
+        b_abs = tl.abs(b_p.to(tl.float32))
+        b_abs = tl.where(b_abs < float("inf"), b_abs, 0.0)
+        if MASKED:
+            b_abs = tl.where(inside, b_abs, 0.0)
+        tl.store(amax, tl.max(b_abs, 0), mask=has_amax)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -173,6 +185,7 @@ def adamw_table_kernel(
     ALIGNED: tl.constexpr,
     CHANCE: tl.constexpr,
     COPIED: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     """Update one piece of one tensor of the table; none if there is a `skip` and it is not zero."""
     pid = tl.program_id(0).to(tl.int64)
@@ -188,8 +201,22 @@ def adamw_table_kernel(
         # Without elements every load and store is masked.
         elements = tl.where(tl.load(skip) != 0, 0, elements)
     own_settings = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
+    address = tl.load(table + row * _COLUMNS + 7)
     _piece(
-        parameter, gradient, mean, square, copy, own_settings, start, elements, seed, CHANCE, COPIED
+        parameter,
+        gradient,
+        mean,
+        square,
+        copy,
+        own_settings,
+        address.to(tl.pointer_type(tl.float32)),
+        address != 0,
+        start,
+        elements,
+        seed,
+        CHANCE,
+        COPIED,
+        AMAX,
     )
 
 
@@ -201,12 +228,17 @@ def _piece(
     square,
     copy,
     settings,
+    amax,
+    has_amax,
     start,
     elements,
     seed,
     CHANCE: tl.constexpr,
     COPIED: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
+    if AMAX:
+        amax += start // _BLOCK
     offs = start + tl.arange(0, _BLOCK)
     # Full blocks need no mask, and only loads without a mask are 16 bytes wide.
     if start + _BLOCK <= elements:
@@ -217,12 +249,15 @@ def _piece(
             square,
             copy,
             settings,
+            amax,
+            has_amax,
             offs,
             offs,
             seed,
             False,
             CHANCE,
             COPIED,
+            AMAX,
         )
     else:
         mask = offs < elements
@@ -233,22 +268,50 @@ def _piece(
             square,
             copy,
             settings,
+            amax,
+            has_amax,
             offs,
             mask,
             seed,
             True,
             CHANCE,
             COPIED,
+            AMAX,
         )
 
 
 @triton.jit(do_not_specialize=["row"])
 def adamw_one_kernel(
-    parameter, gradient, mean, square, copy, settings, elements, row, COPIED: tl.constexpr
+    parameter,
+    gradient,
+    mean,
+    square,
+    copy,
+    settings,
+    amax,
+    elements,
+    row,
+    COPIED: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * _BLOCK
     own_settings = settings + row * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own_settings, start, elements, 0, False, COPIED)
+    _piece(
+        parameter,
+        gradient,
+        mean,
+        square,
+        copy,
+        own_settings,
+        amax,
+        True,
+        start,
+        elements,
+        0,
+        False,
+        COPIED,
+        AMAX,
+    )
 
 
 class Table:
@@ -263,6 +326,7 @@ class Table:
         for row in rows:
             addresses |= row.parameter | row.gradient | row.mean | row.square | row.copy
         self._aligned = addresses % _ALIGNMENT == 0
+        self._writes_amax = any(row.amax for row in rows)
         same = like is not None and _sizes(like.rows) == _sizes(rows)
         self._pieces: Tensor = like._pieces if same and like else _pieces_of(rows, device)
         self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
@@ -276,6 +340,7 @@ class Table:
         seed: int = 0,
         skip: Tensor | None = None,
     ) -> None:
+        """Update all tensors. A step that may be skipped writes no largest magnitudes."""
         moments = tl.uint16 if stochastic else _DTYPES[dtypes.moments]
         adamw_table_kernel[(len(self._pieces),)](
             self._table,
@@ -290,6 +355,7 @@ class Table:
             ALIGNED=self._aligned,
             CHANCE=stochastic,
             COPIED=dtypes.copy is not None,
+            AMAX=self._writes_amax and skip is None,
             num_warps=8,
         )
 
@@ -315,6 +381,7 @@ def update_one(
     copy: Tensor | None,
     settings: Tensor,
     row: int,
+    amax: Tensor | None = None,  # (blocks,)
 ) -> None:
     """Update one tensor with the settings of that row."""
     elements = parameter.numel()
@@ -325,9 +392,11 @@ def update_one(
         square,
         copy,
         settings,
+        amax,
         elements,
         row,
         COPIED=copy is not None,
+        AMAX=amax is not None,
         num_warps=8,
     )
 

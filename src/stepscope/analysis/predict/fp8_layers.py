@@ -31,7 +31,7 @@ class Fp8ProjectionLayers(FusedProjectionLayers):
         elements, read_elements = read.elements // d * rows, read.elements
         cast_rows = ops.new(read_elements)
         # Unit rows of a norm are saved anyway, and so is the output of attention.
-        source = x.unit or (read.buffer if read.buffer.saved_as else None)
+        source = x.unit or (read.buffer if x.is_saved else None)
         kept = source or ops.new(read_elements)
         out = ops.new(elements * width)
         del cast_rows

@@ -24,6 +24,8 @@ class Normed(NamedTuple):
 
     value: Value
     unit: Buffer | None = None
+    is_saved: bool = False
+    """The operator that computed it saves it."""
 
 
 class FusedLayers(Layers):
@@ -167,7 +169,7 @@ class FusedProjectionLayers(FusedLayers):
             attend = self._naive_attention if self.saves_scores else self._flash_attention
             heads = attend(q, k, v)
         with tape.inside("projections"):
-            return self.matmul(Normed(heads), (output,))
+            return self.matmul(Normed(heads, is_saved=True), (output,))
 
     def matmul(self, x: Normed, weights: Sequence[Value]) -> Value:
         """Return x times each transposed weight, concatenated."""

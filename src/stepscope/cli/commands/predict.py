@@ -29,7 +29,8 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: tuple[str, ...] = ("float32",)
     """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
     residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
-    weights with float32 master weights)."""
+    weights with float32 master weights); with --fused-projections also fp8, fp8-stream and fp8-pure
+    (the same with the linear layers of the blocks in FP8)."""
     attention: str = "reference"
     """Attention implementation (`stepscope list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"

@@ -166,12 +166,15 @@ def quantize_weights(
     transposed: bool = False,
     rows: Tensor | None = None,  # (all rows, d), float8
     columns: Tensor | None = None,  # (d, all rows), float8
+    partials: Sequence[Tensor | None] = (),
 ) -> Quantized:
     """Cast weights that one GEMM reads side by side. Where the recipe has one scale per tensor, all
     of them have the same, and only the operand of the forward GEMM is returned: the rows, or the
     columns of a single weight that is stored transposed. `rows` and `columns` are where the kernels
-    write them."""
+    write them. `partials` has largest absolute values of parts of each weight, where the optimizer
+    has computed them."""
     both = not recipe.one_scale
+    known = list(partials) or [None] * len(weights)
     if len(weights) == 1 or both or not kernels_take(*weights):
         joined = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
         return quantize(
@@ -180,6 +183,7 @@ def quantize_weights(
             _current(recipe),
             rows=both or not transposed,
             columns=both or transposed,
+            partial=known[0] if len(weights) == 1 else None,
             out_rows=rows,
             out_columns=columns,
         )
@@ -188,7 +192,11 @@ def quantize_weights(
     total, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     rows = fp8.empty((total, width), weights[0], E4M3) if rows is None else rows
     weights = [weight.contiguous() for weight in weights]
-    used = fp8.scale(torch.cat([fp8.amax(weight)[0] for weight in weights]), E4M3)
+    parts_of_all = [
+        fp8.amax(weight)[0] if partial is None else partial
+        for weight, partial in zip(weights, known, strict=True)
+    ]
+    used = fp8.scale(torch.cat(parts_of_all), E4M3)
     parts = torch.split(rows, [weight.shape[0] for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         fp8.cast(weight, part, None, E4M3, TENSORWISE, used.scale)
