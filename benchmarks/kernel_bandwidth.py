@@ -41,6 +41,7 @@ from stepscope.kernels.triton.launches import Block, CastTile, Rows, Tile
 ROUNDS, LAUNCHES = 11, 10
 ROTATED_BYTES = 400 << 20
 """Bytes that the launches of a graph read and write before they come back to the same tensors."""
+MOST_SETS = 100
 COMPILE_SECONDS = 40
 EPS = 1e-5
 
@@ -231,6 +232,15 @@ def fp8_amax(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Til
     )  # fmt: skip
 
 
+def fp8_scale(parts: int, variants: Sequence[Block]) -> Case:
+    """The scale and its inverse, by one program."""
+    return Case(
+        "fp8_scale", f"{parts}", "fp8_scale", named(variants),
+        lambda: (draw(parts, dtype=torch.float32).abs(),), lambda x: tuple(fp8.scale(x, E4M3)),
+        lambda x: (LARGEST[E4M3] / x.amax(), x.amax() / LARGEST[E4M3]), 1e-6, 4 * parts,
+    )  # fmt: skip
+
+
 def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[CastTile]) -> Case:
     """Both copies, with a known scale."""
 
@@ -303,6 +313,10 @@ def cases() -> list[Case]:
             (32, 256, 8), (8, 512, 4), (64, 256, 8),
         )
     ]  # fmt: skip
+    scales = [
+        Block(*sizes)
+        for sizes in ((4096, 8), (4096, 16), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 32))
+    ]
     tiles = [
         (64, 128, 8), (128, 128, 8), (128, 128, 16), (64, 128, 4), (128, 64, 8), (128, 64, 4),
         (64, 64, 4), (32, 128, 4), (64, 256, 8), (256, 64, 8), (128, 32, 4),
@@ -332,6 +346,8 @@ def cases() -> list[Case]:
         sum_of_parts(264, 2560, sums),
         sum_of_parts(352, 3072, sums),
         gather_heads(128, 197, 12, 64, gathers),
+        fp8_scale(6400, scales),
+        fp8_scale(40_960, scales),
     ]
 
 
@@ -394,7 +410,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(case: Case) -> list[dict[str, Any]]:
     """Return one record per variant."""
-    count = max(1, math.ceil(ROTATED_BYTES / case.moved))
+    count = min(MOST_SETS, math.ceil(ROTATED_BYTES / case.moved))
     sets = [case.inputs() for _ in range(count)]
     launched = count * math.ceil(LAUNCHES / count)
     expected = case.expected(*sets[0])
