@@ -374,7 +374,7 @@ def checked(case: Case, inputs: Tensors, expected: Tensors) -> dict[str, Any]:
     """Return the error of the kernel, and whether two runs have the same bits."""
     first, second = case.call(*inputs), case.call(*inputs)
     same = all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(first, second, strict=True)
     )
     error = largest_error(first, expected)
