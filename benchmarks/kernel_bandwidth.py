@@ -98,8 +98,12 @@ def partial_sums(module: ModuleType) -> Iterator[list[Tensor]]:
         yield partial
 
 
-def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence[Rows]) -> Case:
-    """Float32 stream and bfloat16 branch. A LayerNorm reads the stream, an RMSNorm unit rows."""
+def norm_backward(
+    rows: int, d: int, layer: bool, variants: Sequence[Rows], amax: bool = False
+) -> Case:
+    """Float32 stream and bfloat16 branch. A LayerNorm reads the stream, an RMSNorm unit rows.
+    `amax` is for FP8."""
+    shape = f"{rows}x{d} {'LayerNorm' if layer else 'RMSNorm'}{' amax' if amax else ''}"
     kept = torch.float32 if layer else torch.bfloat16
 
     def inputs() -> Tensors:
@@ -120,7 +124,7 @@ def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence
         with partial_sums(norm) as partial:
             grad_sum, grad_branch, _, _ = norm.backward(
                 grad, grad_stream, saved, weight, inverse, torch.float32, torch.bfloat16,
-                units=not layer, mean=mean if layer else None, bias=layer,
+                units=not layer, mean=mean if layer else None, bias=layer, amax=amax,
             )  # fmt: skip
         return grad_sum, grad_branch, *partial
 
@@ -326,9 +330,10 @@ def cases() -> list[Case]:
     narrow_casts += [CastTile(*sizes, False) for sizes in tiles[:5]]
     wide_casts = [CastTile(*sizes, False) for sizes in tiles]
     return [
-        norm_backward("25216x768 LayerNorm", 25_216, 768, True, narrow),
-        norm_backward("8192x768 LayerNorm", 8192, 768, True, narrow),
-        norm_backward("8192x2560 RMSNorm", 8192, 2560, False, wide),
+        norm_backward(25_216, 768, True, narrow),
+        norm_backward(8192, 768, True, narrow),
+        norm_backward(8192, 2560, False, wide),
+        norm_backward(8192, 2560, False, wide, amax=True),
         fp8_cast(8192, 2560, half, narrow_casts),
         fp8_cast(8192, 10_240, half, narrow_casts),
         fp8_cast(10_240, 2560, half, narrow_casts),
