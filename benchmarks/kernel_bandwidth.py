@@ -41,6 +41,7 @@ from stepscope.kernels.triton.launches import Block, CastTile, Rows, Tile
 ROUNDS, LAUNCHES = 11, 10
 ROTATED_BYTES = 400 << 20
 """Bytes that the launches of a graph read and write before they come back to the same tensors."""
+MOST_SETS = 100
 COMPILE_SECONDS = 40
 EPS = 1e-5
 
@@ -97,9 +98,12 @@ def partial_sums(module: ModuleType) -> Iterator[list[Tensor]]:
         yield partial
 
 
-def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence[Rows]) -> Case:
+def norm_backward(
+    rows: int, d: int, layer: bool, variants: Sequence[Rows], amax: bool = False
+) -> Case:
     """Float32 stream and bfloat16 branch. A LayerNorm reads the stream and sums the gradient of the
-    branch, an RMSNorm reads unit rows."""
+    branch, an RMSNorm reads unit rows. `amax` is for FP8."""
+    shape = f"{rows}x{d} {'LayerNorm' if layer else 'RMSNorm'}{' amax' if amax else ''}"
     kept = torch.float32 if layer else torch.bfloat16
 
     def inputs() -> Tensors:
@@ -120,7 +124,7 @@ def norm_backward(shape: str, rows: int, d: int, layer: bool, variants: Sequence
         with partial_sums(norm) as partial:
             grad_sum, grad_branch, *_ = norm.backward(
                 grad, grad_stream, saved, weight, inverse, torch.float32, torch.bfloat16,
-                units=not layer, mean=mean if layer else None, bias=layer, summed=layer,
+                units=not layer, mean=mean if layer else None, bias=layer, summed=layer, amax=amax,
             )  # fmt: skip
         return grad_sum, grad_branch, *partial
 
@@ -232,6 +236,15 @@ def fp8_amax(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Til
     )  # fmt: skip
 
 
+def fp8_scale(parts: int, variants: Sequence[Block]) -> Case:
+    """The scale and its inverse, by one program."""
+    return Case(
+        "fp8_scale", f"{parts}", "fp8_scale", named(variants),
+        lambda: (draw(parts, dtype=torch.float32).abs(),), lambda x: tuple(fp8.scale(x, E4M3)),
+        lambda x: (LARGEST[E4M3] / x.amax(), x.amax() / LARGEST[E4M3]), 1e-6, 4 * parts,
+    )  # fmt: skip
+
+
 def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[CastTile]) -> Case:
     """Both copies, with a known scale."""
 
@@ -304,6 +317,10 @@ def cases() -> list[Case]:
             (32, 256, 8), (8, 512, 4), (64, 256, 8),
         )
     ]  # fmt: skip
+    scales = [
+        Block(*sizes)
+        for sizes in ((4096, 8), (4096, 16), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 32))
+    ]
     tiles = [
         (64, 128, 8), (128, 128, 8), (128, 128, 16), (64, 128, 4), (128, 64, 8), (128, 64, 4),
         (64, 64, 4), (32, 128, 4), (64, 256, 8), (256, 64, 8), (128, 32, 4),
@@ -313,9 +330,10 @@ def cases() -> list[Case]:
     narrow_casts += [CastTile(*sizes, False) for sizes in tiles[:5]]
     wide_casts = [CastTile(*sizes, False) for sizes in tiles]
     return [
-        norm_backward("25216x768 LayerNorm", 25_216, 768, True, narrow),
-        norm_backward("8192x768 LayerNorm", 8192, 768, True, narrow),
-        norm_backward("8192x2560 RMSNorm", 8192, 2560, False, wide),
+        norm_backward(25_216, 768, True, narrow),
+        norm_backward(8192, 768, True, narrow),
+        norm_backward(8192, 2560, False, wide),
+        norm_backward(8192, 2560, False, wide, amax=True),
         fp8_cast(8192, 2560, half, narrow_casts),
         fp8_cast(8192, 10_240, half, narrow_casts),
         fp8_cast(10_240, 2560, half, narrow_casts),
@@ -333,6 +351,8 @@ def cases() -> list[Case]:
         sum_of_parts(264, 2560, sums),
         sum_of_parts(352, 3072, sums),
         gather_heads(128, 197, 12, 64, gathers),
+        fp8_scale(6400, scales),
+        fp8_scale(40_960, scales),
     ]
 
 
@@ -359,7 +379,7 @@ def checked(case: Case, inputs: Tensors, expected: Tensors) -> dict[str, Any]:
     """Return the error of the kernel, and whether two runs have the same bits."""
     first, second = case.call(*inputs), case.call(*inputs)
     same = all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(first, second, strict=True)
     )
     error = largest_error(first, expected)
@@ -395,7 +415,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(case: Case) -> list[dict[str, Any]]:
     """Return one record per variant."""
-    count = max(1, math.ceil(ROTATED_BYTES / case.moved))
+    count = min(MOST_SETS, math.ceil(ROTATED_BYTES / case.moved))
     sets = [case.inputs() for _ in range(count)]
     launched = count * math.ceil(LAUNCHES / count)
     expected = case.expected(*sets[0])

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.kernels import embedding
-from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import embedding as triton_embedding
+from stepscope.kernels.triton import launches
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.interleaved import time_interleaved
 from stepscope.records.stats import paired_ratio, summarize
@@ -56,8 +56,8 @@ SIZES = {
 """Values of the constants of the embedding gradient that are tried together."""
 
 
-def with_values(module: ModuleType, run: Call, **values: int) -> Call:
-    """The same call with other values of the module's constants."""
+def with_values(module: ModuleType, run: Call, **values: object) -> Call:
+    """The same call with other values of the module's attributes."""
 
     def changed() -> object:
         before = {name: getattr(module, name) for name in values}
@@ -76,9 +76,9 @@ def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         calls = {"compiled": variants["compiled"]}
         for block, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8)):
             if 4 <= block // (32 * warps) <= 32:
-                values = {"_BLOCK": block, "_WARPS": warps}
+                sizes = launches.Block(block, warps)
                 calls[f"{block} by {warps}"] = with_values(
-                    triton_activation, variants["stepscope"], **values
+                    launches, variants["stepscope"], activation=lambda _, sizes=sizes: sizes
                 )
         yield f"swiglu {shape.name}", calls
 

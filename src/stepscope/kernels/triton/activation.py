@@ -38,7 +38,7 @@ def _sigmoid(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def _normal_cdf(b_x):
-    """Return the share of a normal distribution below b_x, with an error of at most 1e-7, and
+    """Return the share of a normal distribution below b_x, with an error of at most 5e-7, and
     exp(-b_x² / 2).
 
     By Abramowitz and Stegun, 7.1.26, with half the instructions of erf, which would take longer

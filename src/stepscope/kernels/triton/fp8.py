@@ -31,7 +31,7 @@ from stepscope.kernels.triton.magnitude import finite_magnitude
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device
 
 _WARPS = 8
-_BLOCK_PARTS, _BLOCK_ROW_PARTS = 4096, 32
+_BLOCK_ROW_PARTS = 32
 _TENSOR, _ROWS, _BLOCKS = 0, 1, 2
 """Values of SCALING."""
 _LEAST, _MOST = tl.constexpr(SMALLEST_AMAX), tl.constexpr(LARGEST_AMAX)
@@ -306,14 +306,15 @@ def scale(partial: Tensor, dtype: str) -> Scale:
     """Return the scale of a tensor from (parts,) largest magnitudes."""
     used = _empty_scale(partial)
     parts = partial.numel()
+    block = launches.fp8_scale(parts)
     fp8_scale_kernel[(1,)](
         partial,
         used.scale,
         used.inverse,
         parts,
         LARGEST[dtype],
-        BLOCK_PARTS=min(_BLOCK_PARTS, triton.next_power_of_2(parts)),
-        num_warps=_WARPS,
+        BLOCK_PARTS=block.columns,
+        num_warps=block.warps,
     )
     return used
 

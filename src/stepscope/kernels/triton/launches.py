@@ -112,6 +112,11 @@ def fp8_amax(by_row: bool) -> Tile:
     return Tile(FP8_BLOCK, FP8_BLOCK, 8) if by_row else Tile(32, 128, 4)
 
 
+def fp8_scale(parts: int) -> Block:
+    """Return the parts of an iteration of the only program."""
+    return Block(min(4096, triton.next_power_of_2(parts)), 8)
+
+
 def fp8_cast(element_bytes: int, blockwise: bool) -> CastTile:
     """Return the tile of a cast; blockwise scales are those of a tile."""
     # The hardware transposes elements of 16 bits, but not bytes.
