@@ -53,8 +53,9 @@ def saved(case: Case, causal: bool, seed: int) -> list[Tensor]:
     return [grad, q, k, v, out, lse]
 
 
-def check(name: str, compile_seconds: float, seconds: float) -> None:
-    """Print a JSON line: the largest errors of one variant, or what went wrong."""
+def check(name: str, compile_seconds: float, seconds: float, *, launch: bool) -> None:
+    """Print a JSON line: the largest errors of one variant, or what went wrong. Without `launch`
+    its kernels are compiled only."""
     end_after(compile_seconds + seconds)
     cases = [
         (case, causal)
@@ -67,6 +68,8 @@ def check(name: str, compile_seconds: float, seconds: float) -> None:
         ready = prepared(tensors, case, causal, name)
         ready.compile(tuple(tensors[:4]), empty(tensors), 1.0)
     torch.cuda.synchronize()
+    if not launch:
+        return
     end_after(seconds)
     worst = 0.0
     for case, causal in cases:
@@ -105,6 +108,8 @@ def measure(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     how: dict[str, Any] = {"scale": HEAD**-0.5, "causal": causal, "shift": 0}
 
+    room, variant = outputs(q), CAUSAL if causal else FULL
+
     def both(impl: str) -> None:
         attended = attention(*leaves, is_causal=causal, impl=impl)
         torch.autograd.grad(attended, leaves, grad)
@@ -115,9 +120,7 @@ def measure(
     calls: dict[str, Callable[[], object]] = {
         "both: sdpa_cudnn": lambda: both("sdpa_cudnn"),
         "both: triton": lambda: both("triton"),
-        "forward": lambda: first_launch(
-            (q, k, v), *outputs(q), variant=CAUSAL if causal else FULL, **how
-        ),
+        "forward": lambda: first_launch((q, k, v), *room, variant=variant, **how),
         "backward: triton": lambda: triton_launch.backward(*tensors, **how),
     }
     for call in calls.values():
