@@ -530,7 +530,7 @@ def specialized_backward_kernel(
             (add_dq, (task, dq_desc, turns, gradients, LATER)),
         ],
         [4, 1, 1],
-        [REGISTERS, 32, 32],
+        [REGISTERS, 24, 24],
     )  # fmt: skip
 
 
