@@ -11,7 +11,7 @@ from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, r
 from torch import Tensor
 
 from stepscope.attention import attention
-from stepscope.attention.specialized import CAUSAL, FULL, BackwardVariant
+from stepscope.attention.specialized import FORWARD, BackwardVariant
 from stepscope.attention.triton import launch as triton_launch
 from stepscope.attention.triton.specialized import first_launch
 from stepscope.attention.triton.specialized_gradients import PreparedBackward
@@ -108,7 +108,7 @@ def measure(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     how: dict[str, Any] = {"scale": HEAD**-0.5, "causal": causal, "shift": 0}
 
-    room, variant = outputs(q), CAUSAL if causal else FULL
+    room, variant = outputs(q), FORWARD[HEAD, causal]
 
     def both(impl: str) -> None:
         attended = attention(*leaves, is_causal=causal, impl=impl)

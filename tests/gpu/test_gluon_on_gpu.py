@@ -165,8 +165,8 @@ def _one_pass_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from stepscope.attention import specialized
     from stepscope.attention.triton import launch as triton_launch
 
-    for name in ("FULL_BACKWARD", "CAUSAL_BACKWARD"):
-        monkeypatch.setattr(specialized, name, specialized.BackwardVariant())
+    for causal in (False, True):
+        monkeypatch.setitem(specialized.BACKWARD, (D, causal), specialized.BackwardVariant())
     triton_launch._PREPARED.clear()
     yield
     triton_launch._PREPARED.clear()

@@ -42,9 +42,9 @@ SPECIALIZED = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 from screen_tiles import resources
-from stepscope.attention.specialized import CAUSAL, BackwardVariant
+from stepscope.attention.specialized import FORWARD, BackwardVariant
 from stepscope.attention.triton import specialized_backward, specialized_forward
-forward = specialized_forward.compile_for_hopper(CAUSAL, 128, causal=True, masked=True)
+forward = specialized_forward.compile_for_hopper(FORWARD[128, True], 128, causal=True, masked=True)
 variant = BackwardVariant()._asdict()
 del variant["heads"]
 backward = specialized_backward.compile_for_hopper(128, **variant, causal=False, masked=False)
