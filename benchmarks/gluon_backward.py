@@ -24,6 +24,8 @@ VARIANTS: dict[str, BackwardVariant] = {
     "two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
     "two dQ by 8 heads": BackwardVariant(dq_stages=2, heads=8),
     "two dQ, later by 8 heads": BackwardVariant(dq_stages=2, later=True, heads=8),
+    "overlap by 8 heads": BackwardVariant(overlap=True, heads=8),
+    "overlap, three stages by 8 heads": BackwardVariant(stages=3, overlap=True, heads=8),
 }
 
 

@@ -45,9 +45,9 @@ from screen_tiles import resources
 from stepscope.attention.specialized import FORWARD, BackwardVariant
 from stepscope.attention.triton import specialized_backward, specialized_forward
 forward = specialized_forward.compile_for_hopper(FORWARD[128, True], 128, causal=True, masked=True)
-variant = BackwardVariant()._asdict()
-del variant["heads"]
-backward = specialized_backward.compile_for_hopper(128, **variant, causal=False, masked=False)
+backward = specialized_backward.compile_for_hopper(
+    BackwardVariant(), 128, causal=False, masked=False
+)
 for kernel in (forward, backward):
     count = kernel.asm["ptx"].count
     print(kernel.metadata.shared, *resources(kernel.asm["cubin"]), count("wgmma.mma_async"))

@@ -54,6 +54,8 @@ class BackwardVariant(NamedTuple):
     """Blocks of dQ on their way to memory."""
     later: bool = False
     """Wait for the end of an addition to dQ after the next one has been issued."""
+    overlap: bool = False
+    """Hand dQ of a block over while Sᵀ of the next one is computed."""
     registers: int = 240
     heads: int = 1
     """Heads whose key tiles are started together, in the order of the tiles."""
