@@ -230,12 +230,15 @@ def check_and_time(out: Path | None, seconds: float) -> None:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
 
     pairs = [(name, head) for head, variants in VARIANTS.items() for name in variants]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        limit = COMPILE_SECONDS + SECONDS
-        work = [["--check", name, "--backward"] for name in gluon_backward.VARIANTS]
-        work += [["--check", name, "--head", str(head)] for name, head in pairs]
-        for done in as_completed([pool.submit(worker, words, limit) for words in work]):
-            add(done.result())
+    forwards = [["--check", name, "--head", str(head)] for name, head in pairs]
+    backwards = [["--check", name, "--backward"] for name in gluon_backward.VARIANTS]
+    # A backward that hangs would slow down the checks of the others: its kernels are compiled
+    # with those of the forward variants, and launched after them.
+    for work in ([*forwards, *[[*words, "--compile-only"] for words in backwards]], backwards):
+        with ThreadPoolExecutor(WORKERS) as pool:
+            limit = COMPILE_SECONDS + SECONDS
+            for done in as_completed([pool.submit(worker, words, limit) for words in work]):
+                add(done.result())
     passed = [x for x in found if "check" in x and "failed" not in x]
     right = [x["check"] for x in passed if "backward" in x]
     for shape in TIMED[:2]:
@@ -318,7 +321,8 @@ def main() -> None:
     parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
     parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
+    for hidden in ("--backward", "--compile-only"):
+        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--check", "--time", "--head"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -327,7 +331,8 @@ def main() -> None:
         for row in compiled_rows():
             print(row, flush=True)
     elif args.check and args.backward:
-        gluon_backward.check(args.check, COMPILE_SECONDS, SECONDS)
+        launch = not args.compile_only
+        gluon_backward.check(args.check, COMPILE_SECONDS, SECONDS, launch=launch)
     elif args.check:
         check(args.check, int(args.head))
     elif args.time:

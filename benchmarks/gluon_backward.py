@@ -11,7 +11,7 @@ from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, r
 from torch import Tensor
 
 from stepscope.attention import attention
-from stepscope.attention.specialized import CAUSAL, FULL, BackwardVariant
+from stepscope.attention.specialized import FORWARD, BackwardVariant
 from stepscope.attention.triton import launch as triton_launch
 from stepscope.attention.triton.specialized import first_launch
 from stepscope.attention.triton.specialized_gradients import PreparedBackward
@@ -24,6 +24,8 @@ VARIANTS: dict[str, BackwardVariant] = {
     "two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
     "two dQ by 8 heads": BackwardVariant(dq_stages=2, heads=8),
     "two dQ, later by 8 heads": BackwardVariant(dq_stages=2, later=True, heads=8),
+    "overlap by 8 heads": BackwardVariant(overlap=True, heads=8),
+    "overlap, three stages by 8 heads": BackwardVariant(stages=3, overlap=True, heads=8),
 }
 
 
@@ -53,8 +55,9 @@ def saved(case: Case, causal: bool, seed: int) -> list[Tensor]:
     return [grad, q, k, v, out, lse]
 
 
-def check(name: str, compile_seconds: float, seconds: float) -> None:
-    """Print a JSON line: the largest errors of one variant, or what went wrong."""
+def check(name: str, compile_seconds: float, seconds: float, *, launch: bool) -> None:
+    """Print a JSON line: the largest errors of one variant, or what went wrong. Without `launch`
+    its kernels are compiled only."""
     end_after(compile_seconds + seconds)
     cases = [
         (case, causal)
@@ -67,6 +70,8 @@ def check(name: str, compile_seconds: float, seconds: float) -> None:
         ready = prepared(tensors, case, causal, name)
         ready.compile(tuple(tensors[:4]), empty(tensors), 1.0)
     torch.cuda.synchronize()
+    if not launch:
+        return
     end_after(seconds)
     worst = 0.0
     for case, causal in cases:
@@ -105,6 +110,8 @@ def measure(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     how: dict[str, Any] = {"scale": HEAD**-0.5, "causal": causal, "shift": 0}
 
+    room, variant = outputs(q), FORWARD[HEAD, causal]
+
     def both(impl: str) -> None:
         attended = attention(*leaves, is_causal=causal, impl=impl)
         torch.autograd.grad(attended, leaves, grad)
@@ -115,9 +122,7 @@ def measure(
     calls: dict[str, Callable[[], object]] = {
         "both: sdpa_cudnn": lambda: both("sdpa_cudnn"),
         "both: triton": lambda: both("triton"),
-        "forward": lambda: first_launch(
-            (q, k, v), *outputs(q), variant=CAUSAL if causal else FULL, **how
-        ),
+        "forward": lambda: first_launch((q, k, v), *room, variant=variant, **how),
         "backward: triton": lambda: triton_launch.backward(*tensors, **how),
     }
     for call in calls.values():

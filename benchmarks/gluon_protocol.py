@@ -190,9 +190,16 @@ class Backward:
     are the first query blocks that the key tiles see."""
 
     def __init__(
-        self, firsts: list[int], n_blocks: int, stages: int, dq_stages: int, resident: int
+        self,
+        firsts: list[int],
+        n_blocks: int,
+        stages: int,
+        dq_stages: int,
+        resident: int,
+        overlap: bool = False,
     ) -> None:
         self.firsts, self.n_blocks, self.resident = firsts, n_blocks, resident
+        self.overlap = overlap
         self.stages, self.dq_stages = stages, dq_stages
         self.engine: list[tuple[Ring, int, Tile]] = []
         self.ended = [0] * len(firsts)
@@ -247,6 +254,8 @@ class BackwardProgram:
             loaded = ("block", self.tile, block)
             yield self.ring.wait(n)
             self.ring.check(n, loaded)
+            if self.whole.overlap and n:
+                yield from self.hand_over(w, n - 1)
             yield None  # Sᵀ and dPᵀ
             self.ds_holds[n % 2][w] = block
             yield None
@@ -257,12 +266,18 @@ class BackwardProgram:
             assert self.ds_holds[n % 2] == [block, block], f"dS of {block}: {self.ds_holds}"
             self.ring.check(n, loaded)
             self.ring.release(n)
-            slot, use = n % len(self.dq_full), n // len(self.dq_full)
-            yield Wait(self.dq_empty[slot], (use & 1) ^ 1)
-            self.dq_holds[slot][w] = block
-            yield None
-            self.dq_full[slot].arrive()
-            yield None
+            if not self.whole.overlap:
+                yield from self.hand_over(w, n)
+        if self.whole.overlap and self.blocks:
+            yield from self.hand_over(w, len(self.blocks) - 1)
+
+    def hand_over(self, w: int, n: int) -> Process:
+        slot, use = n % len(self.dq_full), n // len(self.dq_full)
+        yield Wait(self.dq_empty[slot], (use & 1) ^ 1)
+        self.dq_holds[slot][w] = self.blocks[n]
+        yield None
+        self.dq_full[slot].arrive()
+        yield None
 
     def writer(self) -> Process:
         whole = self.whole
@@ -323,7 +338,8 @@ def main() -> None:
         n_blocks = generator.randint(1, 2 * tiles + 1)
         firsts = [min(max(2 * t - shift, 0), n_blocks) if causal else 0 for t in range(tiles)]
         rings = generator.choice([2, 3]), generator.choice([1, 2])
-        steps += run(Backward(firsts, n_blocks, *rings, generator.randint(1, tiles)), generator)
+        resident, overlap = generator.randint(1, tiles), generator.random() < 0.5
+        steps += run(Backward(firsts, n_blocks, *rings, resident, overlap), generator)
     print(f"{args.schedules} schedules, {steps} steps: no deadlock, no race")
 
 

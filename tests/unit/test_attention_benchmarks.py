@@ -115,9 +115,10 @@ def test_model_finds_a_producer_that_does_not_wait(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("resident", [1, 2, 4])
 @pytest.mark.parametrize("dq_stages", [1, 2])
 @pytest.mark.parametrize("firsts", [[0, 0, 0, 0], [0, 2, 4, 6], [0, 0, 1, 7]])
-def test_backward_has_no_deadlock_and_adds_in_order(firsts, dq_stages, resident) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_backward_has_no_deadlock_and_adds_in_order(overlap, firsts, dq_stages, resident) -> None:
     for seed in range(5):
-        program = protocol.Backward(firsts, 7, 2, dq_stages, resident)
+        program = protocol.Backward(firsts, 7, 2, dq_stages, resident, overlap)
         protocol.run(program, random.Random(seed))
         visits = [[t for t, first in enumerate(firsts) if first <= block] for block in range(7)]
         assert program.sums == visits

@@ -9,8 +9,7 @@ import pytest
 
 from stepscope.attention.specialized import (
     CAPABILITY,
-    CAUSAL,
-    FULL,
+    FORWARD,
     MIN_TILES_PER_PROGRAM,
     Sizes,
     Variant,
@@ -19,6 +18,7 @@ from stepscope.attention.specialized import (
 )
 
 PROGRAMS = 132
+FULL, CAUSAL = (FORWARD[128, causal] for causal in (False, True))
 LARGE = Sizes(4, 16, 16, 4096, 4096, 128, causal=True)
 SUITABLE: dict[str, Any] = {
     "element_bytes": 2,

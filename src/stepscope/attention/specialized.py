@@ -14,8 +14,6 @@ CAPABILITY = 9
 """Major compute capability of the kernel: wgmma and TMA of Hopper."""
 ROWS = 64
 """Query rows of a warpgroup: one wgmma instruction."""
-HEAD_DIM = 128
-"""The head dimension at which the kernel is faster than the plain one."""
 MIN_TILES_PER_PROGRAM = 3
 """Query tiles per multiprocessor below which the persistent programs are too unequal."""
 _COST_OF_A_TILE = 1.5
@@ -56,16 +54,21 @@ class BackwardVariant(NamedTuple):
     """Blocks of dQ on their way to memory."""
     later: bool = False
     """Wait for the end of an addition to dQ after the next one has been issued."""
+    overlap: bool = False
+    """Hand dQ of a block over while Sᵀ of the next one is computed."""
     registers: int = 240
     heads: int = 1
     """Heads whose key tiles are started together, in the order of the tiles."""
 
 
-FULL = Variant(128, 3)
-CAUSAL = Variant(128, 3)
-FULL_BACKWARD: BackwardVariant | None = None
-CAUSAL_BACKWARD: BackwardVariant | None = None
-"""None where the plain kernels are not known to be slower."""
+FORWARD: dict[tuple[int, bool], Variant] = {
+    (128, False): Variant(128, 3),
+    (128, True): Variant(128, 3),
+}
+"""The fastest variant by head dimension and causal mask, where it is faster than the plain kernel.
+"""
+BACKWARD: dict[tuple[int, bool], BackwardVariant] = {}
+"""The same for the backward pass."""
 
 
 class Sizes(NamedTuple):
@@ -92,9 +95,8 @@ class Sizes(NamedTuple):
         return -(-visible // variant.n)
 
 
-def variant_of(sizes: Sizes) -> Variant:
-    """Return the fastest variant that has been measured."""
-    return CAUSAL if sizes.causal else FULL
+def forward_variant_of(sizes: Sizes) -> Variant | None:
+    return FORWARD.get((sizes.head_dim, sizes.causal))
 
 
 def refusal(
@@ -106,9 +108,11 @@ def refusal(
         return f"it is for GPUs of compute capability {CAPABILITY}"
     if rules:
         return "it has no rules"
-    if element_bytes != 2 or sizes.head_dim != HEAD_DIM:
-        return f"it is faster for 16-bit dtypes and head dimension {HEAD_DIM} only"
-    tiles = sizes.batch * sizes.heads * sizes.tiles(variant_of(sizes))
+    variant = forward_variant_of(sizes)
+    if element_bytes != 2 or variant is None:
+        heads = " and ".join(sorted({str(head) for head, _ in FORWARD}))
+        return f"it is faster for 16-bit dtypes and head dimension {heads} only"
+    tiles = sizes.batch * sizes.heads * sizes.tiles(variant)
     if tiles < MIN_TILES_PER_PROGRAM * programs:
         return "there are too few query tiles to occupy the GPU evenly"
     if not aligned:
@@ -121,7 +125,7 @@ def backward_variant_of(sizes: Sizes) -> BackwardVariant | None:
     # With a negative shift some query rows see no key, and nothing would write their dQ.
     if sizes.causal and sizes.shift < 0:
         return None
-    return CAUSAL_BACKWARD if sizes.causal else FULL_BACKWARD
+    return BACKWARD.get((sizes.head_dim, sizes.causal))
 
 
 def tile_order(sizes: Sizes, variant: Variant, programs: int) -> list[int]:

@@ -17,9 +17,9 @@ from stepscope.attention.specialized import (
     ROWS,
     Sizes,
     Variant,
+    forward_variant_of,
     refusal,
     tile_order,
-    variant_of,
 )
 from stepscope.attention.tiles import Tile
 from stepscope.attention.triton.replay import Launch, Prepared
@@ -98,13 +98,13 @@ def first_launch(
     launch: bool = True,
 ) -> PreparedForward | None:
     """Launch the kernel through Triton's JIT dispatch, which compiles it if needed. Return None if
-    it cannot be compiled, or if a graph is being captured and the order of the tiles is not in
-    memory yet. Without `launch` it is compiled only."""
+    the rule has no variant, it cannot be compiled, or a graph is being captured and the order of
+    the tiles is not in memory yet. Without `launch` it is compiled only."""
     q, k, v = read
     sizes = sizes_of(q, k, causal, shift)
-    variant = variant or variant_of(sizes)
-    order = _order_of(q.device, sizes, variant)
-    if order is None:
+    variant = variant or forward_variant_of(sizes)
+    order = None if variant is None else _order_of(q.device, sizes, variant)
+    if variant is None or order is None:
         return None
     module: Any = _kernel_module()
     programs = _programs(q.device, sizes, variant)

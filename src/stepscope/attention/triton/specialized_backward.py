@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from stepscope.attention.specialized import BackwardVariant
 from stepscope.attention.triton.specialized_forward import LOG2_E, block_of, mma_layout
 
 KEYS = 64
@@ -252,9 +253,22 @@ def add_dq(task, dq_desc, turns, gradients, LATER: gl.constexpr):
 
 
 @gluon.jit
+def hand_over(dq, n, gradients, W: gl.constexpr):
+    """Give this warpgroup's half of dQ of the n-th block to the warp that adds it to memory."""
+    SLOTS: gl.constexpr = gradients.dq.shape[0]
+    HALF: gl.constexpr = dq.shape[1]
+    slot = n % SLOTS
+    mbarrier.wait(gradients.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    gradients.dq.index(slot).slice(W * HALF, HALF, dim=1).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(gradients.dq_full.index(slot))
+
+
+@gluon.jit
 def visit_queries(
     dk,
     dv,
+    dq,
     n,
     start,
     count,
@@ -269,12 +283,13 @@ def visit_queries(
     S_LAYOUT: gl.constexpr,
     KV_LAYOUT: gl.constexpr,
     DQ_LAYOUT: gl.constexpr,
+    OVERLAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Visit `count` query blocks from `start` down, the first of which is the n-th of this program.
-    `firsts` are the first queries that see each key."""
+    `firsts` are the first queries that see each key. With OVERLAP, `dq` of the block before is
+    handed over while Sᵀ is computed."""
     SLOTS: gl.constexpr = blocks.q.shape[0]
-    DQ_SLOTS: gl.constexpr = gradients.dq.shape[0]
     BLOCK_M: gl.constexpr = task.BLOCK_M
     D: gl.constexpr = blocks.q.shape[4]
     HALF: gl.constexpr = D // 2
@@ -288,6 +303,9 @@ def visit_queries(
         grad = blocks.grad.index(slot).reshape([BLOCK_M, D])
         zero = gl.full([ROWS, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
         s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+        if OVERLAP:  # noqa: SIM102 - a constant and a run-time value
+            if n > 0:
+                hand_over(dq, n - 1, gradients, W)
         dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
         lse = blocks.lse.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -317,13 +335,10 @@ def visit_queries(
             0, deps=(dq, dk, dv, p_operand, ds_operand)
         )
         blocks.release(n)
-        dq_slot = n % DQ_SLOTS
-        mbarrier.wait(gradients.dq_empty.index(dq_slot), ((n // DQ_SLOTS) & 1) ^ 1)
-        gradients.dq.index(dq_slot).slice(W * HALF, HALF, dim=1).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(gradients.dq_full.index(dq_slot))
+        if not OVERLAP:
+            hand_over(dq, n, gradients, W)
         n += 1
-    return dk, dv, n
+    return dk, dv, dq, n
 
 
 @gluon.jit
@@ -348,6 +363,7 @@ def differentiate(
     v_smem,
     kv_full,
     W: gl.constexpr,
+    OVERLAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Consumer: the warpgroup of keys W · 64 to W · 64 + 63 of the tile."""
@@ -366,13 +382,15 @@ def differentiate(
     first, full = task.query_blocks()
     dk = gl.full([ROWS, D], 0.0, gl.float32, KV_LAYOUT)
     dv = gl.full([ROWS, D], 0.0, gl.float32, KV_LAYOUT)
+    dq = gl.full([task.BLOCK_M, D // 2], 0.0, gl.float32, DQ_LAYOUT)
     v = v_smem.index(W).reshape([ROWS, D])
     mbarrier.wait(kv_full, 0)
     n = 0
     for _ in range(task.G):
-        dk, dv, n = visit_queries(
+        dk, dv, dq, n = visit_queries(
             dk,
             dv,
+            dq,
             n,
             task.n_blocks - 1,
             task.n_blocks - full,
@@ -387,12 +405,14 @@ def differentiate(
             S_LAYOUT,
             KV_LAYOUT,
             DQ_LAYOUT,
+            OVERLAP,
             False,
         )
         if MASKED:
-            dk, dv, n = visit_queries(
+            dk, dv, dq, n = visit_queries(
                 dk,
                 dv,
+                dq,
                 n,
                 full - 1,
                 full - first,
@@ -407,8 +427,12 @@ def differentiate(
                 S_LAYOUT,
                 KV_LAYOUT,
                 DQ_LAYOUT,
+                OVERLAP,
                 True,
             )
+    if OVERLAP:  # noqa: SIM102
+        if n > 0:
+            hand_over(dq, n - 1, gradients, W)
     rows = start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, KV_LAYOUT))
     store_rows(dk * scale, dk_ptr, rows, task.N, dk_stride, KV_LAYOUT)
     store_rows(dv, dv_ptr, rows, task.N, dv_stride, KV_LAYOUT)
@@ -443,6 +467,7 @@ def specialized_backward_kernel(
     STAGES: gl.constexpr,
     DQ_STAGES: gl.constexpr,
     LATER: gl.constexpr,
+    OVERLAP: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
@@ -510,14 +535,14 @@ def specialized_backward_kernel(
                 differentiate,
                 (
                     task, dk, dv, dk_stride_n, dv_stride_n, scale,
-                    blocks, gradients, k_smem, v_smem, kv_full, 0, MASKED,
+                    blocks, gradients, k_smem, v_smem, kv_full, 0, OVERLAP, MASKED,
                 ),
             ),
             (
                 differentiate,
                 (
                     task, dk, dv, dk_stride_n, dv_stride_n, scale,
-                    blocks, gradients, k_smem, v_smem, kv_full, 1, MASKED,
+                    blocks, gradients, k_smem, v_smem, kv_full, 1, OVERLAP, MASKED,
                 ),
             ),
             (
@@ -530,7 +555,7 @@ def specialized_backward_kernel(
             (add_dq, (task, dq_desc, turns, gradients, LATER)),
         ],
         [4, 1, 1],
-        [REGISTERS, 32, 32],
+        [REGISTERS, 24, 24],
     )  # fmt: skip
 
 
@@ -546,23 +571,22 @@ def describe_sums(sums: Tensor) -> Any:
     return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, layout)
 
 
-def constants(
-    *, stages: int, dq_stages: int, later: bool, registers: int, causal: bool, masked: bool
-) -> dict[str, Any]:
+def constants(variant: BackwardVariant, *, causal: bool, masked: bool) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel, in the order of its signature."""
     return {
-        "STAGES": stages,
-        "DQ_STAGES": dq_stages,
-        "LATER": int(later),
-        "REGISTERS": registers,
+        "STAGES": variant.stages,
+        "DQ_STAGES": variant.dq_stages,
+        "LATER": variant.later,
+        "OVERLAP": variant.overlap,
+        "REGISTERS": variant.registers,
         "CAUSAL": causal,
         "MASKED": causal or masked,
     }
 
 
-def compile_for_hopper(head: int, **settings: Any) -> Any:
+def compile_for_hopper(variant: BackwardVariant, head: int, *, causal: bool, masked: bool) -> Any:
     """Compile for compute capability 9.0 without such a GPU."""
-    fixed = constants(**settings)
+    fixed = constants(variant, causal=causal, masked=masked)
     types = {"lse": "*fp32", "delta": "*fp32", "turns": "*i32", "dk": "*bf16", "dv": "*bf16"}
     types["scale"] = "fp32"
     for name, rows in (("q", QUERIES), ("k", KEYS), ("v", KEYS), ("grad", QUERIES)):

@@ -31,14 +31,7 @@ class PreparedBackward:
         self._n_blocks = -(-rows // module.QUERIES)
         n_tiles = -(-keys // _TILE)
         self._programs = batch * key_heads * n_tiles
-        constants = module.constants(
-            stages=variant.stages,
-            dq_stages=variant.dq_stages,
-            later=variant.later,
-            registers=variant.registers,
-            causal=causal,
-            masked=keys % _TILE != 0,
-        )
+        constants = module.constants(variant, causal=causal, masked=keys % _TILE != 0)
         self._sizes = (
             heads,
             heads // key_heads,
