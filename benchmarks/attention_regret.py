@@ -36,7 +36,7 @@ from stepscope.attention import attention, explain
 from stepscope.attention.preference import MIN_MULTIPLY_ADDS, Kind, description, kind_of
 from stepscope.errors import one_line
 
-RIVALS = ("triton", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+RIVALS = ("triton", "hopper", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 FORMS = ("auto", *RIVALS)
 RULED = ("auto", "triton", "sdpa")
 """Always timed: what auto does, and what it chooses from."""
