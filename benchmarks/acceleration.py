@@ -103,6 +103,21 @@ def gpt2(tiny: bool) -> nn.Module:
     return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
+def pythia(tiny: bool) -> nn.Module:
+    """GPT-NeoX with a quarter of each head rotated, and parallel residuals."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "vocab_size": 64}
+        if tiny
+        else {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+              "num_attention_heads": 12, "vocab_size": 50_304}
+    )  # fmt: skip
+    config = GPTNeoXConfig(**sizes, use_cache=False, attn_implementation="sdpa")
+    return GPTNeoXForCausalLM(config)  # type: ignore[no-any-return]
+
+
 def timm_vit(tiny: bool) -> nn.Module:
     import timm
 
@@ -159,6 +174,7 @@ ROWS = {
         Row("own_small", "own", own("small"), Shape(4, 512, 10_000)),
         Row("own_xl", "own", own("xl"), Shape(4, 512, 10_000)),
         Row("gpt2", "hf", gpt2, Shape(8, 1024, 50_257)),
+        Row("pythia_160m", "hf", pythia, Shape(8, 1024, 50_304)),
         Row("qwen2_0.5b", "hf", QWEN2, Shape(4, 2048, 151_936)),
         Row("hf_mistral_window", "hf", WINDOWS["Mistral"], Shape(1, 8192, 32_000)),
         Row("hf_gemma2", "hf", WINDOWS["Gemma2"], Shape(1, 4096, 32_000)),

@@ -53,12 +53,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Phi": (
         "ForCausalLM",
         SIZES,
-        BLOCKS | {"head and loss": 2, "LayerNorm": 3, "embedding": 1, "linear": 8},
+        BLOCKS | {"head and loss": 2, "attention": 2, "LayerNorm": 3, "embedding": 1},
     ),
     "GPTNeoX": (
         "ForCausalLM",
         SIZES,
-        BLOCKS | {"head and loss": 2, "LayerNorm": 5, "embedding": 1, "linear": 4},
+        BLOCKS | {"head and loss": 2, "attention": 2, "LayerNorm": 5, "embedding": 1},
     ),
     "GPT2": (
         "LMHeadModel",
@@ -118,7 +118,9 @@ def test_loss_and_gradients_are_those_of_the_original(family: str, autocast: boo
                 size = expected[name.replace("key", "query")].norm()
             error = (actual[name] - gradient).norm() / size
             assert error < (3e-2 if autocast else 1e-5), name
-    assert {piece: len(names) for piece, names in report.replaced.items()} == CASES[family][2]
+    # A linear layer alone gains from casts only.
+    pieces = {name: n for name, n in CASES[family][2].items() if autocast or name != "linear"}
+    assert {piece: len(names) for piece, names in report.replaced.items()} == pieces
     assert report.unchecked == 0
     assert list(model.state_dict()) == keys
     report.undo()
@@ -294,7 +296,9 @@ def test_cross_attention_is_left() -> None:
     report = stepscope.accelerate(model)
     for _ in range(2):
         torch.testing.assert_close(model(**inputs).loss, expected)
-    assert all("crossattention" not in name for name in report.replaced["attention"])
+    assert "attention" not in report.replaced
+    reasons = {left.reason for left in report.left if left.piece == "attention"}
+    assert "its cache has tokens, or is one of an encoder and a decoder" in reasons, reasons
 
 
 def test_a_llama_in_fp8_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,7 +393,7 @@ class _Attention:
         if mask is not None and (not self._has_function or type(mask) is not Tensor):
             return "it is called with a mask"
         if cache is not None and not self._is_empty(module, cache):
-            return "its cache has tokens"
+            return "its cache has tokens, or is one of an encoder and a decoder"
         return _Call(x, mask, cache, rest)
 
     def _is_neutral(self, name: str, value: Any) -> bool:
