@@ -268,7 +268,7 @@ def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Til
 
 
 def cases() -> list[Case]:
-    """Return all shapes and variants; the first variant is the present default."""
+    """Return all shapes and variants, among them the present defaults."""
 
     def rows(block: int, *variants: tuple[int, int, int]) -> list[Rows]:
         return [Rows(warps, resident, block, stages) for warps, resident, stages in variants]
