@@ -8,9 +8,9 @@ Each kernel runs at shapes of training steps (ViT-B/16 and GPT-2 under autocast,
 each variant of its launch parameters. A variant is compared with PyTorch first, and with a second
 run of itself, bit for bit. Then all variants of a shape take turns: CUDA graphs of consecutive
 launches over rotating tensors, larger than the L2 cache together, timed with CUDA events; the
-median counts. GB/s are those of the bytes that have to be read and written once. `copy` is torch's
-copy of 1 GiB, for comparison. Kernels are compiled in parallel processes first. Needs a GPU: about
-a minute on an H200; after `--seconds` no further shape is measured.
+median counts. GB/s are those of the bytes that have to be read and written once. Kernels are
+compiled in parallel processes first. Needs a GPU: less than a minute on an H200; after `--seconds`
+no further shape is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.nn import functional
 from stepscope.errors import one_line
 from stepscope.kernels.fp8.recipe import E4M3, LARGEST, TENSORWISE
 from stepscope.kernels.triton import activation, fp8, launches, norm, qkv
-from stepscope.kernels.triton.launches import Block, CastTile, Rows, Tile
+from stepscope.kernels.triton.launches import Block, Rows, Tile
 
 ROUNDS, LAUNCHES = 11, 10
 ROTATED_BYTES = 400 << 20
@@ -245,7 +245,7 @@ def fp8_scale(parts: int, variants: Sequence[Block]) -> Case:
     )  # fmt: skip
 
 
-def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[CastTile]) -> Case:
+def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Tile]) -> Case:
     """Both copies, with a known scale."""
 
     def inputs() -> Tensors:
@@ -268,76 +268,51 @@ def fp8_cast(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Cas
 
 
 def cases() -> list[Case]:
-    """Return all shapes and variants; the first variant is the present default."""
+    """Return all shapes and variants, among them the present defaults."""
 
-    def rows(block: int, *variants: tuple[int, int, int, int]) -> list[Rows]:
-        return [Rows(w, n, block, stages, vector) for w, n, stages, vector in variants]
+    def rows(block: int, *variants: tuple[int, int, int]) -> list[Rows]:
+        return [Rows(warps, resident, block, stages) for warps, resident, stages in variants]
 
-    narrow = rows(
-        1024, (8, 4, 1, 4), (8, 5, 1, 4), (8, 5, 2, 4), (8, 4, 2, 4), (8, 4, 3, 4), (4, 8, 1, 4),
-        (4, 6, 1, 4), (4, 7, 2, 4), (4, 7, 3, 4), (4, 5, 2, 4), (4, 6, 1, 8), (2, 8, 1, 4),
-        (2, 7, 2, 4),
-    )  # fmt: skip
-    wide = rows(
-        4096, (16, 1, 3, 4), (16, 1, 2, 4), (16, 1, 1, 4), (16, 1, 1, 8), (16, 2, 1, 4),
-        (16, 2, 2, 4), (16, 2, 3, 4), (8, 2, 1, 4), (8, 2, 2, 4), (8, 2, 3, 4), (8, 1, 3, 4),
-        (32, 1, 1, 4), (32, 1, 2, 4), (32, 1, 3, 4),
-    )  # fmt: skip
+    narrow = rows(1024, (8, 4, 3), (8, 5, 1), (8, 5, 2), (4, 8, 1), (4, 5, 2), (4, 7, 3), (2, 8, 1))
+    wide = rows(4096, (8, 1, 3), (8, 2, 1), (8, 2, 2), (16, 1, 3), (16, 2, 3), (32, 1, 3))
     sums = [
         Tile(*sizes)
-        for sizes in (
-            (512, 16, 8), (128, 16, 4), (256, 16, 4), (256, 16, 8), (512, 16, 16), (1024, 16, 16),
-            (256, 8, 4), (512, 8, 8), (1024, 8, 16), (256, 32, 8), (512, 32, 16),
-        )
-    ]  # fmt: skip
+        for sizes in ((1024, 8, 16), (512, 8, 8), (512, 16, 16), (1024, 16, 16), (256, 16, 8))
+    ]
     blocks = [
         Block(*sizes)
-        for sizes in (
-            (1024, 4), (512, 2), (512, 4), (1024, 2), (1024, 8), (2048, 8), (2048, 4), (4096, 8),
-        )
-    ]  # fmt: skip
+        for sizes in ((1024, 2), (2048, 4), (1024, 4), (2048, 8), (4096, 8), (512, 1), (512, 2))
+    ]
     summed = [
-        Rows(warps, resident, block, stages)
-        for warps, resident, block, stages in (
-            (4, 8, 1024, 1), (4, 12, 1024, 1), (4, 10, 1024, 2), (4, 8, 1024, 3), (4, 6, 1024, 3),
-            (2, 24, 512, 1), (4, 9, 2048, 1), (8, 4, 2048, 1), (8, 6, 2048, 1), (8, 4, 2048, 3),
-        )
-    ]  # fmt: skip
+        Rows(*sizes)
+        for sizes in ((4, 8, 1024), (4, 10, 1024), (4, 12, 1024), (2, 24, 512), (4, 9, 2048))
+    ]
     gathers = [
-        Rows(warps, resident, block, at_once=at_once)
-        for warps, resident, block, at_once in (
-            (4, 5, 1024, 4), (4, 8, 1024, 4), (4, 8, 1024, 2), (4, 12, 1024, 2), (8, 4, 1024, 4),
-            (8, 6, 1024, 4), (4, 10, 256, 8), (4, 8, 256, 16), (8, 4, 1024, 8),
-        )
-    ]  # fmt: skip
+        Rows(warps, resident, 1024, at_once=at_once)
+        for warps, resident, at_once in ((4, 5, 4), (4, 8, 4), (4, 8, 2), (4, 12, 2), (8, 4, 4))
+    ]
     maxima = [
         Tile(*sizes)
-        for sizes in (
-            (32, 128, 4), (128, 128, 8), (64, 128, 4), (64, 128, 8), (16, 256, 4), (32, 256, 4),
-            (32, 256, 8), (8, 512, 4), (64, 256, 8),
-        )
-    ]  # fmt: skip
+        for sizes in ((16, 256, 4), (8, 512, 4), (32, 128, 4), (32, 256, 8), (64, 128, 8))
+    ]
     scales = [
         Block(*sizes)
         for sizes in ((4096, 8), (4096, 16), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 32))
     ]
     tiles = [
-        (64, 128, 8), (128, 128, 8), (128, 128, 16), (64, 128, 4), (128, 64, 8), (128, 64, 4),
-        (64, 64, 4), (32, 128, 4), (64, 256, 8), (256, 64, 8), (128, 32, 4),
-    ]  # fmt: skip
+        Tile(*sizes)
+        for sizes in ((64, 128, 8), (64, 128, 4), (64, 64, 4), (32, 128, 4), (128, 64, 8))
+    ]
     half, single = torch.bfloat16, torch.float32
-    narrow_casts = [CastTile(*sizes, True) for sizes in tiles]
-    narrow_casts += [CastTile(*sizes, False) for sizes in tiles[:5]]
-    wide_casts = [CastTile(*sizes, False) for sizes in tiles]
     return [
         norm_backward(25_216, 768, True, narrow),
         norm_backward(8192, 768, True, narrow),
         norm_backward(8192, 2560, False, wide),
         norm_backward(8192, 2560, False, wide, amax=True),
-        fp8_cast(8192, 2560, half, narrow_casts),
-        fp8_cast(8192, 10_240, half, narrow_casts),
-        fp8_cast(10_240, 2560, half, narrow_casts),
-        fp8_cast(10_240, 2560, single, wide_casts),
+        fp8_cast(8192, 2560, half, tiles),
+        fp8_cast(8192, 10_240, half, tiles),
+        fp8_cast(10_240, 2560, half, tiles),
+        fp8_cast(10_240, 2560, single, tiles),
         fp8_amax(10_240, 2560, half, maxima),
         fp8_amax(10_240, 2560, single, maxima),
         fp8_amax(2560, 2560, single, maxima),
@@ -445,22 +420,6 @@ def measure(case: Case) -> list[dict[str, Any]]:
     return list(records.values())
 
 
-def measured_copy() -> dict[str, Any]:
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        target.copy_(source)
-    us = 1e3 * statistics.median(milliseconds(graph) for _ in range(ROUNDS))
-    return {
-        "kernel": "copy",
-        "shape": "1 GiB",
-        "variant": "torch",
-        "us": us,
-        "gb_per_s": 2 * source.nbytes / us / 1e3,
-    }
-
-
 def compile_part(names: Sequence[str], part: Sequence[tuple[int, str]]) -> None:
     """Launch variants once: the compiled kernels stay in Triton's cache."""
     chosen = selected(names)
@@ -536,11 +495,11 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     records = []
-    for case in (None, *selected(args.kernels)):
+    for case in selected(args.kernels):
         if time.monotonic() - start > args.seconds:
             break
         try:
-            found = [measured_copy()] if case is None else measure(case)
+            found = measure(case)
         except Exception as error:
             # After an illegal access nothing runs in this process any more.
             print(f"stopped: {one_line(error)}", flush=True)

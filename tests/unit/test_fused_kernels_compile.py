@@ -88,8 +88,8 @@ for kind, units, layer in (("rms", False, False), ("units", True, False), ("laye
         print("norm backward", kind, learned, summed, d, wide_loads(
             triton_norm.norm_backward_kernel, [x, f, kept, f, f, f, f, x, f, f, "fp32", i, i, i],
             THROUGH=True, SPLIT=True, LEARNED=learned, SUMMED=summed, AMAX=True,
-            BLOCK_D=rows.block, VECTOR=rows.vector, STAGES=rows.stages, warps=rows.warps,
-            registers=rows.registers, odd=("rows", "rows_per_program"), **how))
+            BLOCK_D=rows.block, STAGES=rows.stages, warps=rows.warps, registers=rows.registers,
+            odd=("rows", "rows_per_program"), **how))
 for parts in (100, 1000):
     tile = launches.sum_of_parts(parts)
     print("norm weight", parts, wide_loads(
@@ -113,7 +113,7 @@ for kind in ("silu", "gelu", "gelu_tanh", "relu"):
         print("activation backward", kind, gated, wide_loads(
             triton_activation.activation_backward_kernel, [x] * 6 + [f, f] + [i] * 4,
             RECOMPUTE=True, SUMMED=not gated, BLOCK=block.columns if gated else summed.block,
-            STAGES=summed.stages, warps=block.warps if gated else summed.warps,
+            warps=block.warps if gated else summed.warps,
             registers=None if gated else summed.registers, **how))
 for half, rest, group in ((64, 0, 1), (16, 32, 1), (16, 64, 2)):
     print("rotary", half, group, wide_loads(
@@ -141,13 +141,12 @@ for source, scaling, e4m3 in (
     (x, 0, True), (f, 0, True), (x, 0, False), (x, 1, True), (x, 2, True)
 ):
     out = "*fp8e4nv" if e4m3 else "*fp8e5"
-    tile = launches.fp8_cast(4 if source == f else 2, scaling == 2)
+    tile = launches.fp8_cast(scaling == 2)
     print("fp8 cast", source, scaling, e4m3, wide_loads(
         triton_fp8.fp8_cast_kernel,
         [source, out, out, f, f, f, "*i32"] + [i] * 5 + ["fp32", "fp32"], SCALING=scaling,
         ROWS=True, COLUMNS=True, PENDING=scaling == 0, COUNT=not e4m3, E4M3=e4m3, BITS=False,
-        TRANSPOSE_FIRST=tile.transpose_first, BLOCK_R=tile.rows, BLOCK_C=tile.columns,
-        warps=tile.warps))
+        BLOCK_R=tile.rows, BLOCK_C=tile.columns, warps=tile.warps))
 print("transpose", wide_loads(
     triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128))
 for name, moments, chance, copied, amax in (

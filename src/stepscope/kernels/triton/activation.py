@@ -181,7 +181,6 @@ def activation_backward_kernel(
     SUMMED: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Gradients of gate and up of one block of (BLOCK,) of a row. RECOMPUTE: also recompute the
@@ -194,7 +193,7 @@ def activation_backward_kernel(
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
         b_abs = tl.zeros([BLOCK], dtype=tl.float32)
         start = part * rows_per_program
-        for i in tl.range(0, tl.minimum(rows_per_program, rows - start), num_stages=STAGES):
+        for i in tl.range(0, tl.minimum(rows_per_program, rows - start)):
             b_dgate, b_of_row = _write_gradients(
                 grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, recomputed_ptr, start + i,
                 offs_col, width, stride, ACTIVATION, GATED, RECOMPUTE, EXACT,
@@ -286,7 +285,6 @@ def backward(
         SUMMED=summed,
         AMAX=amax,
         BLOCK=columns,
-        STAGES=launch.stages,
         EXACT=gate.dtype == torch.float32,
         num_warps=warps,
         maxnreg=launch.registers if summed else None,

@@ -196,14 +196,13 @@ def fp8_cast_kernel(
     COUNT: tl.constexpr,
     E4M3: tl.constexpr,
     BITS: tl.constexpr,
-    TRANSPOSE_FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Cast of one (BLOCK_R, BLOCK_C) tile. ROWS and COLUMNS: write the copy, and the transposed
     copy. SCALING: 0 reads one scale, 1 reads those of rows and columns, 2 computes those of the
     tile and writes their inverses. PENDING: also update the amax of the tensor. COUNT: add up the
-    saturated values. TRANSPOSE_FIRST: before the cast."""
+    saturated values."""
     tiles = tl.cdiv(C, BLOCK_C)
     pid = tl.program_id(0)
     pid_r, pid_c = pid // tiles, pid % tiles
@@ -216,8 +215,9 @@ def fp8_cast_kernel(
     b_stored = tl.load(x_ptr + offs, mask=mask, other=0.0)
     b_x = b_stored.to(tl.float32)
     if SCALING == 0:
-        b_row_scale = tl.load(row_scale_ptr)
-        b_column_scale = b_row_scale
+        # Two loads, also of the same scale: ptxas 12.8 reads undefined registers if one conversion
+        # is stored packed and by bytes.
+        b_row_scale, b_column_scale = tl.load(row_scale_ptr), tl.load(column_scale_ptr)
     elif SCALING == 1:
         if ROWS:
             b_row_scale = tl.load(row_scale_ptr + offs_r, mask=offs_r < R, other=1.0)[:, None]
@@ -239,19 +239,11 @@ def fp8_cast_kernel(
         offs = offs_r.to(tl.int64)[:, None] * stride_rows + offs_c[None, :]
         tl.store(rows_ptr + offs, b_rows, mask=mask)
     if COLUMNS:
-        if not TRANSPOSE_FIRST:
-            if ROWS and SCALING == 0:
-                b_columns = tl.trans(b_rows)
-            else:
-                b_columns = _cast(b_x, b_column_scale, largest, columns_ptr, E4M3, BITS)
-                b_columns = tl.trans(b_columns)
-        else:
-            # The hardware transposes elements of 16 bits, but not bytes.
-            b_turned = tl.trans(b_stored).to(tl.float32)
-            b_turned_scale = b_column_scale
-            if SCALING != 0:
-                b_turned_scale = tl.trans(b_column_scale)
-            b_columns = _cast(b_turned, b_turned_scale, largest, columns_ptr, E4M3, BITS)
+        # Transposed before the cast: the hardware transposes elements of 16 bits, but not bytes.
+        b_turned, b_turned_scale = tl.trans(b_stored).to(tl.float32), b_column_scale
+        if SCALING != 0:
+            b_turned_scale = tl.trans(b_column_scale)
+        b_columns = _cast(b_turned, b_turned_scale, largest, columns_ptr, E4M3, BITS)
         mask = (offs_c < C)[:, None] & (offs_r < R)[None, :]
         offs = offs_c.to(tl.int64)[:, None] * stride_columns + offs_r[None, :]
         tl.store(columns_ptr + offs, b_columns, mask=mask)
@@ -379,14 +371,14 @@ def cast(
     kinds = {ROWWISE: _ROWS, BLOCKWISE: _BLOCKS}
     bits = is_interpreted()
     first, second = (None if out is None else as_stored(out) for out in (rows, columns))
-    tile = launches.fp8_cast(x.element_size(), scaling == BLOCKWISE)
+    tile = launches.fp8_cast(scaling == BLOCKWISE)
     programs = triton.cdiv(x.shape[0], tile.rows) * triton.cdiv(x.shape[1], tile.columns)
     fp8_cast_kernel[(programs,)](
         x,
         first,
         second,
         row_scale,
-        column_scale,
+        row_scale if column_scale is None else column_scale,
         pending,
         saturated,
         *x.shape,
@@ -402,7 +394,6 @@ def cast(
         COUNT=saturated is not None,
         E4M3=dtype == E4M3,
         BITS=bits,
-        TRANSPOSE_FIRST=tile.transpose_first,
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.warps,

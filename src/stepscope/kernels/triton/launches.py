@@ -33,8 +33,6 @@ class Rows(NamedTuple):
     """Columns of a program."""
     stages: int = 1
     """Iterations whose loads are in flight."""
-    vector: int = 8
-    """Contiguous elements of a thread; 4 is 16 bytes of float32, and 8 of bfloat16."""
     at_once: int = 1
     """Rows of an iteration."""
 
@@ -60,16 +58,6 @@ class Tile(NamedTuple):
     warps: int
 
 
-class CastTile(NamedTuple):
-    """Launch of a cast that also writes the transposed copy."""
-
-    rows: int
-    columns: int
-    warps: int
-    transpose_first: bool
-    """Whether the tile is transposed before the cast, and not after it."""
-
-
 def programs(device: torch.device, per_processor: int) -> int:
     """Return the number of programs that are resident at once."""
     if device.type != "cuda":
@@ -80,24 +68,25 @@ def programs(device: torch.device, per_processor: int) -> int:
 
 def norm_backward(d: int) -> Rows:
     block = triton.next_power_of_2(d)
-    # Four elements in an access of each dtype: no layout conversion between float32 and bfloat16.
-    warps = min(16, max(1, block // (4 * _LANES)))
-    if block > 4 * _LANES * warps:
-        # Up to three tensors of float32 in each stage but the first.
-        ahead = min(2, _SHARED // (3 * 4 * block))
-        return Rows(warps, 1, block, stages=1 + ahead, vector=4)
-    return Rows(warps, min(8, 32 // warps), block, vector=4)
+    # Up to three tensors of float32 in each stage but the last.
+    stages = 1 + min(2, _SHARED // (3 * 4 * block))
+    if block <= 2048:
+        warps = max(1, block // (4 * _LANES))
+        return Rows(warps, min(8, 32 // warps), block, stages)
+    # Sixteen elements per thread, and registers to spare.
+    return Rows(min(32, block // (16 * _LANES)), 1, block, stages)
 
 
 def sum_of_parts(parts: int) -> Tile:
-    """Return parts and columns of an iteration: a column of 16 is two sectors of a row."""
-    return Tile(min(512, max(16, triton.next_power_of_2(parts))), 16, 8)
+    """Return parts and columns of an iteration: eight columns are a sector of a row."""
+    rows = min(1024, max(64, triton.next_power_of_2(parts)))
+    return Tile(rows, 8, rows // 64)
 
 
 def activation(width: int) -> Block:
     """Return the widest block with the fewest masked columns."""
     columns = min((2048, 1024, 512), key=lambda block: triton.cdiv(width, block) * block)
-    return Block(columns, columns // 256)
+    return Block(columns, columns // 512)
 
 
 def activation_summed() -> Rows:
@@ -109,7 +98,7 @@ def gather_heads(width: int) -> Rows:
 
 
 def fp8_amax(by_row: bool) -> Tile:
-    return Tile(FP8_BLOCK, FP8_BLOCK, 8) if by_row else Tile(32, 128, 4)
+    return Tile(FP8_BLOCK, FP8_BLOCK, 8) if by_row else Tile(16, 256, 4)
 
 
 def fp8_scale(parts: int) -> Block:
@@ -117,10 +106,6 @@ def fp8_scale(parts: int) -> Block:
     return Block(min(4096, triton.next_power_of_2(parts)), 8)
 
 
-def fp8_cast(element_bytes: int, blockwise: bool) -> CastTile:
+def fp8_cast(blockwise: bool) -> Tile:
     """Return the tile of a cast; blockwise scales are those of a tile."""
-    # The hardware transposes elements of 16 bits, but not bytes.
-    first = element_bytes == 2
-    if blockwise:
-        return CastTile(FP8_BLOCK, FP8_BLOCK, 8, first)
-    return CastTile(64, 128, 8, first)
+    return Tile(FP8_BLOCK if blockwise else 64, FP8_BLOCK, 8)
