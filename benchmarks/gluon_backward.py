@@ -19,11 +19,7 @@ from stepscope.attention.triton.specialized_gradients import PreparedBackward
 HEAD = 128
 CLOSE = 1.2e-2
 VARIANTS: dict[str, BackwardVariant] = {
-    "one dQ": BackwardVariant(),
     "one dQ by 8 heads": BackwardVariant(heads=8),
-    "two dQ by 4 heads": BackwardVariant(dq_stages=2, heads=4),
-    "two dQ by 8 heads": BackwardVariant(dq_stages=2, heads=8),
-    "two dQ, later by 8 heads": BackwardVariant(dq_stages=2, later=True, heads=8),
     "overlap by 8 heads": BackwardVariant(overlap=True, heads=8),
     "overlap, three stages by 8 heads": BackwardVariant(stages=3, overlap=True, heads=8),
 }

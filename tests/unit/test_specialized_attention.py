@@ -76,15 +76,21 @@ def test_every_tile_is_computed_once(programs: int, heads: int, causal: bool) ->
 
 
 @pytest.mark.parametrize("rows", [4096, 16384])
-@pytest.mark.parametrize("variant", [CAUSAL._replace(heads=4), CAUSAL._replace(groups=3, heads=16)])
-def test_programs_of_a_causal_mask_end_together(rows: int, variant: Variant) -> None:
+def test_programs_of_a_causal_mask_end_together(rows: int) -> None:
     sizes = LARGE._replace(rows=rows, keys=rows)
-    n_tiles = sizes.tiles(variant)
+    n_tiles = sizes.tiles(CAUSAL)
     blocks = [
-        sum(sizes.key_blocks(variant, tile % n_tiles) for tile in own)
-        for own in loads(sizes, variant, PROGRAMS)
+        sum(sizes.key_blocks(CAUSAL, tile % n_tiles) for tile in own)
+        for own in loads(sizes, CAUSAL, PROGRAMS)
     ]
     assert sum(blocks) / len(blocks) > 0.96 * max(blocks)
+
+
+@pytest.mark.parametrize(("keys", "together"), [(1024, 4), (4096, 4), (8192, 2), (16384, 1)])
+def test_keys_of_heads_that_are_ordered_together_fit_into_the_cache(keys, together) -> None:
+    sizes = LARGE._replace(rows=keys, keys=keys)
+    assert sizes.heads_together(CAUSAL._replace(heads=4)) == together
+    assert sizes._replace(causal=False).heads_together(CAUSAL) == 1
 
 
 def test_tiles_without_a_mask_go_around_in_order() -> None:

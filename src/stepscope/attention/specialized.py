@@ -16,6 +16,8 @@ ROWS = 64
 """Query rows of a warpgroup: one wgmma instruction."""
 MIN_TILES_PER_PROGRAM = 3
 """Query tiles per multiprocessor below which the persistent programs are too unequal."""
+CACHED_BYTES = 8 << 20
+"""Keys and values that are in use at a time, of the 50 MB of the L2 cache."""
 _COST_OF_A_TILE = 1.5
 """Time that a tile takes beside its key blocks, in key blocks."""
 
@@ -37,7 +39,8 @@ class Variant(NamedTuple):
     """Buffers for the queries of a warpgroup: with two, those of the next tile are loaded early."""
     persistent: bool = True
     heads: int = 1
-    """Heads whose tiles are ordered together, longest first, under a causal mask."""
+    """Heads whose tiles are ordered together, longest first, under a causal mask; fewer if their
+    keys and values are more than `CACHED_BYTES`."""
 
     @property
     def rows(self) -> int:
@@ -63,7 +66,7 @@ class BackwardVariant(NamedTuple):
 
 FORWARD: dict[tuple[int, bool], Variant] = {
     (128, False): Variant(128, 3),
-    (128, True): Variant(128, 3),
+    (128, True): Variant(128, 3, heads=4),
 }
 """The fastest variant by head dimension and causal mask, where it is faster than the plain kernel.
 """
@@ -86,6 +89,11 @@ class Sizes(NamedTuple):
     def tiles(self, variant: Variant) -> int:
         """Return the query tiles of a head."""
         return -(-self.rows // variant.rows)
+
+    def heads_together(self, variant: Variant) -> int:
+        """Return the heads whose tiles are ordered together."""
+        of_a_head = 2 * 2 * self.keys * self.head_dim
+        return max(1, min(variant.heads, CACHED_BYTES // of_a_head)) if self.causal else 1
 
     def key_blocks(self, variant: Variant, tile: int) -> int:
         """Return the key blocks that a query tile visits, as `Work.key_blocks` of the kernel."""
@@ -140,7 +148,7 @@ def tile_order(sizes: Sizes, variant: Variant, programs: int) -> list[int]:
     longest_first = sorted(range(n_tiles), key=lambda tile: -costs[tile])
     free = [(0.0, program) for program in range(programs)]
     assigned: list[list[int]] = [[] for _ in free]
-    together = variant.heads if sizes.causal else 1
+    together = sizes.heads_together(variant)
     for first in range(0, heads, together):
         for tile in longest_first:
             for head in range(first, min(first + together, heads)):

@@ -266,26 +266,10 @@ def hand_over(dq, n, gradients, W: gl.constexpr):
 
 @gluon.jit
 def visit_queries(
-    dk,
-    dv,
-    dq,
-    n,
-    start,
-    count,
-    firsts,
-    factor,
-    task,
-    blocks,
-    gradients,
-    k_smem,
-    v,
-    W: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    KV_LAYOUT: gl.constexpr,
-    DQ_LAYOUT: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+    dk, dv, dq, n, start, count, firsts, factor, task, blocks, gradients, k_smem, v,
+    W: gl.constexpr, S_LAYOUT: gl.constexpr, KV_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    OVERLAP: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """Visit `count` query blocks from `start` down, the first of which is the n-th of this program.
     `firsts` are the first queries that see each key. With OVERLAP, `dq` of the block before is
     handed over while Sᵀ is computed."""
@@ -351,21 +335,9 @@ def store_rows(x, pointer, offs_n, N, stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def differentiate(
-    task,
-    dk_ptr,
-    dv_ptr,
-    dk_stride,
-    dv_stride,
-    scale,
-    blocks,
-    gradients,
-    k_smem,
-    v_smem,
-    kv_full,
-    W: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+    task, dk_ptr, dv_ptr, dk_stride, dv_stride, scale, blocks, gradients, k_smem, v_smem, kv_full,
+    W: gl.constexpr, OVERLAP: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """Consumer: the warpgroup of keys W · 64 to W · 64 + 63 of the tile."""
     ROWS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
@@ -388,48 +360,14 @@ def differentiate(
     n = 0
     for _ in range(task.G):
         dk, dv, dq, n = visit_queries(
-            dk,
-            dv,
-            dq,
-            n,
-            task.n_blocks - 1,
-            task.n_blocks - full,
-            firsts,
-            factor,
-            task,
-            blocks,
-            gradients,
-            k_smem,
-            v,
-            W,
-            S_LAYOUT,
-            KV_LAYOUT,
-            DQ_LAYOUT,
-            OVERLAP,
-            False,
-        )
+            dk, dv, dq, n, task.n_blocks - 1, task.n_blocks - full, firsts, factor, task, blocks,
+            gradients, k_smem, v, W, S_LAYOUT, KV_LAYOUT, DQ_LAYOUT, OVERLAP, False,
+        )  # fmt: skip
         if MASKED:
             dk, dv, dq, n = visit_queries(
-                dk,
-                dv,
-                dq,
-                n,
-                full - 1,
-                full - first,
-                firsts,
-                factor,
-                task,
-                blocks,
-                gradients,
-                k_smem,
-                v,
-                W,
-                S_LAYOUT,
-                KV_LAYOUT,
-                DQ_LAYOUT,
-                OVERLAP,
-                True,
-            )
+                dk, dv, dq, n, full - 1, full - first, firsts, factor, task, blocks, gradients,
+                k_smem, v, W, S_LAYOUT, KV_LAYOUT, DQ_LAYOUT, OVERLAP, True,
+            )  # fmt: skip
     if OVERLAP:  # noqa: SIM102
         if n > 0:
             hand_over(dq, n - 1, gradients, W)
@@ -440,38 +378,11 @@ def differentiate(
 
 @gluon.jit(do_not_specialize=["H", "G", "N", "shift", "n_blocks", "n_tiles", "together"])
 def specialized_backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    grad_desc,
-    dq_desc,
-    lse,
-    delta,
-    turns,
-    dk,
-    dv,
-    scale,
-    dk_stride_b,
-    dk_stride_h,
-    dk_stride_n,
-    dv_stride_b,
-    dv_stride_h,
-    dv_stride_n,
-    H,
-    G,
-    N,
-    shift,
-    n_blocks,
-    n_tiles,
-    together,
-    STAGES: gl.constexpr,
-    DQ_STAGES: gl.constexpr,
-    LATER: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, grad_desc, dq_desc, lse, delta, turns, dk, dv, scale, dk_stride_b,
+    dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n, H, G, N, shift, n_blocks,
+    n_tiles, together, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, LATER: gl.constexpr,
+    OVERLAP: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """dK and dV of one key tile; adds its part of dQ (rows, D) in float32. `together` heads are
     scheduled together."""
     D: gl.constexpr = q_desc.block_type.shape[3]
