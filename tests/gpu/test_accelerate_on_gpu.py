@@ -88,7 +88,7 @@ def _outside(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
         n_embd=256, n_layer=layers, n_head=4, vocab_size=VOCAB, n_positions=128,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
     )  # fmt: skip
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model

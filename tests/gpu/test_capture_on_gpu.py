@@ -275,6 +275,28 @@ def test_memory_is_bounded_and_returned() -> None:
     assert torch.cuda.memory_reserved() <= before + (8 << 20)
 
 
+def test_an_exception_in_a_capture_leaves_later_captures_sound() -> None:
+    """The device had no part in it, so that torch completes the graph of the failed capture."""
+
+    def fails(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            x.sum()
+            raise RuntimeError("not while capturing")
+        return x + 1
+
+    refused = stepscope.capture(fails)
+    x = torch.ones(64, device="cuda")
+    with pytest.warns(NotCapturedWarning, match="not while capturing"):
+        _ = [refused(x) for _ in range(5)]
+    for _ in range(2):
+        training = Training()
+        captured = stepscope.capture(training.step)
+        for number in range(6):
+            captured(*batch(number))
+        assert captured.graphs == 1
+    torch.cuda.empty_cache()
+
+
 def test_failed_captures_do_not_hold_memory() -> None:
     def reads(x: Tensor) -> Tensor:
         large = x.repeat(1 << 20)

@@ -33,6 +33,7 @@ LEAVES = {
     "stepscope.kernels.fp8.choice",
     "stepscope.kernels.fp8.recipe",
     "stepscope.kernels.loss_chunks",
+    "stepscope.kernels.triton.launches",
     "stepscope.model.sizes",
     "stepscope.attention.cost",
     "stepscope.parallel.buckets",

@@ -17,7 +17,7 @@ from stepscope.kernels import linear_cross_entropy
 from stepscope.kernels.loss_chunks import (
     CHUNK_ELEMENTS,
     CHUNK_ROWS,
-    padded_columns,
+    matmul_columns,
     rows_per_chunk,
 )
 
@@ -251,7 +251,7 @@ def test_the_cast_of_the_weight_is_freed_before_its_gradient_is_computed() -> No
             return output
 
     casts: list[weakref.ref[Tensor]] = []
-    padded = (padded_columns(VOCAB), D)
+    padded = (matmul_columns(VOCAB), D)
     x, weight, targets = inputs(torch.float32)
     with Watch():
         linear_cross_entropy(x.double(), weight, targets)

@@ -18,7 +18,7 @@ from test_prediction import counted_phases, plan, tiny
 from triton.runtime.interpreter import InterpretedFunction
 
 from fp8_on_cpu import pretend_fp8
-from stepscope.analysis.predict import deferred_frees, fused_layers
+from stepscope.analysis.predict import deferred_frees
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.attention.api import attention_with
@@ -28,7 +28,6 @@ from stepscope.kernels import norm
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.fp8 import choice, recipe
 from stepscope.kernels.fp8.layers import Fp8Layers
-from stepscope.kernels.triton import norm as triton_norm
 from stepscope.model import ModelConfig, TransformerLM, cost
 from stepscope.model.config import precision
 from stepscope.optim import in_backward, launches
@@ -262,8 +261,6 @@ def test_predictions_match_the_h200_races() -> None:
 
 def test_constants_without_torch_match_the_kernels() -> None:
     assert deferred_frees.MAX_PENDING_BYTES == side_stream.MAX_PENDING_BYTES
-    assert fused_layers.WARPS_TO_A_PROCESSOR == triton_norm._WARPS_TO_A_PROCESSOR
-    assert fused_layers.PROGRAMS_INTERPRETED == triton_norm._PROGRAMS_INTERPRETED
 
 
 def test_a_graph_replay_has_no_prediction() -> None:

@@ -1,8 +1,7 @@
 """Fused linear cross-entropy: chunks of rows, so that all logits are never in memory at once.
 
-The vocabulary is padded to a multiple of 16 by rows of zeros in the copy of the weight: for a width
-that is not a multiple of 8, cuBLAS has only kernels that take several times as long. The gradients
-of the padding are zero.
+A vocabulary that is not a multiple of 8 is padded by rows of zeros in a copy of the weight: cuBLAS
+has only kernels for it that take several times as long. The gradients of the padding are zero.
 
 For each chunk the logits are computed, reduced to losses, overwritten by their own gradient, and
 multiplied into the gradients of x and weight; the next chunk reuses the buffer. The gradient of a
@@ -25,7 +24,7 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import naive_cross_entropy as plain_cross_entropy
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.loss_chunks import rows_per_chunk
+from stepscope.kernels.loss_chunks import matmul_columns, padded_columns, rows_per_chunk
 from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
 from stepscope.kernels.weight_copies import WeightCopies, with_padded_rows
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
@@ -138,7 +137,7 @@ def _loss_and_grads(
     needs_grad = needs_x or needs_weight or grad_bias is not None
     narrow = with_padded_rows(weight.detach(), compute) if narrow is None else narrow
     added = None if bias is None else with_padded_rows(bias.detach(), compute)
-    buffer = x.new_empty(min(rows, chunk_rows), narrow.shape[0], dtype=compute)
+    buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
     losses = x.new_empty(rows, dtype=wide)
     kernels = _row_kernels(buffer)
     count, inverse_count = kernels.count_rows(targets, ignore_index, wide) if mean else (None, None)
@@ -148,7 +147,7 @@ def _loss_and_grads(
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, start + chunk_rows)
         x_chunk = x[chunk].to(compute)
-        logits = buffer[: x_chunk.shape[0]]
+        logits = buffer[: x_chunk.shape[0], : matmul_columns(vocab)]
         if added is None:
             matmul_into(logits, x_chunk, narrow.T)
         else:

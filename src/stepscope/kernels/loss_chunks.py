@@ -10,6 +10,8 @@ CHUNK_ELEMENTS = 1 << 27
 """Logits that a chunk may always have: 256 MiB in 16 bits."""
 _ROW_MULTIPLE = 128
 _COLUMN_MULTIPLE = 16
+_FAST_MULTIPLE = 8
+"""Columns of 16 bits that fill the 16 bytes which cuBLAS's fast kernels read at once."""
 
 
 def rows_per_chunk(rows: int, vocab: int, d: int) -> int:
@@ -23,5 +25,11 @@ def rows_per_chunk(rows: int, vocab: int, d: int) -> int:
 
 
 def padded_columns(vocab: int) -> int:
-    """Return the columns of the logits: the vocabulary padded so that matmuls are fast."""
+    """Return the row stride of the logits: the vocabulary padded so that every row is aligned."""
     return -(-vocab // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+
+
+def matmul_columns(vocab: int) -> int:
+    """Return the columns of the logits that matmuls compute and read: the vocabulary, padded unless
+    cuBLAS has fast kernels for it."""
+    return vocab if vocab % _FAST_MULTIPLE == 0 else padded_columns(vocab)

@@ -27,7 +27,7 @@ from stepscope.kernels.fp8.casts import Quantized, quantize_weights
 from stepscope.kernels.fp8.recipe import E4M3, Recipe
 from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.loss_chunks import padded_columns
+from stepscope.kernels.loss_chunks import matmul_columns
 
 if TYPE_CHECKING:
     from stepscope.kernels.fp8.layers import Fp8Layers
@@ -99,13 +99,14 @@ class WeightCopies:
         group.update(weights)
         return (group.concatenated,)
 
-    def narrow_padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what matmuls in that dtype read, padded by rows of zeros to a multiple of 16."""
+    def narrow_padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what matmuls in that dtype read, with `matmul_columns` rows; None if there is no
+        such copy."""
         narrow = self.narrow((weight,), dtype)[0]
         group = self._groups.get((None, False, (id(weight),)))
         if group is not None and group.concatenated is narrow:
             return group.padded
-        return with_padded_rows(narrow, dtype)
+        return narrow if narrow.shape[0] == matmul_columns(narrow.shape[0]) else None
 
     def narrow_bias(self, biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the biases of such weights side by side in that dtype; None if there are none."""
@@ -213,9 +214,9 @@ class WeightCopies:
 
 
 def with_padded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in that dtype, padded by rows of zeros to a multiple of 16."""
+    """Return a weight in that dtype with `matmul_columns` rows, the last ones of which are zero."""
     rows = weight.shape[0]
-    if padded_columns(rows) == rows:
+    if matmul_columns(rows) == rows:
         return weight.to(dtype)
     padded = _with_zeros_at_end(weight, rows, dtype)
     padded[:rows].copy_(weight)
@@ -224,10 +225,8 @@ def with_padded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _with_zeros_at_end(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialized rows such as those of another tensor, and zeros after them."""
-    shape = (padded_columns(rows), *like.shape[1:])
-    padded = torch.empty(shape, device=like.device, dtype=dtype)
-    if shape[0] > rows:
-        padded[rows:].zero_()
+    padded = torch.empty(matmul_columns(rows), *like.shape[1:], device=like.device, dtype=dtype)
+    padded[rows:].zero_()
     return padded
 
 
@@ -252,6 +251,7 @@ class _Group:
         self._versions: list[_Version | None] = [None] * len(weights)
 
     def _allocate(self, rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        # Only the weight of a head has such a number of rows.
         self.padded = _with_zeros_at_end(like, rows, dtype)
         return self.padded[:rows]
 

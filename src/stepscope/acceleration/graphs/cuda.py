@@ -87,9 +87,9 @@ class CudaGraphs:
                     result = run(recording.cut)
                     recording.end()
                 except BaseException:
-                    recording.abort(self._device)
-                    if not self._alive:
-                        # torch releases the pool only with a graph that was completed.
+                    completed = recording.abort(self._device)
+                    if not completed and not self._alive:
+                        # torch releases the pool with a completed graph; twice would break it.
                         with suppress(RuntimeError):
                             torch._C._cuda_releasePool(self._device.index, self._pool)
                     raise
@@ -131,14 +131,20 @@ class _Recording:
         work()
         self.begin()
 
-    def abort(self, device: torch.device) -> None:
+    def abort(self, device: torch.device) -> bool:
+        """End the capture. Return whether torch could complete the graph, as after an exception
+        that has nothing to do with the device."""
+        completed = False
         if self._open:
             with suppress(RuntimeError):
                 self.end()
-        # A capture that ends with an error does not release the allocator; otherwise this raises.
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, self._pool)
+                completed = True
+        if not completed:
+            # A capture that ends with an error does not release the allocator.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, self._pool)
         self._graphs.clear()
+        return completed
 
     def replay(self) -> None:
         for graph in self._graphs:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.pieces.mask_rules import MaskRules
+from stepscope.acceleration.pieces.mask_rules import MaskRules, rules_of
 from stepscope.acceleration.replacement import Found, Replacement
 from stepscope.torch_tools.capturing import is_capturing
 
@@ -70,6 +70,8 @@ class _Masks:
         self._original = decoder.forward
         self._namespace, self._names = _namespace(decoder), _mask_functions(decoder)
         self._unmasked: set[tuple[torch.Size, str]] = set()
+        self._fixed: dict[tuple[torch.Size, str], Tensor] = {}
+        """Masks that follow from the shape, by the rules that they carry."""
         self._shape: torch.Size | None = None
         """Shape of the input of the call; None if it may have another mask than the last one."""
         self._rules = MaskRules()
@@ -84,17 +86,24 @@ class _Masks:
             return self._original(*args, **kwargs)
 
     def create(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that creates a mask, unless eager calls have none."""
+        """Call a function that creates a mask. A capture has none if eager calls have none, and
+        that of an eager call if it follows from the shape: not every function can be captured."""
         key = None if self._shape is None else (self._shape, name)
-        if key in self._unmasked and is_capturing():
-            return None
+        if is_capturing() and key is not None:
+            if key in self._unmasked:
+                return None
+            if rules_of(self._fixed.get(key)) is not None:
+                return self._fixed[key]
         mask = function(*args, **kwargs)
         self._rules.attach(mask, function, args, kwargs, own_positions=key is not None)
         if key is not None and not is_capturing():
+            self._unmasked.discard(key)
+            rules = rules_of(mask)
             if mask is None:
                 self._unmasked.add(key)
-            else:
-                self._unmasked.discard(key)
+            elif rules is not None and not rules.tensors and key not in self._fixed:
+                # Masks that a graph reads stay.
+                self._fixed[key] = mask
         return mask
 
 

@@ -110,6 +110,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "fp8_row_scales_kernel": ("reduction", ""),
     "fp8_delayed_kernel": ("reduction", ""),
     "fp8_cast_kernel": ("copy/cast", ""),
+    "transpose_bytes_kernel": ("copy/cast", ""),
     "token_places_kernel": ("reduction", ""),
     "embedding_backward_kernel": ("reduction", ""),
     "adamw_table_kernel": ("optimizer", ""),

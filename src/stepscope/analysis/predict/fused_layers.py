@@ -13,10 +13,8 @@ from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
 from stepscope.kernels.activation_policy import ALL, INPUTS, NORMS
+from stepscope.kernels.triton import launches
 from stepscope.records.memory import WEIGHT_COPIES
-
-WARPS_TO_A_PROCESSOR = 32
-PROGRAMS_INTERPRETED = 4
 
 
 class Normed(NamedTuple):
@@ -72,10 +70,9 @@ class FusedLayers(Layers):
 
     def _partial_bytes(self) -> int:
         d, rows = self.shape.d_model, self.shape.tokens
-        programs = PROGRAMS_INTERPRETED
+        programs = launches.PROGRAMS_INTERPRETED
         if self.on_cuda:
-            block = 1 << (d - 1).bit_length()
-            programs = self.processors * (WARPS_TO_A_PROCESSOR // min(16, max(4, block // 256)))
+            programs = self.processors * launches.norm_backward(d).per_processor
         return -(-rows // -(-rows // programs)) * d * FLOAT32
 
     def block(self, x: Value, weights: Sequence[Value]) -> Value:
@@ -128,14 +125,15 @@ class FusedProjectionLayers(FusedLayers):
         super().__init__(*arguments)
         self._copies: dict[tuple[int, ...], tuple[Buffer, ...]] = {}
 
-    def narrow(self, weights: Sequence[Value]) -> tuple[Buffer, ...]:
-        """Return what matmuls read: one copy with all rows, or the weights themselves."""
+    def narrow(self, weights: Sequence[Value], padding: int = 0) -> tuple[Buffer, ...]:
+        """Return what matmuls read: one copy with all rows and so many further elements, or the
+        weights themselves."""
         width = self.ops.autocast
         if width is None or all(weight.width == width for weight in weights):
             return tuple(weight.buffer for weight in weights)
         key = tuple(map(id, weights))
         if key not in self._copies:
-            size = sum(weight.elements for weight in weights) * width
+            size = (sum(weight.elements for weight in weights) + padding) * width
             self._copies[key] = (self.ops.tape.memory.buffer(size, WEIGHT_COPIES),)
         return self._copies[key]
 

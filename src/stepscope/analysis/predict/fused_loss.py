@@ -8,7 +8,7 @@ from stepscope.analysis.predict.fused_layers import FusedProjectionLayers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
-from stepscope.kernels.loss_chunks import padded_columns, rows_per_chunk
+from stepscope.kernels.loss_chunks import matmul_columns, padded_columns, rows_per_chunk
 from stepscope.records.memory import LOGITS
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ def fused_loss(simulation: StepSimulation, x: Value) -> Value:
     compute = simulation.ops.autocast or max(x.width, head.width)
     wide = max(FLOAT32, compute)
     narrow: list[Buffer] = []
-    if isinstance(simulation.layers, FusedProjectionLayers):
-        simulation.layers.narrow([head])
-    elif head.width != compute:
-        narrow.append(new(vocab * d * compute))
+    columns = matmul_columns(vocab)
+    if isinstance(simulation.layers, FusedProjectionLayers) and head.width != compute:
+        simulation.layers.narrow([head], padding=(columns - vocab) * d)
+    elif head.width != compute or columns != vocab:
+        narrow.append(new(columns * d * compute))
     grad_x = new(tokens * d * compute)
     losses = new(tokens * wide)
     counted = new(wide), new(wide)
@@ -52,7 +53,7 @@ def _chunks(
     of logits; the cast weight is freed before the last matmul."""
     new, model = simulation.memory.buffer, simulation.plan.model
     tokens, vocab, d = simulation.shape.tokens, model.vocab, model.d_model
-    rows = min(tokens, rows_per_chunk(tokens, vocab, d))
+    rows, columns = min(tokens, rows_per_chunk(tokens, vocab, d)), matmul_columns(vocab)
     logits = new(rows * padded_columns(vocab) * compute, LOGITS)
     grad_weight = read = None
     for start in range(0, tokens, rows):
@@ -69,11 +70,11 @@ def _chunks(
         # cuBLAS writes and accumulates in a wider dtype than it reads.
         widens = wide != compute and simulation.plan.device == "cpu"
         if grad_weight is not None:
-            added = new(vocab * d * compute) if widens else None
+            added = new(columns * d * compute) if widens else None
             del added
             continue
-        copies = (new(own * vocab * wide), new(own * d * wide)) if widens else ()
-        grad_weight = new(vocab * d * wide)
+        copies = (new(own * columns * wide), new(own * d * wide)) if widens else ()
+        grad_weight = new(columns * d * wide)
         del copies
     assert grad_weight is not None
     loss = new(wide)

@@ -1,4 +1,4 @@
-"""Launch parameters of the memory-bound kernels, by shape.
+"""Launch parameters of the memory-bound kernels, by shape. Imports without torch.
 
 A kernel that loops over rows starts as many programs as are resident at once: one more would be a
 second wave, as long as the first. `per_processor` is that number for one SM, and the compiler gets
@@ -9,18 +9,18 @@ instruction, times the programs of an SM, has to cover the latency of the memory
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-import triton
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.kernels.fp8.recipe import BLOCK as FP8_BLOCK
+
+if TYPE_CHECKING:
+    import torch
 
 _REGISTERS, _MOST_REGISTERS, _LANES = 65536, 255, 32
 """Registers of an SM, the most of a thread, and the threads of a warp."""
 _SHARED = 96 << 10
 """Shared memory that a program has on each GPU since Ampere."""
-_PROGRAMS_INTERPRETED = 4
+PROGRAMS_INTERPRETED = 4
 
 
 class Rows(NamedTuple):
@@ -61,13 +61,20 @@ class Tile(NamedTuple):
 def programs(device: torch.device, per_processor: int) -> int:
     """Return the number of programs that are resident at once."""
     if device.type != "cuda":
-        return _PROGRAMS_INTERPRETED
+        return PROGRAMS_INTERPRETED
+    import torch
+
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
     return processors * per_processor
 
 
+def _power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
 def norm_backward(d: int) -> Rows:
-    block = triton.next_power_of_2(d)
+    block = _power_of_2(d)
     # Up to three tensors of float32 in each stage but the last.
     stages = 1 + min(2, _SHARED // (3 * 4 * block))
     if block <= 2048:
@@ -79,13 +86,13 @@ def norm_backward(d: int) -> Rows:
 
 def sum_of_parts(parts: int) -> Tile:
     """Return parts and columns of an iteration: eight columns are a sector of a row."""
-    rows = min(1024, max(64, triton.next_power_of_2(parts)))
+    rows = min(1024, max(64, _power_of_2(parts)))
     return Tile(rows, 8, rows // 64)
 
 
 def activation(width: int) -> Block:
     """Return the widest block with the fewest masked columns."""
-    columns = min((2048, 1024, 512), key=lambda block: triton.cdiv(width, block) * block)
+    columns = min((2048, 1024, 512), key=lambda block: -(-width // block) * block)
     return Block(columns, columns // 512)
 
 
@@ -94,7 +101,7 @@ def activation_summed() -> Rows:
 
 
 def gather_heads(width: int) -> Rows:
-    return Rows(4, 5, min(1024, triton.next_power_of_2(width)), at_once=4)
+    return Rows(4, 5, min(1024, _power_of_2(width)), at_once=4)
 
 
 def fp8_amax(by_row: bool) -> Tile:
@@ -103,7 +110,7 @@ def fp8_amax(by_row: bool) -> Tile:
 
 def fp8_scale(parts: int) -> Block:
     """Return the parts of an iteration of the only program."""
-    return Block(min(4096, triton.next_power_of_2(parts)), 8)
+    return Block(min(4096, _power_of_2(parts)), 8)
 
 
 def fp8_cast(blockwise: bool) -> Tile:
