@@ -153,7 +153,11 @@ def batches(steps: int) -> list[dict[str, Tensor]]:
 
 
 def losses(
-    name: str, fused: bool, graph: str = "off", max_grad_norm: float | None = 1.0
+    name: str,
+    fused: bool,
+    graph: str = "off",
+    max_grad_norm: float | None = 1.0,
+    autocast: bool = True,
 ) -> list[float]:
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
@@ -169,11 +173,25 @@ def losses(
     values = []
     data = batches(1) * STEPS if images else batches(STEPS)
     for batch in data:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             values.append(step(batch))
     if graph == "auto":
         assert step.captured.statistics.replayed > 0, step.explain()
     return [float(value) for value in values]
+
+
+def assert_same_training(
+    name: str, plain: list[float], fused: list[float], max_grad_norm: float | None
+) -> None:
+    """The losses are equal, or as close to those in float32: roundings add up while a model learns
+    its batch by heart."""
+    if fused == pytest.approx(plain, rel=5e-3):
+        return
+    exact = losses(name, fused=False, max_grad_norm=max_grad_norm, autocast=False)
+    ours, theirs = (
+        max(abs(a - b) / b for a, b in zip(values, exact, strict=True)) for values in (fused, plain)
+    )
+    assert ours < 1.5 * theirs, (plain, fused, exact)
 
 
 @pytest.mark.parametrize("graph", ["off", "auto"])
@@ -181,7 +199,7 @@ def losses(
 def test_training_is_the_same(name: str, graph: str) -> None:
     plain, fused = losses(name, fused=False), losses(name, fused=True, graph=graph)
     assert plain[-1] < plain[0]
-    assert fused == pytest.approx(plain, rel=5e-3)
+    assert_same_training(name, plain, fused, 1.0)
 
 
 @pytest.mark.parametrize("graph", ["off", "auto"])
@@ -189,7 +207,7 @@ def test_training_is_the_same(name: str, graph: str) -> None:
 def test_training_with_updates_in_the_backward_pass_is_the_same(name: str, graph: str) -> None:
     plain = losses(name, fused=False, max_grad_norm=None)
     fused = losses(name, fused=True, graph=graph, max_grad_norm=None)
-    assert fused == pytest.approx(plain, rel=5e-3)
+    assert_same_training(name, plain, fused, None)
 
 
 @pytest.mark.parametrize("name", PIECES)

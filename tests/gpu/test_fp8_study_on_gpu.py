@@ -41,7 +41,8 @@ class Silent:
 
 def in_fp8(dtype: str = "fp8", **fields: object) -> Workload:
     flags = WorkloadFlags(
-        size=("small",),
+        # Layers that the rule runs in FP8.
+        size=("xl",),
         context=(2048,),
         dtype=(dtype,),
         attention=("sdpa",),

@@ -168,6 +168,7 @@ class SavesItsOutput(torch.autograd.Function):
         return grad
 
 
+@in_interpreter
 def test_outputs_that_their_operations_save_are_known() -> None:
     q = draw(2, 4, 16, 8).requires_grad_()
     outputs = {
@@ -474,6 +475,7 @@ class TestModel:
         assert not torch.equal(subject(*batch()), other(*batch()))
 
     @pytest.mark.parametrize("kind", [FusedAdamW, InBackwardAdamW])
+    @in_interpreter
     def test_the_fused_update_computes_the_amax_of_weights(
         self, kind: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
