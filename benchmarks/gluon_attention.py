@@ -1,4 +1,4 @@
-"""Check and time variants of the warp-specialized attention kernels for Hopper.
+"""Check and time variants of the warp-specialized attention forward for Hopper.
 
     python benchmarks/gluon_attention.py --out gluon.jsonl      check every variant, then time (GPU)
     python benchmarks/gluon_attention.py --compile              compile for Hopper on any machine
@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import gluon_backward
 import torch
 import triton
 from gluon_cases import CASES, Case, end_after, inputs, milliseconds, outputs, reference, say
@@ -66,7 +65,6 @@ VARIANTS: dict[int, dict[str, Variant]] = {
     },
 }
 TIMED = ((4, 16, 4096, 64), (4, 16, 1024, 128), (4, 16, 4096, 128), (2, 16, 16384, 128))
-TIMED_BACKWARD = ((4, 16, 4096, 128), (2, 16, 16384, 128))
 
 
 def forward(
@@ -197,12 +195,11 @@ def worker(arguments: list[str], limit: float) -> list[dict[str, Any]]:
 
 
 def timed_without_hanging(
-    shape: tuple[int, ...], causal: bool, right: list[str], end: float, backward: bool
+    shape: tuple[int, ...], causal: bool, right: list[str], end: float
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the lines of a timing of the `right` variants; if it fails, remove the variant launched
     last from them and time the others."""
     words = ["--time", ",".join(map(str, shape)), *(["--causal"] if causal else [])]
-    words += ["--backward"] if backward else []
     while time.monotonic() < end:
         lines = worker([*words, "--names", *right], COMPILE_SECONDS + 2 * SECONDS)
         launched = [line["launched"] for line in lines if "launched" in line]
@@ -225,25 +222,16 @@ def check_and_time(out: Path | None, seconds: float) -> None:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
 
     pairs = [(name, head) for head, variants in VARIANTS.items() for name in variants]
-    forwards = [["--check", name, "--head", str(head)] for name, head in pairs]
-    backwards = [["--check", name, "--backward"] for name in gluon_backward.VARIANTS]
-    # A backward that hangs would slow down the checks of the others: its kernels are compiled
-    # with those of the forward variants, and launched after them.
-    for work in ([*forwards, *[[*words, "--compile-only"] for words in backwards]], backwards):
-        with ThreadPoolExecutor(WORKERS) as pool:
-            limit = COMPILE_SECONDS + SECONDS
-            for done in as_completed([pool.submit(worker, words, limit) for words in work]):
-                add(done.result())
+    work = [["--check", name, "--head", str(head)] for name, head in pairs]
+    limit = COMPILE_SECONDS + SECONDS
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for done in as_completed([pool.submit(worker, words, limit) for words in work]):
+            add(done.result())
     passed = [x for x in found if "check" in x and "failed" not in x]
-    right = [x["check"] for x in passed if "backward" in x]
-    for shape in TIMED_BACKWARD:
-        for causal in (True, False):
-            for lines in timed_without_hanging(shape, causal, right, start + seconds, True):
-                add(lines)
     for shape in TIMED:
-        right = [x["check"] for x in passed if x["d"] == shape[-1] and "backward" not in x]
+        right = [x["check"] for x in passed if x["d"] == shape[-1]]
         for causal in (False, True):
-            for lines in timed_without_hanging(shape, causal, right, start + seconds, False):
+            for lines in timed_without_hanging(shape, causal, right, start + seconds):
                 add(lines)
     print(table(found))
     print(f"{time.monotonic() - start:.0f} s")
@@ -252,7 +240,7 @@ def check_and_time(out: Path | None, seconds: float) -> None:
 def table(lines: list[dict[str, Any]]) -> str:
     timed = [line for line in lines if "tflops" in line]
     out = []
-    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x.get("of", ""), x["ms"])):
+    for line in sorted(timed, key=lambda x: (x["shape"], x["causal"], x["ms"])):
         shape = "x".join(map(str, line["shape"])) + (" causal" if line["causal"] else " full")
         out.append(f"{shape:<24} {line['name']:<56} {line['ms']:8.3f} ms {line['tflops']:6.0f}")
     gate = [
@@ -316,8 +304,6 @@ def main() -> None:
     parser.add_argument("--launch", metavar="NAME", help="launch one variant three times")
     parser.add_argument("--shape", default="4,16,4096,128", help="B,H,S,D for --launch")
     parser.add_argument("--causal", action="store_true")
-    for hidden in ("--backward", "--compile-only"):
-        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--check", "--time", "--head"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -325,18 +311,11 @@ def main() -> None:
     if args.compile:
         for row in compiled_rows():
             print(row, flush=True)
-    elif args.check and args.backward:
-        launch = not args.compile_only
-        gluon_backward.check(args.check, COMPILE_SECONDS, SECONDS, launch=launch)
     elif args.check:
         check(args.check, int(args.head))
     elif args.time:
         batch, heads, rows, head = map(int, args.time.split(","))
-        shape = (batch, heads, rows, head)
-        if args.backward:
-            gluon_backward.measure(shape, args.causal, args.names, COMPILE_SECONDS + 2 * SECONDS)
-        else:
-            measure(shape, args.causal, args.names)
+        measure((batch, heads, rows, head), args.causal, args.names)
     elif args.launch:
         batch, heads, rows, head = map(int, args.shape.split(","))
         q, k, v = inputs(Case(batch, heads, heads, rows, rows), head, 0)

@@ -1,4 +1,4 @@
-"""Inputs, references and timing of the benchmarks of the warp-specialized attention kernels."""
+"""Inputs, references and timing of the benchmarks of the warp-specialized attention forward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models of the barriers of `specialized_forward.py` and `specialized_backward.py`, run under
-random schedules: find deadlocks and races before a GPU does.
+"""Model of the barriers of `specialized_forward.py`, run under random schedules: finds deadlocks
+and races before a GPU does.
 
     python benchmarks/gluon_protocol.py --schedules 2000
 
@@ -7,17 +7,17 @@ The producer, the warpgroups and the copy engine are processes; between two step
 of steps of the others may happen. An mbarrier has a phase, pending arrivals and pending bytes; a
 wait for a parity returns while the current phase has the other one. A tile must not change between
 the issue of a matmul that reads it and the wait for that matmul, a warpgroup must read the tile it
-expects, and every process must end. The models follow the kernels line by line: change both.
+expects, and every process must end. The model follows the kernel line by line: change both.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
-Process = Generator["Wait | Until | None", None, None]
+Process = Generator["Wait | None", None, None]
 Tile = tuple[str, int, int]
 """What a buffer holds: tensor, query tile of the program, block."""
 
@@ -49,21 +49,6 @@ class Wait(NamedTuple):
 
     def over(self) -> bool:
         return self.barrier.phase % 2 != self.parity
-
-
-class Until(NamedTuple):
-    """Wait for something that is not an mbarrier."""
-
-    name: str
-    parity: int
-    condition: Callable[[], bool]
-
-    @property
-    def barrier(self) -> Until:
-        return self
-
-    def over(self) -> bool:
-        return self.condition()
 
 
 class Ring:
@@ -176,129 +161,15 @@ class Program:
 
     def copy_engine(self, generator: random.Random) -> None:
         """Complete one copy; copies complete in any order."""
-        complete_one(self.engine, generator)
+        ring, buffer, tile = self.engine.pop(generator.randrange(len(self.engine)))
+        ring.holds[buffer] = tile
+        ring.full[buffer].copied()
 
 
-def complete_one(engine: list[tuple[Ring, int, Tile]], generator: random.Random) -> None:
-    ring, buffer, tile = engine.pop(generator.randrange(len(engine)))
-    ring.holds[buffer] = tile
-    ring.full[buffer].copied()
-
-
-class Backward:
-    """Programs of one head in the order of their start, of which `resident` run at a time. `firsts`
-    are the first query blocks that the key tiles see."""
-
-    def __init__(
-        self,
-        firsts: list[int],
-        n_blocks: int,
-        stages: int,
-        dq_stages: int,
-        resident: int,
-        overlap: bool = False,
-    ) -> None:
-        self.firsts, self.n_blocks, self.resident = firsts, n_blocks, resident
-        self.overlap = overlap
-        self.stages, self.dq_stages = stages, dq_stages
-        self.engine: list[tuple[Ring, int, Tile]] = []
-        self.ended = [0] * len(firsts)
-        self.turns = [0] * n_blocks
-        self.sums: list[list[int]] = [[] for _ in range(n_blocks)]
-
-    def processes(self) -> dict[str, Process]:
-        found: dict[str, Process] = {}
-        for tile in range(len(self.firsts)):
-            own = BackwardProgram(self, tile)
-            roles = {"producer": own.producer(), "writer": own.writer()}
-            roles |= {f"warpgroup {w}": own.consumer(w) for w in range(2)}
-            found |= {f"{name} of {tile}": self.started(tile, p) for name, p in roles.items()}
-        return found
-
-    def started(self, tile: int, process: Process) -> Process:
-        """Run a process of a program once a multiprocessor is free."""
-
-        def free() -> bool:
-            before = self.ended[:tile]
-            return sum(count < 4 for count in before) < self.resident
-
-        yield Until(f"start of {tile}", 0, free)
-        yield from process
-        self.ended[tile] += 1
-
-    def copy_engine(self, generator: random.Random) -> None:
-        complete_one(self.engine, generator)
-
-
-class BackwardProgram:
-    def __init__(self, whole: Backward, tile: int) -> None:
-        self.whole, self.tile = whole, tile
-        self.blocks = list(range(whole.n_blocks - 1, whole.firsts[tile] - 1, -1))
-        self.ring = Ring("blocks", whole.stages, 2)
-        for barrier in self.ring.full:
-            barrier.count = barrier.arrivals = 2
-        self.ds = [Barrier(f"ds_full[{i}]", 2) for i in range(2)]
-        self.ds_holds: list[list[int | None]] = [[None, None] for _ in range(2)]
-        self.dq_full = [Barrier(f"dq_full[{i}]", 2) for i in range(whole.dq_stages)]
-        self.dq_empty = [Barrier(f"dq_empty[{i}]", 1) for i in range(whole.dq_stages)]
-        self.dq_holds: list[list[int | None]] = [[None, None] for _ in range(whole.dq_stages)]
-
-    def producer(self) -> Process:
-        for n, block in enumerate(self.blocks):
-            yield from self.ring.load(n, ("block", self.tile, block), self.whole.engine)
-            self.ring.full[n % self.ring.size].arrive()  # the statistics
-            yield None
-
-    def consumer(self, w: int) -> Process:
-        for n, block in enumerate(self.blocks):
-            loaded = ("block", self.tile, block)
-            yield self.ring.wait(n)
-            self.ring.check(n, loaded)
-            if self.whole.overlap and n:
-                yield from self.hand_over(w, n - 1)
-            yield None  # Sᵀ and dPᵀ
-            self.ds_holds[n % 2][w] = block
-            yield None
-            self.ds[n % 2].arrive()
-            yield Wait(self.ds[n % 2], n // 2 & 1)
-            assert self.ds_holds[n % 2] == [block, block], f"dS of {block}: {self.ds_holds}"
-            yield None  # dQ
-            assert self.ds_holds[n % 2] == [block, block], f"dS of {block}: {self.ds_holds}"
-            self.ring.check(n, loaded)
-            self.ring.release(n)
-            if not self.whole.overlap:
-                yield from self.hand_over(w, n)
-        if self.whole.overlap and self.blocks:
-            yield from self.hand_over(w, len(self.blocks) - 1)
-
-    def hand_over(self, w: int, n: int) -> Process:
-        slot, use = n % len(self.dq_full), n // len(self.dq_full)
-        yield Wait(self.dq_empty[slot], (use & 1) ^ 1)
-        self.dq_holds[slot][w] = self.blocks[n]
-        yield None
-        self.dq_full[slot].arrive()
-        yield None
-
-    def writer(self) -> Process:
-        whole = self.whole
-        for n, block in enumerate(self.blocks):
-            slot, use = n % len(self.dq_full), n // len(self.dq_full)
-            yield Wait(self.dq_full[slot], use & 1)
-            if self.tile:
-                yield Until(f"turn of {block}", 0, lambda b=block: whole.turns[b] >= self.tile)  # type: ignore[misc]
-            yield None  # dQ leaves shared memory
-            assert self.dq_holds[slot] == [block, block], f"dQ of {block}: {self.dq_holds}"
-            self.dq_empty[slot].arrive()
-            yield None  # the sum is visible
-            assert whole.sums[block] == list(range(self.tile)), f"{block}: {whole.sums[block]}"
-            whole.sums[block].append(self.tile)
-            whole.turns[block] = self.tile + 1
-
-
-def run(program: Program | Backward, generator: random.Random) -> int:
+def run(program: Program, generator: random.Random) -> int:
     """Run to the end under a random schedule; return the number of steps."""
-    processes: dict[str, Iterator[Wait | Until | None]] = {**program.processes()}
-    waits: dict[str, Wait | Until | None] = dict.fromkeys(processes)
+    processes: dict[str, Iterator[Wait | None]] = {**program.processes()}
+    waits: dict[str, Wait | None] = dict.fromkeys(processes)
     # Processes of very different speed reach states that equally fast ones do not.
     speed = {name: generator.choice([1, 1, 10, 100]) for name in (*processes, "copies")}
     steps = 0
@@ -333,13 +204,6 @@ def main() -> None:
             blocks, stages, groups, generator.random() < 0.7, generator.choice([1, 2])
         )
         steps += run(program, generator)
-        tiles, shift = generator.randint(1, 5), generator.choice([0, 0, 1, 9])
-        causal = generator.random() < 0.5
-        n_blocks = generator.randint(1, 2 * tiles + 1)
-        firsts = [min(max(2 * t - shift, 0), n_blocks) if causal else 0 for t in range(tiles)]
-        rings = generator.choice([2, 3]), generator.choice([1, 2])
-        resident, overlap = generator.randint(1, tiles), generator.random() < 0.5
-        steps += run(Backward(firsts, n_blocks, *rings, resident, overlap), generator)
     print(f"{args.schedules} schedules, {steps} steps: no deadlock, no race")
 
 

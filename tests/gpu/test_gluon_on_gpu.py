@@ -3,7 +3,6 @@ graphs, and the inputs that are left to the plain kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -157,47 +156,6 @@ def test_in_the_compiler_and_under_autograd(compiled: bool) -> None:
     tensors = draw(1024)
     function = torch.compile(ours) if compiled else ours
     check_against_float64(function, *tensors, is_causal=True)
-
-
-@pytest.fixture
-def _one_pass_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compute gradients by the warp-specialized kernel, whatever the rule says."""
-    from stepscope.attention import specialized
-    from stepscope.attention.triton import launch as triton_launch
-
-    for causal in (False, True):
-        monkeypatch.setitem(specialized.BACKWARD, (D, causal), specialized.BackwardVariant())
-    triton_launch._PREPARED.clear()
-    yield
-    triton_launch._PREPARED.clear()
-
-
-@pytest.mark.usefixtures("_one_pass_backward")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "keys", "key_heads", "how"),
-    [
-        (1024, None, HEADS, {"is_causal": True}),
-        (1024, None, HEADS, {}),
-        (1000, None, 8, {"is_causal": True, "scale": 0.3}),
-        (999, 333, HEADS, {}),
-        (1000, 1500, 4, {"is_causal": True, "causal_align": "bottom-right"}),
-    ],
-)
-def test_one_pass_backward(dtype, rows, keys, key_heads, how) -> None:
-    from stepscope.attention.triton import launch as triton_launch
-
-    q, k, v, grad = draw(rows, keys, key_heads, dtype=dtype)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    results = []
-    for _ in range(3):
-        out = ours(*leaves, **how)
-        with triton_launch.recorded_launches() as launches:
-            results.append(torch.autograd.grad(out, leaves, grad))
-        assert [launch.kernel.name for launch in launches] == ["specialized_backward_kernel"]
-    for again in results[1:]:
-        assert all(map(torch.equal, results[0], again))
-    check_against_float64(ours, *(x.detach() for x in (q, k, v)), grad, **how)
 
 
 def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:

@@ -290,6 +290,15 @@ class TestDevice:
             assert "@on_its_device" in inspect.getsource(function), function.__name__
 
 
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class TestDispatch:
     """`attention` caches its choice of implementation."""
 
@@ -304,7 +313,7 @@ class TestDispatch:
         [
             {"impl": "tiled"}, {"is_causal": True}, {"scale": 0.5}, {"scale": -0.125},
             {"causal_align": "bottom-right"}, {"dtype": torch.float64}, {"device": "meta"},
-            {"s": 16}, {"h": 2}, {"d": 32},
+            {"s": 16}, {"h": 2}, {"d": 32}, {"deterministic": True},
         ],
         ids=str,
     )  # fmt: skip
@@ -315,7 +324,8 @@ class TestDispatch:
             shape = {name: how.pop(name) for name in ("s", "h", "d", "dtype", "device")
                      if name in how}  # fmt: skip
             x = dense(**shape)
-            attention(x, x, x, **({"scale": 0.125, "impl": "reference"} | how))
+            with deterministic(how.pop("deterministic", False)):
+                attention(x, x, x, **({"scale": 0.125, "impl": "reference"} | how))
 
         call()
         call()

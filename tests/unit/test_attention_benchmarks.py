@@ -110,24 +110,3 @@ def test_model_finds_a_producer_that_does_not_wait(monkeypatch: pytest.MonkeyPat
         yield None
 
     assert failures(monkeypatch, "load", load)
-
-
-@pytest.mark.parametrize("resident", [1, 2, 4])
-@pytest.mark.parametrize("dq_stages", [1, 2])
-@pytest.mark.parametrize("firsts", [[0, 0, 0, 0], [0, 2, 4, 6], [0, 0, 1, 7]])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_backward_has_no_deadlock_and_adds_in_order(overlap, firsts, dq_stages, resident) -> None:
-    for seed in range(5):
-        program = protocol.Backward(firsts, 7, 2, dq_stages, resident, overlap)
-        protocol.run(program, random.Random(seed))
-        visits = [[t for t, first in enumerate(firsts) if first <= block] for block in range(7)]
-        assert program.sums == visits
-
-
-def test_model_finds_programs_that_wait_for_later_ones() -> None:
-    class Reversed(protocol.Backward):
-        def started(self, tile: int, process: protocol.Process) -> protocol.Process:
-            return super().started(len(self.firsts) - 1 - tile, process)
-
-    with pytest.raises(AssertionError, match="deadlock"):
-        protocol.run(Reversed([0, 0, 0, 0], 3, 2, 1, 2), random.Random(0))

@@ -42,20 +42,16 @@ SPECIALIZED = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 from screen_tiles import resources
-from stepscope.attention.specialized import FORWARD, BackwardVariant
-from stepscope.attention.triton import specialized_backward, specialized_forward
-forward = specialized_forward.compile_for_hopper(FORWARD[128, True], 128, causal=True, masked=True)
-backward = specialized_backward.compile_for_hopper(
-    BackwardVariant(), 128, causal=False, masked=False
-)
-for kernel in (forward, backward):
-    count = kernel.asm["ptx"].count
-    print(kernel.metadata.shared, *resources(kernel.asm["cubin"]), count("wgmma.mma_async"))
+from stepscope.attention.specialized import FORWARD
+from stepscope.attention.triton.specialized_forward import compile_for_hopper
+kernel = compile_for_hopper(FORWARD[128, True], 128, causal=True, masked=True)
+count = kernel.asm["ptx"].count
+print(kernel.metadata.shared, *resources(kernel.asm["cubin"]), count("wgmma.mma_async"))
 """
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")
-def test_warp_specialized_kernels_compile(tmp_path: Path) -> None:
+def test_warp_specialized_forward_compiles(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SPECIALIZED],
@@ -63,12 +59,8 @@ def test_warp_specialized_kernels_compile(tmp_path: Path) -> None:
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = [list(map(int, line.split())) for line in done.stdout.splitlines()]
-    for shared, registers, _, matmuls in lines:
-        assert shared <= 227 << 10
-        assert registers <= 168  # of all warps before they redistribute them
-        assert matmuls > 0
-    forward, backward = lines
-    assert forward[2] == 0
-    # The backward pass keeps addresses in local memory.
-    assert backward[2] <= 160
+    shared, registers, spills, matmuls = map(int, done.stdout.split())
+    assert shared <= 227 << 10
+    assert registers <= 168  # of all warps before they redistribute them
+    assert spills == 0
+    assert matmuls > 0

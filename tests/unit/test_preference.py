@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from stepscope.attention import ops
+from stepscope.attention import hopper, ops, sdpa
 from stepscope.attention.preference import HEAD_DIMS, MIN_MULTIPLY_ADDS, description, kind_of
 from stepscope.attention.tiles import MAX_HEAD
 
@@ -58,6 +58,16 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
     assert "up to 128" in (reason(16, 16, 4096, 128, True) or "")
     assert "full" in (reason(16, 16, 4096, 64, False) or "")
     assert "grouped" in (reason(32, 8, 2048, 64, True) or "")
+
+
+def test_cudnn_backward_is_refused_while_algorithms_must_be_deterministic(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(ops, "refuses", lambda *_: None)
+    monkeypatch.setattr(sdpa, "refusal", lambda *_: None)
+    inputs = tensors(16, 16, 4096, 128, torch.bfloat16)
+    assert hopper.refuses(*inputs, True, None, None) is None
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "not deterministic" in str(hopper.refuses(*inputs, True, None, None))
 
 
 def test_compiler_traces_the_rule_without_a_graph_break() -> None:

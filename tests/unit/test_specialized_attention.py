@@ -1,4 +1,4 @@
-"""The rule of the warp-specialized attention kernels, and the order of their tiles."""
+"""The rule of the warp-specialized attention forward, and the order of its tiles."""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ def attention(
             k.device,
             v.device,
             None if rules is None else rules.key,
+            torch._C._get_deterministic_algorithms(),
         )
         bound = _DISPATCH_CACHE.get(key)
     except (AttributeError, TypeError):

@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs: our warp-specialized forward kernel, and cuDNN's backward kernel.
 
-Each is the faster one of its pass. cuDNN adds up the gradient of q in no fixed order; where
-`torch.use_deterministic_algorithms` asks for repeatable results, the Triton backward runs instead.
+Each is the faster one of its pass. cuDNN adds up the gradient of q in no fixed order, so that
+inputs are not supported while `torch.use_deterministic_algorithms` asks for repeatable results.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def refuses(
         return "the compiler and transforms see other operators than those of the forward pass"
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
         return f"it needs a Hopper GPU, and q is on {q.device}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "cuDNN's backward kernel is not deterministic"
     if is_causal and q.shape[-2] != k.shape[-2]:
         return "cuDNN has one alignment of the causal mask"
     if scale is not None and scale <= 0:
@@ -101,13 +103,9 @@ class _HopperAttention(torch.autograd.Function):
     @differentiable_once("attention by cuDNN's backward kernel", "impl='reference'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if torch.are_deterministic_algorithms_enabled():
-            settings = (ctx.is_causal, ctx.scale, 0)
-            grads = ops.launch_backward(grad, q, k, v, out, lse, *settings, packed=True)[:3]
-        else:
-            unused = _no_dropout(q.device)
-            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
-                q.shape[2], k.shape[2], 0.0, ctx.is_causal, scale=ctx.scale,
-            )  # fmt: skip
+        unused = _no_dropout(q.device)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
+            q.shape[2], k.shape[2], 0.0, ctx.is_causal, scale=ctx.scale,
+        )  # fmt: skip
         return *grads, None, None

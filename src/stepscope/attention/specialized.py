@@ -1,7 +1,7 @@
-"""Rule by which the Triton attention uses its warp-specialized kernels for Hopper, the parameters
-of those kernels and the order of the tiles. No torch import.
+"""Rule by which the Triton attention uses its warp-specialized forward kernel for Hopper, the
+parameters of that kernel and the order of the tiles. No torch import.
 
-The plain Triton kernels compute what the rule leaves out. Both forward kernels write the same
+The plain Triton kernel computes what the rule leaves out. Both forward kernels write the same
 output and log-sum-exp, so that the backward pass does not depend on which one ran.
 """
 
@@ -48,30 +48,12 @@ class Variant(NamedTuple):
         return self.groups * ROWS
 
 
-class BackwardVariant(NamedTuple):
-    """Parameters of a compiled backward kernel."""
-
-    stages: int = 2
-    """Query blocks in the ring."""
-    dq_stages: int = 1
-    """Blocks of dQ on their way to memory."""
-    later: bool = False
-    """Wait for the end of an addition to dQ after the next one has been issued."""
-    overlap: bool = False
-    """Hand dQ of a block over while Sᵀ of the next one is computed."""
-    registers: int = 240
-    heads: int = 1
-    """Heads whose key tiles are started together, in the order of the tiles."""
-
-
 FORWARD: dict[tuple[int, bool], Variant] = {
     (128, False): Variant(128, 3),
     (128, True): Variant(128, 3, heads=4),
 }
 """The fastest variant by head dimension and causal mask, where it is faster than the plain kernel.
 """
-BACKWARD: dict[tuple[int, bool], BackwardVariant] = {}
-"""The same for the backward pass."""
 
 
 class Sizes(NamedTuple):
@@ -126,14 +108,6 @@ def refusal(
     if not aligned:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
     return None
-
-
-def backward_variant_of(sizes: Sizes) -> BackwardVariant | None:
-    """Return the variant of the backward kernel for sizes whose forward it computes, or None."""
-    # With a negative shift some query rows see no key, and nothing would write their dQ.
-    if sizes.causal and sizes.shift < 0:
-        return None
-    return BACKWARD.get((sizes.head_dim, sizes.causal))
 
 
 def tile_order(sizes: Sizes, variant: Variant, programs: int) -> list[int]:

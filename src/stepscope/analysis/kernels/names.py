@@ -81,8 +81,6 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "split_kernel": ("attention", ""),
     "key_value_kernel": ("attention", "backward"),
     "query_kernel": ("attention", "backward"),
-    "row_statistics_kernel": ("attention", "backward"),
-    "specialized_backward_kernel": ("attention", "backward"),
     "specialized_forward_kernel": ("attention", "forward"),
     "norm_forward_kernel": ("reduction", ""),
     "norm_backward_kernel": ("reduction", ""),

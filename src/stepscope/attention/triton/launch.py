@@ -25,18 +25,12 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.attention.packed import empty_like_packed
-from stepscope.attention.specialized import backward_variant_of
 from stepscope.attention.tiles import IN_PLANES, Pass, Tile, columns, tiles
 from stepscope.attention.triton.backward import key_value_kernel, query_kernel
 from stepscope.attention.triton.forward import forward_kernel
 from stepscope.attention.triton.memory import split_kernel
 from stepscope.attention.triton.replay import Launch, Prepared, starter
-from stepscope.attention.triton.specialized import (
-    PreparedForward,
-    first_launch,
-    refuses,
-    sizes_of,
-)
+from stepscope.attention.triton.specialized import PreparedForward, first_launch, refuses
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device, tf32_is_enabled
 
 INTERPRETED = is_interpreted()
@@ -161,9 +155,7 @@ class Problem(NamedTuple):
         return self.given[1]
 
 
-Launches = dict[tuple[str, Tile | None], Any]
-"""`Prepared` or `PreparedForward` of a pass and the tile that is forced for it. That of "backward"
-is a `PreparedBackward`, or None if the plain kernels run."""
+Launches = dict[tuple[Pass, Tile | None], Prepared | PreparedForward]
 _PREPARED: dict[Problem, Launches] = {}
 _SPLITTERS: dict[tuple[torch.device, Given], Callable[..., None]] = {}
 _forced: dict[Pass, Tile] = {}
@@ -239,12 +231,6 @@ def backward(
     read = readable(q, k, v, grad)
     problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, rules, in_one is not None)
     launches = _launches(problem)
-    specialized = _backward_for_hopper(problem, launches, read, rules)
-    if specialized is not None:
-        delta = specialized.run(grad, q, k, v, out, lse, (dq, dk, dv), scale)
-        if _record is not None:
-            _record.append(specialized.launch)
-        return dq, dk, dv, delta
     delta = torch.empty_like(lse)
     # Only the float32 kernels use these two.
     factor, ds_sum = delta, delta
@@ -411,34 +397,10 @@ def why_plain_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int, rules: bool
 ) -> str | None:
     """Return why the plain forward kernel runs and not the one for Hopper, or None."""
-    if INTERPRETED:
-        return "Triton's interpreter does not run it"
+    if INTERPRETED or q.device.type != "cuda":
+        return "it runs on GPUs only"
     aligned = _tma_ready(q.device, (q, k, v))
     return refuses(q, k, causal=causal, shift=shift, aligned=aligned, rules=rules)
-
-
-def _backward_for_hopper(
-    problem: Problem, launches: Launches, read: tuple[Tensor, ...], rules: Rules
-) -> Any:
-    """Return the `PreparedBackward` of a problem, or None if the plain kernels run."""
-    if _forced:
-        return None
-    key = ("backward", None)
-    if key not in launches:
-        launches[key] = None
-        q, k = read[:2]
-        variant = backward_variant_of(sizes_of(q, k, problem.causal, problem.shift))
-        settings: dict[str, Any] = {"causal": problem.causal, "shift": problem.shift}
-        if (
-            variant is not None
-            and problem.planes == 1
-            and _tma_ready(problem.device, read)
-            and why_plain_forward(*read[:3], **settings, rules=rules is not _NO_RULES) is None
-        ):
-            from stepscope.attention.triton.specialized_gradients import PreparedBackward
-
-            launches[key] = PreparedBackward(q, k, **settings, variant=variant)
-    return launches[key]
 
 
 def _first_launch(
