@@ -43,6 +43,8 @@ FULL = 0.85
 """Share of the device memory above which forms that are not measured are freed."""
 DRAWN = 50
 """Batches of tokens that are drawn at once."""
+MISLABELED = 0.25
+"""Share of images with a random label: the loss falls to about 1, and not to rounding errors."""
 BRANCHES = 4
 """Successors of a token in the Markov chain: the loss falls to about log 4."""
 SEED = 0
@@ -229,7 +231,11 @@ class Data:
         random = {"generator": generator, "device": self._device}
         labels = torch.randint(len(self._table), (count,), **random)
         patterns = nn.functional.interpolate(self._table[labels], size=(size, size))
-        return patterns + torch.randn(count, 3, size, size, **random), labels
+        images = patterns + torch.randn(count, 3, size, size, **random)
+        wrong = torch.rand(count, **random) < MISLABELED
+        return images, torch.where(
+            wrong, torch.randint(len(self._table), (count,), **random), labels
+        )
 
 
 def loss_of_logits(model: nn.Module, batch: Any) -> Tensor:
