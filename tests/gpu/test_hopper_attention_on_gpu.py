@@ -56,6 +56,19 @@ def test_as_accurate_as_cudnn(key_heads: int, is_causal: bool, dtype: torch.dtyp
             assert ours < FACTOR * theirs, f"{name} of {seq}: {ours:.2e}, cuDNN {theirs:.2e}"
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_rows_that_are_not_contiguous(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a call of the same shape with contiguous ones."""
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
+    qkv = inputs(4, 16, 16, 1024)
+    grad = draw(*qkv[0].shape, seed=7)
+    by_column = [x.mT.contiguous().mT for x in qkv]
+    assert explain(*by_column, is_causal=True).chosen == "hopper"
+    order = (by_column, qkv) if first else (qkv, by_column)
+    for a, b in zip(*[results("auto", given, grad, True) for given in order], strict=True):
+        assert error(a, b.double()) < 1e-2
+
+
 def test_deterministic_algorithms_repeat_their_bits() -> None:
     """Although `auto` chose cuDNN's backward for the same shape before."""
     qkv = inputs(4, 16, 16, 1024)
