@@ -100,6 +100,8 @@ def _zero(device: torch.device) -> Tensor:
 
 
 class _HopperAttention(torch.autograd.Function):
+    saves_output = True
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
         out, lse = ops.launch_forward(q, k, v, is_causal, scale, 0)

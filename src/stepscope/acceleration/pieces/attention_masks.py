@@ -97,7 +97,7 @@ class _Masks:
             if key in self._unmasked:
                 return None
             fixed = self._fixed.get(key)
-            if rules_of(fixed) is not None:
+            if fixed is not None and rules_of(fixed) is not None:
                 self._in_graphs.append(fixed)
                 return fixed
         mask = function(*args, **kwargs)
