@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import attention, explain
+from stepscope.torch_tools.saved_tensors import is_saved_output
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -54,6 +55,25 @@ def test_as_accurate_as_cudnn(key_heads: int, is_causal: bool, dtype: torch.dtyp
         for name, *three in zip(("out", "dq", "dk", "dv"), mixed, cudnn, exact, strict=True):
             ours, theirs = (error(x, three[2]) for x in three[:2])
             assert ours < FACTOR * theirs, f"{name} of {seq}: {ours:.2e}, cuDNN {theirs:.2e}"
+
+
+def test_the_output_is_saved_once() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(4, 16, 16, 1024))
+    assert explain(q, k, v, is_causal=True).chosen == "hopper"
+    assert is_saved_output(attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rows_that_are_not_contiguous(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a call of the same shape with contiguous ones."""
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
+    qkv = inputs(4, 16, 16, 1024)
+    grad = draw(*qkv[0].shape, seed=7)
+    by_column = [x.mT.contiguous().mT for x in qkv]
+    assert explain(*by_column, is_causal=True).chosen == "hopper"
+    order = (by_column, qkv) if first else (qkv, by_column)
+    for a, b in zip(*[results("auto", given, grad, True) for given in order], strict=True):
+        assert error(a, b.double()) < 1e-2
 
 
 def test_deterministic_algorithms_repeat_their_bits() -> None:

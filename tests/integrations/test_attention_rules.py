@@ -267,3 +267,31 @@ def test_masks_of_a_capture_have_rules_of_the_eager_calls(
         attended.clear()
         assert_same(gradients(model, batch(kind)), expected[kind])
         assert attended == rules, kind
+
+
+@pytest.mark.usefixtures("attended")
+def test_masks_of_a_capture_are_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepscope.acceleration.pieces import attention_masks
+
+    model = created("Mistral")
+    stepscope.accelerate(model)
+    gradients(model, batch("plain"))
+    model.config.sliding_window = WINDOW // 2
+    expected = gradients(model, batch("plain"))
+    for module in (attention_masks, mask_rules):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    assert_same(gradients(model, batch("plain")), expected)
+
+
+def test_masks_that_are_no_tensors_have_no_rules() -> None:
+    """Such as those of FlexAttention, or several in a dictionary."""
+    from stepscope.acceleration.pieces import attention_masks
+
+    class Decoder(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return masks.create("create_masks", lambda: {"all": input_ids})
+
+    decoder = Decoder()
+    masks = attention_masks._Masks(decoder)
+    tokens = torch.zeros(2, 3)
+    assert masks.forward(decoder, tokens)["all"] is tokens

@@ -19,6 +19,7 @@ from stepscope.attention import (
     registry,
 )
 from stepscope.attention.api import attention_with
+from stepscope.torch_tools.derivatives import transforms_active
 
 ON_CPU = ("reference", "tiled", "sdpa", "sdpa_flash", "sdpa_math")
 ALIGNED = pytest.mark.parametrize(
@@ -241,6 +242,22 @@ def test_auto_chooses_the_first_that_supports_the_input(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"no implementation supports .*fake: too long"):
         attention(long, long, long)
     assert explain(long, long, long).chosen is None
+
+
+def test_a_choice_under_a_transform_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.Implementation(
+        name="fake",
+        load=lambda: sevens,
+        refuses=lambda *_: "a transform" if transforms_active() else None,
+        saves_scores=False,
+        description="a constant",
+    )
+    monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
+    monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("fake", "sdpa"))
+    x = draw(3, 5, 4)
+    torch.testing.assert_close(torch.vmap(attention)(x, x, x), reference_attention(x, x, x))
+    assert (attention(x[0], x[0], x[0]) == 7.0).all()
 
 
 def test_explain() -> None:

@@ -185,6 +185,19 @@ def test_an_mlp_that_is_left(mlps: list[str]) -> None:
     assert mlps == []
 
 
+def test_a_dropout_with_another_mode_than_its_layer(mlps: list[str]) -> None:
+    model = encoder(nn.TransformerEncoderLayer(**LAYER | {"dropout": 1.0})).eval()
+
+    def call(model: Any, x: Tensor) -> Any:
+        for layer in model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                layer.dropout.train(x.shape[0] == 3)
+        return model(x)
+
+    assert_same(model, call)
+    assert mlps
+
+
 def test_the_activation_by_tanh_is_not_the_exact_one(mlps: list[str]) -> None:
     layer = nn.TransformerEncoderLayer(**LAYER, activation=nn.GELU("tanh"))
     assert_same(encoder(layer), lambda encoder, x: encoder(x))

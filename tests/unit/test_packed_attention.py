@@ -198,6 +198,23 @@ def test_forms_that_are_left(form: Callable[[], nn.Module], reason: str) -> None
     assert [one.reason for one in left] == ([reason] * 2 if reason else [])
 
 
+def test_a_dropout_with_another_mode_than_its_module() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Dropping(0.0, 0.5))
+    x = torch.randn(2, 6, WIDTH, requires_grad=True)
+    report = stepscope.accelerate(model, sample=x)
+    assert len(report.replaced["attention"]) == 1
+    for training in (True, False):
+        model.train(training)
+        model[0].of_output.train(not training)
+        outputs = []
+        for forward in (model, lambda x: Dropping.forward(model[0], x)):
+            torch.manual_seed(1)
+            outputs.append(forward(x))
+        torch.testing.assert_close(*outputs)
+        assert bool((outputs[0] == 0).any()) is not training
+
+
 def test_a_module_with_hooks_is_left() -> None:
     module = Packed()
     module.qkv.register_forward_hook(lambda *_: None)

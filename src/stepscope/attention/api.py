@@ -82,6 +82,7 @@ def attention(
             v.device,
             None if rules is None else rules.key,
             torch._C._get_deterministic_algorithms(),
+            torch._C._get_cudnn_sdp_enabled(),
         )
         bound = _DISPATCH_CACHE.get(key)
     except (AttributeError, TypeError):
@@ -114,7 +115,8 @@ def _dispatch(
         if refusal is not None:
             raise ValueError(f"impl={impl!r} does not support this input: {refusal}")
     function = entry.load()
-    if key is not None and entry.decides_by_shape:
+    # Under a transform fewer implementations are supported: the choice is not that of other calls.
+    if key is not None and entry.decides_by_shape and not transforms_active():
         if len(_DISPATCH_CACHE) >= _MAX_DISPATCH_CACHE:
             _DISPATCH_CACHE.clear()
         _DISPATCH_CACHE[key] = (

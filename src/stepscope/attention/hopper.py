@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale
+from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def hopper_attention(
         return ops.triton_attention(
             q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
         )
-    heads = [as_four_dims(x) for x in (q, k, v)]
+    # cuDNN reads contiguous rows only, and strides are not part of a cached decision.
+    heads = [ops.rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
     factor = default_scale(q) if scale is None else scale
     out: Tensor = _HopperAttention.apply(*heads, is_causal, factor)  # type: ignore[no-untyped-call]
     return out.view(q.shape)
@@ -65,6 +67,7 @@ def refuses(
         return "cuDNN has one alignment of the causal mask"
     if scale is not None and scale <= 0:
         return "cuDNN has positive scales only"
+    q, k, v = map(ops.rows_contiguous, (q, k, v))
     inputs = (q, k, v, is_causal, scale, causal_align, rules)
     return ops.refuses(*inputs) or sdpa.refusal(_CUDNN, *inputs)
 
@@ -85,13 +88,20 @@ def leaves(
     )
 
 
-@functools.lru_cache
 def _no_dropout(device: torch.device) -> Tensor:
     """Return the seed and the offset of a dropout that does not take place."""
+    # The memory of a tensor that is created in a capture belongs to the graph.
+    return _zero.__wrapped__(device) if is_capturing() else _zero(device)
+
+
+@functools.lru_cache
+def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
 class _HopperAttention(torch.autograd.Function):
+    saves_output = True
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
         out, lse = ops.launch_forward(q, k, v, is_causal, scale, 0)

@@ -60,7 +60,7 @@ def _kernels() -> Any:
     return triton_launch
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     """Make the last dimension contiguous: the kernels assume a stride of one."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -80,7 +80,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift,
     unless the rules have intervals."""
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     kernels = _kernels()
     more = {"rules": _kernel_rules(rules)} if rules else {}
     outputs: tuple[Tensor, Tensor] = kernels.forward(
@@ -104,7 +104,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, and the row sums of gradient times output."""
     # Saved-tensor hooks may return tensors with different strides.
-    grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
+    grad, q, k, v, out = map(rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
     kernels = _kernels()
     more = {"rules": _kernel_rules(rules)} if rules else {}
@@ -144,7 +144,7 @@ def _(
     shift: int,  # noqa: ARG001
     *rules: Any,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("stepscope::flash_backward", mutates_args=())
@@ -188,7 +188,7 @@ def _(
     shift: int,  # noqa: ARG001
     *rules: Any,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [torch.empty_like(_rows_contiguous(x)) for x in (q, k, v)]
+    grads = [torch.empty_like(rows_contiguous(x)) for x in (q, k, v)]
     return grads[0], grads[1], grads[2], torch.empty_like(lse.contiguous())
 
 
@@ -469,7 +469,7 @@ def details(
     """Return which forward kernel runs on a GPU, and why not the other one."""
     if q.device.type != "cuda":
         return None
-    heads = [_rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
+    heads = [rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
     reason = _kernels().why_plain_forward(
         *heads, causal=is_causal, shift=shift, rules=rules is not None

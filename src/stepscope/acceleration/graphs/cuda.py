@@ -87,8 +87,8 @@ class CudaGraphs:
                     result = run(recording.cut)
                     recording.end()
                 except BaseException:
-                    completed = recording.abort(self._device)
-                    if not completed and not self._alive:
+                    incomplete = recording.abort(self._device)
+                    if incomplete and not self._alive:
                         # torch releases the pool with a completed graph; twice would break it.
                         with suppress(RuntimeError):
                             torch._C._cuda_releasePool(self._device.index, self._pool)
@@ -113,10 +113,11 @@ class _Recording:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._open = False
+        self._open, self._incomplete = False, False
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
+        self._incomplete = True
         # Other threads may use the device meanwhile, such as one that pins batches.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
@@ -125,6 +126,7 @@ class _Recording:
     def end(self) -> None:
         self._open = False
         self._graphs[-1].capture_end()
+        self._incomplete = False
 
     def cut(self, work: Callable[[], None]) -> None:
         self.end()
@@ -132,19 +134,17 @@ class _Recording:
         self.begin()
 
     def abort(self, device: torch.device) -> bool:
-        """End the capture. Return whether torch could complete the graph, as after an exception
-        that has nothing to do with the device."""
-        completed = False
+        """End the capture. Return whether torch could not complete the graph. It can after an
+        exception that has nothing to do with the device, and between two graphs none is open."""
         if self._open:
             with suppress(RuntimeError):
                 self.end()
-                completed = True
-        if not completed:
+        if self._incomplete:
             # A capture that ends with an error does not release the allocator.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
         self._graphs.clear()
-        return completed
+        return self._incomplete
 
     def replay(self) -> None:
         for graph in self._graphs:

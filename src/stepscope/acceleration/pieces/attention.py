@@ -259,7 +259,8 @@ class _Attention:
         dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
         given = {name: getattr(module, attribute, None) for name, attribute in self._extra.items()}
         extra = {name: value for name, value in given.items() if value is not None}
-        same = q.shape[2] == k.shape[2] > 1 and not any(kwargs.get(one) for one in _OTHER_SCORES)
+        others = any(kwargs.get(one) is not None for one in _OTHER_SCORES)
+        same = q.shape[2] == k.shape[2] > 1 and not others
         known = None if dropout or not same else score_rules(module, mask, extra, kwargs)
         if known is not None:
             causal, rules = known

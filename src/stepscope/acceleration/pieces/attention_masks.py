@@ -31,6 +31,8 @@ PIECE = "attention mask"
 _GIVEN = ("attention_mask", "position_ids")
 _CREATES_MASK = re.compile(r"create_\w*mask\w*")
 """Functions that modules of `transformers.models` import and call."""
+_MAX_FIXED = 16
+"""Masks of a decoder that are kept: each has the memory of seq × seq scores."""
 
 
 def find(model: nn.Module) -> Found:
@@ -71,7 +73,9 @@ class _Masks:
         self._namespace, self._names = _namespace(decoder), _mask_functions(decoder)
         self._unmasked: set[tuple[torch.Size, str]] = set()
         self._fixed: dict[tuple[torch.Size, str], Tensor] = {}
-        """Masks that follow from the shape, by the rules that they carry."""
+        """The last masks that follow from the shape, by the rules that they carry."""
+        self._in_graphs: list[Tensor] = []
+        """Masks that CUDA graphs read: they are never freed."""
         self._shape: torch.Size | None = None
         """Shape of the input of the call; None if it may have another mask than the last one."""
         self._rules = MaskRules()
@@ -92,17 +96,21 @@ class _Masks:
         if is_capturing() and key is not None:
             if key in self._unmasked:
                 return None
-            if rules_of(self._fixed.get(key)) is not None:
-                return self._fixed[key]
+            fixed = self._fixed.get(key)
+            if fixed is not None and rules_of(fixed) is not None:
+                self._in_graphs.append(fixed)
+                return fixed
         mask = function(*args, **kwargs)
         self._rules.attach(mask, function, args, kwargs, own_positions=key is not None)
         if key is not None and not is_capturing():
             self._unmasked.discard(key)
+            self._fixed.pop(key, None)
             rules = rules_of(mask)
             if mask is None:
                 self._unmasked.add(key)
-            elif rules is not None and not rules.tensors and key not in self._fixed:
-                # Masks that a graph reads stay.
+            elif rules is not None and not rules.tensors:
+                if len(self._fixed) >= _MAX_FIXED:
+                    del self._fixed[next(iter(self._fixed))]
                 self._fixed[key] = mask
         return mask
 

@@ -36,10 +36,13 @@ _WITHOUT_EFFECT = {"cache_position", "layer_idx", "allow_is_causal_skip"}
 """Arguments that do not change the mask of tokens without a cache."""
 
 
-def rules_of(mask: Tensor | None) -> ScoreRules | None:
+def rules_of(mask: Any) -> ScoreRules | None:
     """Return the rules that say the same as a mask together with the causal flag, if known."""
+    # A mask may be another object: that of FlexAttention, or several masks in a dictionary.
+    if type(mask) is not Tensor or was_written(mask):
+        return None
     rules: ScoreRules | None = getattr(mask, _ATTRIBUTE, None)
-    return rules if mask is not None and not was_written(mask) else None
+    return rules
 
 
 class MaskRules:

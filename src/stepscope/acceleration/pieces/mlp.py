@@ -201,7 +201,8 @@ class _Mlp:
             for layer, kind, weight in zip(layers, self._kinds, self._weights, strict=True)
         ):
             return "its layers were exchanged or have hooks"
-        if module.training and any(map(drops, module.children())):
+        dropouts = filter(drops, module.children())
+        if any(module.training or dropout.training for dropout in dropouts):
             return "it has dropout"
         if len({weight.dtype for weight in self._weights}) != 1:
             return "its weights have several dtypes"

@@ -418,7 +418,10 @@ class _Attention:
         )
         if not same or _settings(module) != self._settings:
             return "its layers or settings were changed"
-        if _dropouts(module) != self._dropouts:
+        dropouts = [child for child in module.children() if drops(child)]
+        # Some modules read their own mode, others call the dropout, which has its own.
+        same = all(child.training == module.training for child in dropouts)
+        if _dropouts(module) != self._dropouts or not same:
             return "its dropout was changed"
         alike = len({weight.dtype for weight in self._weights}) == 1
         if x.dim() != 3 or not x.is_floating_point() or not alike:

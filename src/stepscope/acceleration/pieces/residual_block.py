@@ -172,7 +172,8 @@ def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer
         # Other layers (an adapter), other parameters (sharded), later hooks, or dropout.
         same = first.weight is weights[0] and second.weight is weights[1]
         plain = all(map(is_plain_linear, (first, second)))
-        if not same or not plain or (module.training and drops(module.dropout)):
+        dropping = drops(module.dropout) and module.dropout.training
+        if not same or not plain or dropping:
             return sublayer.call(module, read, given)  # type: ignore[no-any-return]
         out = mlp(
             read,

@@ -129,7 +129,7 @@ def first_launch(
         else:
             compiled = kernel.warmup(*arguments, num_warps=4, grid=(programs,))
     except (CompilationError, OutOfResources) as error:
-        _failures.append(f"{type(error).__name__}: {str(error).splitlines()[-1:]}")
+        _failures.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
         return None
     tile = Tile(variant.rows, variant.n, 4 * variant.groups + 1, variant.stages)
     return PreparedForward(
@@ -147,5 +147,6 @@ def _order_of(device: torch.device, sizes: Sizes, variant: Variant) -> Tensor | 
     order = _ORDERS.get(key)
     if order is None and not torch.cuda.is_current_stream_capturing():
         numbers = tile_order(sizes, variant, _programs(device, sizes, variant))
-        order = _ORDERS[key] = torch.tensor(numbers, device=device, dtype=torch.int32)
+        # One tensor for all threads: it is never freed.
+        order = _ORDERS.setdefault(key, torch.tensor(numbers, device=device, dtype=torch.int32))
     return order
