@@ -179,3 +179,11 @@ def test_no_bias_of_an_accelerated_block_is_summed_by_an_operation_of_its_own(
     monkeypatch.setattr(Tensor, "sum", watched)
     model(*tokens)[1].backward()
     assert [shape for shape in sums if shape in ((12, 16), (12, 64))] == []
+
+
+def test_sums_in_another_dtype_than_that_of_a_bias_are_not_cast() -> None:
+    # They may still be written by a side stream, and a cast would read them on the main stream.
+    grad, unwritten = draw(6, 8), torch.full((8,), float("nan"), dtype=torch.float16, device=DEVICE)
+    found = matmul.bias_gradients(grad, [(8, torch.float32)], [True], unwritten)
+    assert found[0] is not None
+    assert torch.allclose(found[0], grad.sum(0))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8_on_cpu import pretend_fp8
 from stepscope.attention import FlashAttentionTorch, FlashAttentionTriton, reference_attention
 from stepscope.errors import UsageError
-from stepscope.kernels import fp8_linear
+from stepscope.kernels import fp8_linear, weight_copies
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.feed_forward import mlp
 from stepscope.kernels.fp8 import feed_forward, linear, saved
@@ -515,6 +515,30 @@ class TestModel:
             subject.copies.refresh(all_of_them=True)
             assert not torch.equal(changed, loss)
             assert torch.equal(subject(*batch()), loss)
+
+    def test_the_buffer_of_a_captured_cast_follows_every_captured_update(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copies = WeightCopies()
+        weight = nn.Parameter(draw(48, 32))
+        optimizer = FusedAdamW([weight], lr=1e-2, copies=copies, capturable=True)
+        copies.quantized((weight,), Recipe(TENSORWISE))
+        weight.grad = draw(48, 32, seed=1)
+        optimizer.step()
+        (update,) = optimizer._capturable_updates()
+        assert update.amax is not None
+        # A step that may be skipped, as with a GradScaler.
+        for skip in (0.0, 1.0, 0.0):
+            optimizer._launches.update_with_device_counts([update], torch.tensor([skip]))
+            assert update.amax.max() == weight.abs().max()
+        # An update that writes no largest magnitudes: its capture ends with a refresh.
+        optimizer.step()
+        copies.quantized((weight,), Recipe(TENSORWISE))
+        monkeypatch.setattr(weight_copies, "_is_capturing", lambda _: True)
+        with torch.no_grad():
+            weight.mul_(4)
+        copies.refresh(all_of_them=True)
+        assert update.amax.max() == weight.abs().max()
 
     @pytest.mark.parametrize("kind", [FusedAdamW, InBackwardAdamW])
     def test_training_lowers_the_loss_and_refreshes_the_casts(self, kind: Any) -> None:

@@ -143,10 +143,10 @@ def bias_gradients(
     total: Tensor | None = None,  # (all rows,)
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of biases, given by length and dtype: sums over all tokens, which may be
-    known as `total`."""
+    known as `total`. It is used in its own dtype only: a side stream may still be writing it."""
     if not any(needed):
         return (None,) * len(biases)
-    if total is None:
+    if total is None or any(dtype != total.dtype for _, dtype in biases):
         total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
     parts = torch.split(total, [rows for rows, _ in biases])
     return tuple(part.to(dtype) for part, (_, dtype) in zip(parts, biases, strict=True))

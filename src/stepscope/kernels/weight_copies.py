@@ -347,17 +347,19 @@ class _Fp8Group(_Group):
 
     def _known_amax(self, index: int, weight: Tensor) -> Tensor | None:
         """Return largest magnitudes of parts of a weight, if an update has written them. After
-        another change of the weight the buffer is written here: a captured cast may read it."""
+        another change of the weight the buffer is written here, also in a capture, whose first cast
+        may read it: the update of that capture may be another one."""
         buffer, version = self._amax[index], self.amax_versions[index]
         if buffer is None or (version is not None and version.matches(weight)):
             return buffer
-        if not kernels_take(weight) or _is_capturing(weight):
+        if not kernels_take(weight):
             return None
         from stepscope.kernels.triton import fp8
 
         partial, _ = fp8.amax(weight.detach().contiguous())
         buffer.copy_(partial.max().expand_as(buffer))
-        self.amax_versions[index] = _Version.of(weight)
+        if not _is_capturing(weight):
+            self.amax_versions[index] = _Version.of(weight)
         return partial
 
 

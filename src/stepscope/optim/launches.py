@@ -133,7 +133,7 @@ class FusedLaunches:
 
     def mark_written(self, update: TensorUpdate, amax: bool = True) -> None:
         """Record that a kernel writes the weight and its copy: torch does not see it. `amax`: also
-        its largest magnitudes."""
+        its largest magnitudes, which are unknown after a step that may have been skipped."""
         torch.autograd.graph.increment_version(update.weight)
         # A weight with a master copy is itself the second tensor.
         has_copy = update.copy is not None and update.copy is not update.weight

@@ -197,11 +197,14 @@ def adamw_table_kernel(
     square = _address(table, row, 3, MOMENTS, ALIGNED)
     copy = _address(table, row, 4, COPY, ALIGNED)
     elements = tl.load(table + row * _COLUMNS + 5)
-    if skip is not None:
-        # Without elements every load and store is masked.
-        elements = tl.where(tl.load(skip) != 0, 0, elements)
     own_settings = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
     address = tl.load(table + row * _COLUMNS + 7)
+    has_amax = address != 0
+    if skip is not None:
+        # Without elements every load and store is masked.
+        updates = tl.load(skip) == 0
+        elements = tl.where(updates, elements, 0)
+        has_amax = has_amax & updates
     _piece(
         parameter,
         gradient,
@@ -210,7 +213,7 @@ def adamw_table_kernel(
         copy,
         own_settings,
         address.to(tl.pointer_type(tl.float32)),
-        address != 0,
+        has_amax,
         start,
         elements,
         seed,
@@ -340,7 +343,7 @@ class Table:
         seed: int = 0,
         skip: Tensor | None = None,
     ) -> None:
-        """Update all tensors. A step that may be skipped writes no largest magnitudes."""
+        """Update all tensors, unless `skip` is not zero."""
         moments = tl.uint16 if stochastic else _DTYPES[dtypes.moments]
         adamw_table_kernel[(len(self._pieces),)](
             self._table,
@@ -355,7 +358,7 @@ class Table:
             ALIGNED=self._aligned,
             CHANCE=stochastic,
             COPIED=dtypes.copy is not None,
-            AMAX=self._writes_amax and skip is None,
+            AMAX=self._writes_amax,
             num_warps=8,
         )
 

@@ -41,7 +41,8 @@ error names the rank and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
 torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward
-pass. A module with a text as its attribute `needs_full_weights` is rejected for that reason.
+pass. A module whose attribute `needs_full_weights` is a nonempty string is rejected, with the
+string as the reason.
 
 Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
 function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.

@@ -23,27 +23,28 @@ MAX_PENDING_BYTES = 1 << 30
 
 
 class SideStream:
-    """A stream whose work overlaps with the current stream and keeps the tensors it reads alive.
+    """A stream whose work overlaps with the current stream and keeps the tensors it uses alive.
 
-    Memory that the side stream still reads must not be freed for reuse by the main stream. The main
-    stream waits for the oldest work before its tensors are released, so the allocator does not need
-    `record_stream`, also in a capture.
+    Memory that the side stream still reads or writes must not be freed for reuse by the main
+    stream, also where nothing uses the result. The main stream waits for the oldest work before its
+    tensors are released, so the allocator does not need `record_stream`, also in a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Callable[[], None], Tensor, torch.cuda.Event]] = deque()
         self._bytes = 0
 
     def run(self, work: Callable[[], None], reads: Tensor | None) -> None:
-        """Run work after what is on the current stream; keep `reads` alive until it is done."""
+        """Run work after what is on the current stream; keep `reads` and what else the work refers
+        to alive until it is done."""
         main = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             work()
             done = self._stream.record_event()
         if reads is not None:
-            self._pending.append((reads, done))
+            self._pending.append((work, reads, done))
             self._bytes += reads.nbytes
             while self._bytes > MAX_PENDING_BYTES and len(self._pending) > 1:
                 self._release_oldest(main)
@@ -61,7 +62,7 @@ class SideStream:
         self._bytes = 0
 
     def _release_oldest(self, main: torch.cuda.Stream) -> None:
-        reads, done = self._pending.popleft()
+        _, reads, done = self._pending.popleft()
         main.wait_event(done)
         self._bytes -= reads.nbytes
 

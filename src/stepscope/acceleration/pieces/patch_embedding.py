@@ -62,8 +62,10 @@ class _PatchEmbedding:
             return "it is called with other arguments than a tensor"
         (x,) = args
         height, width = module.kernel_size
-        if module.weight is not self._weight or not module.weight.is_contiguous():
+        if module.weight is not self._weight:
             return "its weight was exchanged"
+        if not module.weight.is_contiguous():
+            return "its weight is not contiguous, as in channels_last"
         if x.dim() != 4 or x.requires_grad or x.shape[1] != module.in_channels:
             return "its input is not a batch of images"
         if x.shape[2] % height or x.shape[3] % width:
