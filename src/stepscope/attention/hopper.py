@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale
-from stepscope.attention.specialized import HEAD_DIM
+from stepscope.attention.specialized import FORWARD
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -63,8 +63,8 @@ def refuses(
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
         return f"it needs a Hopper GPU, and q is on {q.device}"
     # Before what takes longer: under autocast no decision is cached.
-    if q.element_size() != 2 or q.shape[-1] != HEAD_DIM:
-        return f"its forward kernel is for 16-bit dtypes and head dimension {HEAD_DIM}"
+    if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
+        return "its forward kernel is for 16-bit dtypes and other head dimensions"
     if torch.are_deterministic_algorithms_enabled():
         return "cuDNN's backward kernel is not deterministic"
     if is_causal and q.shape[-2] != k.shape[-2]:
