@@ -20,7 +20,6 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import statistics
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from parallel_compilation import run_in_processes
 
 from stepscope.attention import attention, explain
 from stepscope.attention.preference import MIN_MULTIPLY_ADDS, Kind, description, kind_of
@@ -182,20 +182,8 @@ def compile_in_parallel(drawn: Sequence[Shape], processes: int, limit: float) ->
     kinds = list({shape.compiled_kind(): shape for shape in drawn}.values())
     # float32 takes longest to compile: first, so that no process ends with several of them.
     kinds.sort(key=lambda shape: shape.dtype != "float32")
-    context = multiprocessing.get_context("spawn")
-    parts = [kinds[number::processes] for number in range(processes)]
-    # Daemons end with this process, also if it raises.
-    running = [
-        context.Process(target=compile_kernels, args=(part,), daemon=True) for part in parts if part
-    ]
-    end = time.monotonic() + limit
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    parts = [(kinds[number::processes],) for number in range(min(processes, len(kinds)))]
+    run_in_processes(compile_kernels, parts, limit)
 
 
 def regrets(lines: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:

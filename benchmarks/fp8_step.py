@@ -24,7 +24,8 @@ from typing import Any
 
 import acceleration
 import torch
-from acceleration import LLAMA_1B, LR, Bench, EagerStep, Row, Shape, SkippedError, Turns
+from acceleration import LR, Bench, EagerStep, SkippedError, Turns
+from acceleration_rows import LLAMA_1B, SEED, Row, Shape
 from torch import Tensor, nn
 
 from stepscope.kernels.fp8.layers import Fp8Layers
@@ -98,7 +99,7 @@ class Fp8Bench(Bench):
 
         plain = self.row.build
         large = self.row.name == "own_8b"
-        torch.manual_seed(acceleration.SEED)
+        torch.manual_seed(SEED)
         with torch.device("meta"):
             config = plain(self.args.tiny).config
         policy = self.args.policy or (

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import threading
@@ -30,6 +29,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from parallel_compilation import run_in_processes
 from torch import Tensor
 from torch.nn import functional
 
@@ -436,20 +436,8 @@ def compile_part(names: Sequence[str], part: Sequence[tuple[int, str]]) -> None:
 def compile_in_parallel(names: Sequence[str], processes: int) -> None:
     """Compile all variants; what is not compiled in time is compiled when it is measured."""
     work = [(n, variant) for n, case in enumerate(selected(names)) for variant in case.variants]
-    context = multiprocessing.get_context("spawn")
-    # Daemons end with this process, also if it raises.
-    running = [
-        context.Process(target=compile_part, args=(names, work[n::processes]), daemon=True)
-        for n in range(processes)
-    ]
-    end = time.monotonic() + COMPILE_SECONDS
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    parts = [(names, work[n::processes]) for n in range(processes)]
+    run_in_processes(compile_part, parts, COMPILE_SECONDS)
 
 
 def selected(names: Sequence[str]) -> list[Case]:

@@ -64,7 +64,8 @@ def refuses(
         return f"it needs a Hopper GPU, and q is on {q.device}"
     # Before what takes longer: under autocast no decision is cached.
     if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
-        return "its forward kernel is for 16-bit dtypes and other head dimensions"
+        dims = ", ".join(str(head_dim) for head_dim in sorted({one for one, _ in FORWARD}))
+        return f"its forward kernel is for 16-bit dtypes and head dimension {dims}"
     if torch.are_deterministic_algorithms_enabled():
         return "cuDNN's backward kernel is not deterministic"
     if is_causal and q.shape[-2] != k.shape[-2]:

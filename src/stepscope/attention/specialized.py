@@ -19,7 +19,7 @@ MIN_TILES_PER_PROGRAM = 3
 CACHED_BYTES = 8 << 20
 """Keys and values that are in use at a time, of the 50 MB of the L2 cache."""
 _COST_OF_A_TILE = 1.5
-"""Time that a tile takes beside its key blocks, in key blocks."""
+"""Time that a tile takes in addition to its key blocks, in key blocks."""
 
 
 class Variant(NamedTuple):
