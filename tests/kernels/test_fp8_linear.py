@@ -516,6 +516,7 @@ class TestModel:
             assert not torch.equal(changed, loss)
             assert torch.equal(subject(*batch()), loss)
 
+    @in_interpreter
     def test_the_buffer_of_a_captured_cast_follows_every_captured_update(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -43,6 +43,19 @@ class Regression(nn.Module):
         return forms[self.form]
 
 
+class Caching(Regression):
+    """As Hugging Face decoders: the configuration asks for a cache, which only the output needs."""
+
+    def __init__(self) -> None:
+        super().__init__("tuple")
+        self.config = SimpleNamespace(use_cache=True)
+        self.caches = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        self.caches += self.config.use_cache
+        return super().forward(x, y)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
 
@@ -302,3 +315,18 @@ def test_a_failed_capture_leaves_the_scaler_usable() -> None:
         step(batch(3))
     step(batch(4))
     assert step.captured.statistics.eager == 5
+
+
+def test_the_model_creates_no_key_value_cache() -> None:
+    model = Caching()
+    step = stepscope.TrainStep(model, sgd(model))
+    step(batch(0))
+    assert model.caches == 0
+    model(**batch(0))
+    assert model.caches == 1
+    # The output may be read by the function.
+    stepscope.TrainStep(model, sgd(model), loss_fn=lambda one, given: one(**given)[0])(batch(0))
+    assert model.caches == 2
+    with pytest.raises(TypeError):
+        step({"x": torch.zeros(3, 4)})
+    assert model.config.use_cache

@@ -47,6 +47,7 @@ CHANGED_MS = {
     "slows": 55.0,
     "too": 51.0,
     "tf32": 35.0,
+    "accelerate-step": 40.0,
 }
 """Time of the changed step by code; the unchanged one takes 50."""
 TOGETHER_MS: dict[str, float] = {}
@@ -133,6 +134,23 @@ def verify(
     return runner.asked
 
 
+def test_a_change_is_combined_as_advised_for_the_changed_step(tmp_path: Path) -> None:
+    """`accelerate` replaces attention in bfloat16, where its kernel is faster, but not alone."""
+    alone = advice("accelerate-step", 20.0, optimizer="adamw-fused")
+    after = advice("accelerate-step", 15.0, optimizer="adamw-fused", attention="fused")
+    store = Store(tmp_path / "kept.db")
+    with store:
+        run = new_run((), "stepscope advise")
+        store.add_run(run)
+        codes = verify(
+            tmp_path, BFLOAT16, alone, store=store, run=run,
+            later=lambda codes: (after,) if codes == ["bfloat16"] else (),
+        )  # fmt: skip
+        assert codes == ["bfloat16", "accelerate-step", "bfloat16+accelerate-step"]
+        trials = [Tried(one).trial for one in store.records(run.id)]
+    assert [trial.settings.get("attention") for trial in trials] == [None, None, "fused"]
+
+
 def test_each_change_alone_then_kept_changes_together(tmp_path: Path) -> None:
     tried_codes = verify(tmp_path, BFLOAT16, UPDATE, COMPILE)
     assert tried_codes == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
@@ -198,7 +216,8 @@ def test_bottleneck_of_the_changed_step_is_advised_on_again(tmp_path: Path) -> N
         return (graph, COMPILE)
 
     result = verify(tmp_path, BFLOAT16, UPDATE, COMPILE, later=later)
-    assert requests[0] == ["bfloat16", "fused-optimizer"]
+    # For the change that is added, and then for more.
+    assert requests[:2] == [["bfloat16"], ["bfloat16", "fused-optimizer"]]
     # `compile` was slower alone and is not tried again.
     assert result[3:] == ["bfloat16+fused-optimizer", "bfloat16+fused-optimizer+cuda-graph"]
 

@@ -10,8 +10,8 @@ On a GPU the step is replayed as a CUDA graph where that is possible (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -194,12 +194,13 @@ class TrainStep:
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
             return _scalar(with_deferred_logits(self.model, function), "loss_fn")
-        if isinstance(batch, Mapping):
-            output = self.model(**batch)
-        elif isinstance(batch, (list, tuple)):
-            output = self.model(*batch)
-        else:
-            output = self.model(batch)
+        with _without_cache(self.model):
+            if isinstance(batch, Mapping):
+                output = self.model(**batch)
+            elif isinstance(batch, (list, tuple)):
+                output = self.model(*batch)
+            else:
+                output = self.model(batch)
         return _scalar(_loss_of(output), "the model")
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -253,6 +254,25 @@ def _needs_all_gradients(max_grad_norm: float | None, accumulate: int, scaler: A
         "scaler": scaler is not None,
     }
     return [name for name, given in options.items() if given]
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let Hugging Face models create no key-value cache, which copies keys and values, cannot be
+    captured with sliding windows, and is discarded with the rest of the output."""
+    configs = {id(one): one for module in model.modules() if (one := _caching_config(module))}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _caching_config(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return config if getattr(config, "use_cache", None) is True else None
 
 
 def _loss_of(output: Any) -> Any:

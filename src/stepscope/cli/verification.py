@@ -90,22 +90,26 @@ class Verification:
         self._trial, self._later = trial, later
         self._deadline = Deadline(within_s)
         self._only = only
+        self._settings: frozenset[str] = frozenset()
         self._observer: Observer
 
     def verify(self, advice: Sequence[Advice], settings: frozenset[str]) -> None:
         """Run all trials. Records go to the store; outcomes go to the prediction history."""
-        wanted = self._wanted(advice, settings)
+        self._settings = settings
+        wanted = self._wanted(advice)
         with make_observer(self._run, len(wanted), 0) as self._observer:
             alone = self._alone(wanted)
             best = self._combine([one for one in alone if one.kept])
             if best is not None:
-                self._try_more(best, alone, settings)
+                self._try_more(best, alone)
 
-    def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
+    def _wanted(self, advice: Sequence[Advice]) -> list[Advice]:
         """Order the applicable advice: first the change with the largest predicted gain for each
         setting, then the alternatives for the same settings. A change that is predicted to cost
         time, and is listed for its memory, is tried only on request or on top of others."""
-        named = (one for one in applicable(advice, settings) if one.gain_ms >= 0 or self._only)
+        named = (
+            one for one in applicable(advice, self._settings) if one.gain_ms >= 0 or self._only
+        )
         reachable = list(named)
         chosen = compatible(sorted(reachable, key=lambda one: -one.gain_ms))
         ordered = sorted(reachable, key=lambda one: one not in chosen)
@@ -145,6 +149,7 @@ class Verification:
         noise. If there is no time for one after the other, the rest is tried at once."""
         left = list(changes)
         while left:
+            left = self._as_advised_after(best, left)
             one_more, everything = (_with(best, some) for some in (left[:1], left))
             if not self._deadline.allows(
                 self._trial(one_more), then=self._trial(everything) if len(left) > 1 else None
@@ -163,16 +168,23 @@ class Verification:
             left = quick if len(quick) < len(left) else []
         return best
 
-    def _try_more(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
+    def _as_advised_after(self, best: Tried, changes: Sequence[Advice]) -> list[Advice]:
+        """Return the changes as they are advised for the changed step, where they are: which pieces
+        `accelerate` replaces depends on the dtype."""
+        later = self._later([one.code for one in best.trial.advice])
+        advised = {one.code: one for one in self._wanted(later)}
+        return [advised.get(one.code, one) for one in changes]
+
+    def _try_more(self, best: Tried, alone: Sequence[Tried]) -> None:
         """Try the advice for the changed step. Its bottleneck is different, so a change that would
         have gained nothing at first may now help, or replace others."""
         settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
-        later = self._wanted(self._later([one.code for one in best.trial.advice]), settings)
+        later = self._wanted(self._later([one.code for one in best.trial.advice]))
         more = [one for one in later if one.code not in settled and "batch" not in one.setting]
         best = self._add(best, [one for one in more if one.gain_ms > 0])
-        self._add(best, self._alternatives(best, settings))
+        self._add(best, self._alternatives(best))
 
-    def _alternatives(self, best: Tried, settings: frozenset[str]) -> list[Advice]:
+    def _alternatives(self, best: Tried) -> list[Advice]:
         """Return changes that conflict with one of the best combination, and are predicted to gain
         about as much in its place or more. Alone, in the unchanged step, they may have lost. Other
         values of the same setting have been compared with it."""
@@ -181,7 +193,7 @@ class Verification:
         for old in best.trial.advice:
             advice = self._later([one.code for one in best.trial.advice if one is not old])
             gain = next((one.gain_ms for one in advice if one.code == old.code), 0.0)
-            for one in self._wanted(advice, settings):
+            for one in self._wanted(advice):
                 is_other = set(one.setting) != set(old.setting) and one.conflicts_with(old)
                 if is_other and one.code not in codes and one.gain_ms >= _COMPARABLE * gain:
                     found.setdefault(one.code, one)
