@@ -2,8 +2,8 @@
 
 Autograd passes the gradient from one operation to the next as one tensor, so what is known about it
 is attached to that object; it is not valid after a change of its values. A projection with a bias
-states on its output that it needs the sums of the gradient over all tokens, and the kernel that
-writes this gradient computes them.
+states on its output that it needs the sums of the gradient over all tokens, one in FP8 that it
+needs the largest absolute values, and the kernel that writes this gradient computes them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 _AMAX = "_stepscope_amax"
 _CAST = "_stepscope_cast"
 _BIAS = "_stepscope_bias"
+_SCALED = "_stepscope_scaled"
 _SUMS = "_stepscope_sums"
 
 
@@ -51,6 +52,17 @@ def noted_amax(x: Any) -> Tensor | None:
     """Return the largest absolute values of parts of x; None if they are not known."""
     partial: Tensor | None = _noted(x, _AMAX)
     return partial
+
+
+def note_scaled(out: Tensor) -> Tensor:
+    """State on the output of a projection that it scales the gradient by its largest absolute
+    value, and return the output."""
+    return _note(out, _SCALED, True)
+
+
+def noted_scaled(out: Any) -> bool:
+    """Return whether the gradient of this tensor is scaled by its largest absolute value."""
+    return _noted(out, _SCALED) is not None
 
 
 def note_cast(x: Tensor, cast: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepscope.attention.packed import split_heads
 from stepscope.kernels.launch import kernels_take
+from stepscope.kernels.noted import noted_scaled
 from stepscope.torch_tools.derivatives import differentiable_once
 
 
@@ -69,7 +70,7 @@ def rotated_parts_(
         q, k, v = _parts(x, heads, key_heads, by_head)
         return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
     parts: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(  # type: ignore[no-untyped-call]
-        x, cos, sin, heads, key_heads, by_head
+        x, cos, sin, heads, key_heads, by_head, noted_scaled(x)
     )
     return parts
 
@@ -117,7 +118,14 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int, by_head: bool
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        key_heads: int,
+        by_head: bool,
+        scaled: bool,
     ) -> tuple[Tensor, ...]:
         from stepscope.kernels.triton.rope import rotate
 
@@ -126,7 +134,7 @@ class _RotateParts(torch.autograd.Function):
         q_and_k = data if by_head else data[..., : (heads + key_heads) * d_head]
         rotate(q_and_k, q_and_k, cos, sin, heads + key_heads, back=False, by_head=by_head)
         ctx.save_for_backward(cos, sin)
-        ctx.by_head = by_head
+        ctx.by_head, ctx.scaled = by_head, scaled
         return _parts(data, heads, key_heads, by_head)
 
     @staticmethod
@@ -137,5 +145,5 @@ class _RotateParts(torch.autograd.Function):
         from stepscope.kernels.triton.rope import gather_back
 
         cos, sin = ctx.saved_tensors
-        grad = gather_back(grad_q, grad_k, grad_v, cos, sin, ctx.by_head)
-        return grad, None, None, None, None, None
+        grad = gather_back(grad_q, grad_k, grad_v, cos, sin, ctx.by_head, ctx.scaled)
+        return grad, None, None, None, None, None, None

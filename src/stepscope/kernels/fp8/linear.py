@@ -26,6 +26,7 @@ from stepscope.kernels.fp8.casts import (
 )
 from stepscope.kernels.fp8.recipe import (
     FP8,
+    TENSORWISE,
     Recipe,
     recipe_of,
     shape_refused,
@@ -41,7 +42,7 @@ from stepscope.kernels.fp8.saved import (
 )
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.noted import note_bias, noted_amax, take_sums
+from stepscope.kernels.noted import note_bias, note_scaled, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -98,6 +99,8 @@ def apply(
     out: Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         x, normed, operands, layer, *weights, *biases
     )
+    if layer.recipe.scaling == TENSORWISE:
+        note_scaled(out)
     return note_bias(out, biases)
 
 

@@ -110,7 +110,8 @@ def fp8_amax(by_row: bool) -> Tile:
 
 def fp8_scale(parts: int) -> Block:
     """Return the parts of an iteration of the only program."""
-    return Block(min(4096, _power_of_2(parts)), 8)
+    columns = min(32768, _power_of_2(parts))
+    return Block(columns, min(32, max(1, columns // (8 * _LANES))))
 
 
 def fp8_cast(blockwise: bool) -> Tile:
