@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
 
 _MIN_HEAD_DIM = 16
+_KERNEL = {"BACKEND": "TRITON"}
+"""Its decoding kernel, the default for fewer than 128 queries, has no configuration for 70 queries
+in float32 (torch 2.11)."""
 
 
 def flex_attention_by_mask(
@@ -50,6 +53,7 @@ def flex_attention_by_mask(
         block_mask=_mask_for(q_visible.shape[-2], k.shape[-2], causal_mask.offset, q.device),
         scale=scale,
         enable_gqa=heads_per_key_head(q, k) > 1,
+        kernel_options=_KERNEL,
     )
     out = (
         functional.pad(out, (0, 0, causal_mask.fully_masked_rows, 0))
@@ -77,6 +81,7 @@ def attend_by_rules(
         block_mask=_mask_of_rules(rules, lengths),
         scale=scale,
         enable_gqa=heads_per_key_head(q, k) > 1,
+        kernel_options=_KERNEL,
         **({} if rules.sinks is None else {"return_aux": AuxRequest(lse=True)}),
     )
     if rules.sinks is not None:
