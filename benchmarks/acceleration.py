@@ -7,8 +7,8 @@
 
 Every form trains the same model from the same seed under bfloat16 autocast. A block is at least
 `--seconds` of consecutive steps; forms take turns in ABBA order, and the time of a block is the
-median of its steps. A form is built again for each of its blocks if the memory does not hold all.
-Models have random weights; a row or form whose library is missing is skipped with the reason.
+median of its steps. Energy is the counter of the device over a block. A form is built again for
+each of its blocks if the memory does not hold all. Models have random weights; a row or form whose library is missing is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from acceleration_rows import ROWS, SEED, Data, Row
 from torch import Tensor, nn
 
 from stepscope.errors import first_cause, one_line
+from stepscope.measure.device import pick_device
+from stepscope.measure.environment import describe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -40,6 +42,8 @@ FORMS = (*PEERS, *OURS)
 LR = 3e-4
 WARM_UP = 8
 """Steps before the first block: compilation, autotuning, warm-up and capture of graphs."""
+LEAD_IN = 3
+"""Steps before a block is timed, of the same energy."""
 FULL = 0.85
 """Share of the device memory above which forms that are not measured are freed."""
 
@@ -227,7 +231,7 @@ class Built:
 
     def block(self, seconds: float) -> list[float]:
         """Run a block, after steps that bring the device to the state of consecutive steps."""
-        lead_in = self._run(3)
+        lead_in = self._run(LEAD_IN)
         each = max(statistics.median(lead_in) / 1e3, 1e-6)
         return self._run(max(5, math.ceil(seconds / each)))
 
@@ -296,7 +300,13 @@ class Turns:
             self._make_room()
             built = self._alive[form] = Built(self._bench, form)
             self._largest = max(self._largest, built.gib.get("reserved_gib", 0.0))
+        device = pick_device(self._bench.device.type)
+        before = device.energy_j()
         samples = built.block(self._bench.args.seconds)
+        after = device.energy_j()
+        energy = {}
+        if before is not None and after is not None:
+            energy["joules"] = (after - before) / (len(samples) + LEAD_IN)
         explain = getattr(built.step, "explain", None)
         return {
             "median_ms": statistics.median(samples),
@@ -304,6 +314,7 @@ class Turns:
             "quartiles_ms": statistics.quantiles(samples, n=4)[::2],
             "build_s": built.build_s,
             **built.gib,
+            **energy,
             **({} if explain is None else {"explain": explain()}),
         }
 
@@ -423,6 +434,7 @@ def written(args: argparse.Namespace, records: Iterable[dict[str, Any]]) -> list
     machine = {
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
+        "commit": describe(pick_device(torch.device(args.device).type)).commit,
         "tiny": args.tiny,
         "seconds": args.seconds,
     }

@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[int, int, int, int, int]] = {
 RECIPES = {
     "tensorwise": Recipe(),
     "tensorwise, e5m2 gradients": Recipe(gradient_dtype=E5M2),
-    "tensorwise, all fast": Recipe(fast_accumulation="all"),
+    "tensorwise, forward fast": Recipe(fast_accumulation="forward"),
     "tensorwise, dW in bf16": Recipe(weight_gradient=BF16),
     "delayed": Recipe(DELAYED),
     "rowwise": Recipe("rowwise"),

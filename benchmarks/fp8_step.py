@@ -9,14 +9,13 @@ Blocks of at least `--seconds` of consecutive steps in ABBA order (`benchmarks/a
 `bf16` and `fp8-…` are Stepscope's step: its own model with fused projections and the optimizer in
 the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`. `torchao-…` converts the
 linear layers of the blocks (not the head) and compiles the blocks; `compiled` does the latter only.
-Energy is NVML's counter over a block. 8b has bfloat16 weights and recomputes gates, as its bf16
+8b has bfloat16 weights and recomputes gates, as its bf16
 record; torchao is not tried there.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from stepscope.kernels.fp8.recipe import BF16, Recipe, unavailable
 
 RECIPES = {
     "fp8-tensorwise": Recipe(),
-    "fp8-tensorwise-all-fast": Recipe(fast_accumulation="all"),
+    "fp8-tensorwise-forward-fast": Recipe(fast_accumulation="forward"),
     "fp8-delayed": Recipe("delayed"),
     "fp8-rowwise": Recipe("rowwise"),
     "fp8-blockwise": Recipe("blockwise", fast_accumulation="none"),
@@ -82,6 +81,12 @@ ROWS = {
 class Fp8Bench(Bench):
     """One row: builds the step of each form."""
 
+    @property
+    def policy(self) -> str:
+        """The activation policy of Stepscope's own model."""
+        default = "all" if self.args.tiny else POLICIES.get(self.row.name, "all")
+        return self.args.policy or default
+
     def step(self, form: str) -> Callable[[Any], Tensor]:
         if form in PEERS:
             return self._peer(form)
@@ -102,9 +107,6 @@ class Fp8Bench(Bench):
         torch.manual_seed(SEED)
         with torch.device("meta"):
             config = plain(self.args.tiny).config
-        policy = self.args.policy or (
-            "all" if self.args.tiny else POLICIES.get(self.row.name, "all")
-        )
         fp8 = None if recipe is None else Fp8Layers(recipe)
         model = TransformerLM(
             config,
@@ -113,7 +115,7 @@ class Fp8Bench(Bench):
             dtype=torch.bfloat16 if large else torch.float32,
             fused=True,
             fused_projections=True,
-            activation_policy=policy_per_layer(policy, config.n_layers),
+            activation_policy=policy_per_layer(self.policy, config.n_layers),
             fp8=fp8,
         ).train()
         optimizer = InBackwardAdamW(model.parameters(), lr=LR, copies=model.copies)
@@ -173,36 +175,6 @@ class _Explained:
         return f"{on} layers in FP8{why}; {text}"
 
 
-class Fp8Turns(Turns):
-    """Blocks with their energy."""
-
-    def _measure(self, form: str) -> dict[str, Any]:
-        before = self._joules()
-        alive = form in self._alive
-        line = super()._measure(form)
-        after = self._joules()
-        if before is not None and after is not None and alive:
-            # The second block of a form only: the first one also builds it. Three lead-in steps.
-            line["joules"] = (after - before) / (line["steps"] + 3)
-        return line
-
-    def _joules(self) -> float | None:
-        if self._bench.device.type != "cuda":
-            return None
-        with contextlib.suppress(Exception):
-            import pynvml
-
-            pynvml.nvmlInit()
-            torch.cuda.synchronize()
-            index = torch.cuda.current_device()
-            uuid = str(torch.cuda.get_device_properties(index).uuid)
-            for prefix in ("GPU-", ""):
-                with contextlib.suppress(pynvml.NVMLError):
-                    handle = pynvml.nvmlDeviceGetHandleByUUID(f"{prefix}{uuid}")
-                    return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        return None
-
-
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Write the median of each form's blocks, with its ratio to the best of torchao and bf16."""
     out = [f"{'row':12} {'form':26} {'step':>11} {'vs peer':>8} {'peak':>10} {'energy':>9}  note"]
@@ -251,7 +223,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in args.rows:
-        yield from Fp8Turns(Fp8Bench(ROWS[name], args), args.forms).lines()
+        bench = Fp8Bench(ROWS[name], args)
+        for line in Turns(bench, args.forms).lines():
+            own = bench.row.family == "own" and line["form"] not in PEERS
+            yield line | ({"policy": bench.policy} if own else {})
 
 
 def main(words: Sequence[str] | None = None) -> None:
