@@ -8,7 +8,8 @@
 Every form trains the same model from the same seed under bfloat16 autocast. A block is at least
 `--seconds` of consecutive steps; forms take turns in ABBA order, and the time of a block is the
 median of its steps. Energy is the counter of the device over a block. A form is built again for
-each of its blocks if the memory does not hold all. Models have random weights; a row or form whose library is missing is skipped with the reason.
+each of its blocks if the memory does not hold all. Models have random weights; a row or form whose
+library is missing is skipped with the reason.
 """
 
 from __future__ import annotations

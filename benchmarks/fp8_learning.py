@@ -2,8 +2,9 @@
 
     python benchmarks/fp8_learning.py --out fp8-learning_h200.jsonl --resume --time-limit 550
 
-Each line is one training: a model, a dtype, a seed, and all of its losses. FP8 is forced on every
-eligible linear layer of the blocks; everything else is equal. The text is the sources of Python's
+Each line is one training: a model, a dtype, a seed, and all of its losses. `fp8` is forced on every
+eligible linear layer of the blocks, `fp8-auto` has the layers that the rule by shape selects;
+everything else is equal. The text is the sources of Python's
 standard library, byte by byte. With `--resume` trainings that the file has are left out, and one
 that a time limit interrupted goes on from its checkpoint, so that several short visits to a GPU
 complete the file.
@@ -61,7 +62,8 @@ MODELS = {
     "300m": Training(_sized("medium", 512, n_layers=18), 8, 512, 1000, 6e-4),
     "tiny": Training(_sized("tiny", 64), 4, 64, 20, 1e-3),
 }
-DTYPES = ("bf16", "fp8")
+DTYPES = ("bf16", "fp8", "fp8-auto")
+"""`fp8`: in every eligible layer; `fp8-auto`: where the rule by shape predicts a gain."""
 
 
 class Run:
@@ -76,8 +78,8 @@ class Run:
         self.model = TransformerLM(
             self.training.config, device=device, fused=True, fused_projections=True
         )
-        self.layers = Fp8Layers(recipe, always=True)
-        if dtype == "fp8":
+        self.layers = Fp8Layers(recipe, always=dtype == "fp8")
+        if dtype != "bf16":
             self.model.set_fp8(self.layers)
         self.optimizer = FusedAdamW(
             self.model.parameters(),
@@ -148,7 +150,7 @@ class Run:
             "model": self.name,
             "dtype": self.dtype,
             "seed": self.seed,
-            "recipe": str(self.layers.recipe) if self.dtype == "fp8" else "",
+            "recipe": "" if self.dtype == "bf16" else str(self.layers.recipe),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "fp8_weights": sum(reason is None for reason in decisions.values()),
             "step": self._train_step.explain(),
@@ -185,7 +187,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "300m"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scaling", default="tensorwise")
     parser.add_argument("--out", type=Path, default=Path("fp8-learning.jsonl"))
@@ -199,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = pick_device(options.device)
     recipe = Recipe(options.scaling)
-    if "fp8" in options.dtypes and (reason := unavailable(device.torch_device, recipe)):
+    if {*options.dtypes} - {"bf16"} and (reason := unavailable(device.torch_device, recipe)):
         print(f"no FP8 training here: {reason}")
         return 2
     here = describe(device)

@@ -21,21 +21,23 @@ _LAST = 100
 _DRAWN = 150
 """Points of a curve."""
 _SAME = 0.005
+_LAYERS = {"fp8": "all", "fp8-auto": "by the rule"}
+"""The linear layers of the blocks in FP8."""
 
 Line = dict[str, Any]
 
 
 class Learned:
-    """The trainings of one model: pairs of bfloat16 and FP8 by seed."""
+    """The trainings of one model: pairs of bfloat16 and a choice of FP8 layers by seed."""
 
-    def __init__(self, model: str, lines: list[Line]) -> None:
-        self.model = model
+    def __init__(self, model: str, dtype: str, lines: list[Line]) -> None:
+        self.model, self.dtype = model, dtype
         by = {(line["dtype"], line["seed"]): line for line in lines}
         seeds = sorted({line["seed"] for line in lines})
         self.pairs = [
-            (by["bf16", seed], by["fp8", seed])
+            (by["bf16", seed], by[dtype, seed])
             for seed in seeds
-            if ("bf16", seed) in by and ("fp8", seed) in by
+            if ("bf16", seed) in by and (dtype, seed) in by
         ]
 
     @property
@@ -74,7 +76,11 @@ def final(line: Line) -> float:
 
 def learned(lines: list[Line]) -> list[Learned]:
     models = dict.fromkeys(line["model"] for line in lines)
-    every = (Learned(m, [line for line in lines if line["model"] == m]) for m in models)
+    every = (
+        Learned(model, dtype, [line for line in lines if line["model"] == model])
+        for model in models
+        for dtype in _LAYERS
+    )
     return [one for one in every if one.pairs]
 
 
@@ -91,9 +97,10 @@ def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
     first = models[0].pairs[0][1]
     text = (
         f"`python benchmarks/fp8_learning.py` on {first['device']}, torch {first['torch']},"
-        f" {commits_of(line['commit'] or '' for line in lines)}: FP8 ({first['recipe']}) forced on"
-        " all linear layers of the blocks, next to bfloat16, from the same weights on the same"
-        " text, the sources of Python's standard library byte by byte."
+        f" {commits_of(line['commit'] or '' for line in lines)}: FP8 ({first['recipe']}) in"
+        " all linear layers of the blocks, or where the rule by shape predicts a gain, next to"
+        " bfloat16, from the same weights on the same text, the sources of Python's standard"
+        " library byte by byte."
     )
     return ["## Does a model learn in FP8?", text, *shown(blocks)], figure_files(blocks)
 
@@ -105,6 +112,10 @@ def _table(models: list[Learned]) -> Block:
         models,
         [
             col("model", lambda one: one.model),
+            col(
+                "layers in FP8",
+                lambda one: f"{_LAYERS[one.dtype]}: {one.pairs[0][1]['fp8_weights']} weights",
+            ),
             col("parameters", lambda one: one.pairs[0][0]["parameters"], "count"),
             col("steps", lambda one: one.pairs[0][0]["steps"], "count"),
             col("seeds", lambda one: len(one.pairs), "count"),
@@ -147,9 +158,10 @@ def _figure(one: Learned) -> Figure:
     for index, (bf16, fp8) in enumerate(one.pairs):
         seed = f", seed {bf16['seed']}" if index else ""
         curves += [drawn(f"bf16{seed}", bf16, 0), drawn(f"FP8{seed}", fp8, 1)]
+    rule = " by the rule" if one.dtype == "fp8-auto" else ""
     return Figure(
-        name=f"fp8-learning-{one.model}",
-        title=f"Training loss of {one.model} in bfloat16 and FP8",
+        name=f"fp8-learning-{one.model}{'-auto' if rule else ''}",
+        title=f"Training loss of {one.model} in bfloat16 and FP8{rule}",
         kind="lines",
         curves=tuple(curves),
         x_label="step",

@@ -89,6 +89,7 @@ def line(dtype: str, seed: int, last: float, **changes: Any) -> str:
             "seed": seed,
             "recipe": "tensorwise",
             "parameters": 1000,
+            "fp8_weights": 7,
             "steps": 200,
             "diverged_at": None,
             "losses": [5.0] * 100 + [last] * 100,
@@ -115,12 +116,16 @@ def test_the_docs_have_a_table_and_a_figure_of_pairs(tmp_path: Path) -> None:
         line("bf16", 1, 1.02),
         line("fp8", 1, 1.02),
         line("bf16", 2, 1.0),
+        line("fp8-auto", 2, 1.1, fp8_weights=3),
     )
-    assert set(figures) == {"figures/fp8-learning-small.svg"}
-    (row,) = (row for row in text.splitlines() if row.startswith("| small"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:4] == ["small", "1,000", "200", "2"]
-    assert cells[-2:] == ["0", "yes"]
+    names = ("small", "small-auto")
+    assert set(figures) == {f"figures/fp8-learning-{name}.svg" for name in names}
+    rows = [row for row in text.splitlines() if row.startswith("| small")]
+    every, by_rule = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
+    assert every[:5] == ["small", "all: 7 weights", "1,000", "200", "2"]
+    assert every[-2:] == ["0", "yes"]
+    assert by_rule[:5] == ["small", "by the rule: 3 weights", "1,000", "200", "1"]
+    assert by_rule[-2:] == ["0", "no"]
 
 
 @pytest.mark.parametrize(
