@@ -24,7 +24,7 @@ from stepscope.optim import InBackwardAdamW
 EPS, HEADS = 1e-5, 2
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2}
 """Gradients that are nearly zero change little with this eps."""
-Seen = list[tuple[str, Tensor]]
+Seen = dict[str, Tensor]
 
 
 class Net(nn.Module):
@@ -50,12 +50,11 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.uses):
-            x = (
-                checkpoint(self.block, x, use_reentrant=False)
-                if self.checkpointed
-                else self.block(x)
-            )
-        loss = x.square().mean()
+            if self.checkpointed:
+                x = checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = self.block(x)
+        loss = (x * torch.sin(3 * x)).sum(-1).mean()
         for _, parameter in self.summed() if self.penalty else ():
             loss = loss + self.penalty * parameter.square().sum()
         return loss
@@ -119,15 +118,16 @@ def checkpointed(net: Net, _: Seen) -> Iterator[None]:
 
 @contextmanager
 def hooked_after(net: Net, seen: Seen) -> Iterator[None]:
-    def copied(name: str) -> Callable[[Tensor], None]:
+    def copied(out: Tensor) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            seen.append((name, parameter.grad.clone()))
+            out.copy_(parameter.grad)
 
         return hook
 
     for name, one in net.summed():
-        one.register_post_accumulate_grad_hook(copied(name))  # type: ignore[no-untyped-call]
+        seen[name] = torch.zeros_like(one, requires_grad=False)
+        one.register_post_accumulate_grad_hook(copied(seen[name]))  # type: ignore[no-untyped-call]
     yield
 
 
@@ -142,14 +142,18 @@ def hooked_before(net: Net, _: Seen) -> Iterator[None]:
 def hooked_node(net: Net, seen: Seen) -> Iterator[None]:
     """Hooks that a tensor does not show, such as those of data-parallel wrappers."""
 
-    def copied(name: str) -> Callable[[tuple[Tensor, ...]], None]:
-        return lambda grads: seen.append((name, grads[0].clone()))
+    def copied(out: Tensor) -> Callable[[tuple[Tensor, ...]], None]:
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            out.copy_(grads[0])
 
-    nodes = [(name, get_gradient_edge(one).node) for name, one in net.summed()]
-    for name, node in nodes:
-        node.register_prehook(copied(name))  # type: ignore[arg-type]
+        return hook
+
+    nodes = []
+    for name, one in net.summed():
+        seen[name] = torch.zeros_like(one, requires_grad=False)
+        nodes.append(get_gradient_edge(one).node)
+        nodes[-1].register_prehook(copied(seen[name]))  # type: ignore[arg-type]
     yield
-    del nodes
 
 
 @contextmanager
@@ -183,11 +187,7 @@ def trained(
     net, seen = Net(shape[-1], fused).to(device), Seen()
     with reader(net, seen):
         step = TrainStep(net, optimizer(net), graph=graph, warmup=2)
-        losses = []
-        for number in range(steps):
-            if graph == "off" or number == steps - 2:
-                seen.clear()
-            losses.append(step(batch(number, shape, device)).clone())
+        losses = [step(batch(number, shape, device)).clone() for number in range(steps)]
     return net, losses, seen
 
 

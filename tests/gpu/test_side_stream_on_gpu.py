@@ -6,7 +6,7 @@ whoever reads it too early gets NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class Delayed:
 
 
 @pytest.fixture
-def delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delayed]:
+def delayed(monkeypatch: pytest.MonkeyPatch) -> Delayed:
     counts, compute, wait = Delayed(), SideStream.compute, SideStream.wait
 
     def late(
@@ -60,7 +60,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delayed]:
 
     monkeypatch.setattr(SideStream, "compute", late)
     monkeypatch.setattr(SideStream, "wait", counted)
-    yield counts
+    return counts
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +139,79 @@ def test_after_a_join_nothing_waits() -> None:
     stream.joins += 1
     assert torch.equal(part + 1, torch.ones(4))
     assert torch.equal(late + 1, torch.ones(4))
+
+
+class FakeCuda:
+    """Streams of a device that record what each of them does, in program order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.current = self.Stream(self, "main")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: self.Stream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.switch)
+
+    @contextmanager
+    def switch(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    class Stream:
+        device = torch.device("cuda")
+
+        def __init__(self, cuda: FakeCuda, name: str) -> None:
+            self._cuda, self.name = cuda, name
+
+        def wait_stream(self, other: Any) -> None:
+            self._cuda.log.append((self.name, "waits for", other.name))
+
+        def record_event(self) -> str:
+            number = sum(what == "records" for _, what, *_ in self._cuda.log)
+            self._cuda.log.append((self.name, "records", f"event {number}"))
+            return f"event {number}"
+
+        def wait_event(self, event: str) -> None:
+            self._cuda.log.append((self.name, "waits for", event))
+
+        def work(self, name: str) -> None:
+            self._cuda.log.append((self.name, "runs", name))
+
+
+def test_the_order_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    stream = SideStream(torch.device("cuda"))
+
+    def computed(name: str) -> Tensor:
+        return stream.compute(lambda: cuda.current.work(name), torch.zeros(1), (torch.ones(2),))[0]
+
+    gradients = [computed("first"), computed("second")]
+    assert isinstance(gradients[1], AsyncTensor)
+    value = gradients[1].read_on(stream)
+    stream.run(lambda: cuda.current.work(f"update by {value.tolist()}"), value)
+    assert cuda.log == [
+        ("side", "waits for", "main"),
+        ("side", "runs", "first"),
+        ("side", "records", "event 0"),
+        ("side", "waits for", "main"),
+        ("side", "runs", "second"),
+        ("side", "records", "event 1"),
+        ("side", "waits for", "main"),
+        ("side", "runs", "update by [1.0, 1.0]"),
+        ("side", "records", "event 2"),
+    ]
+    cuda.log.clear()
+    with cuda.switch(FakeCuda.Stream(cuda, "third")):
+        _ = gradients[0] + gradients[1]
+    _ = gradients[0] * 2
+    stream.join()
+    _ = gradients[0] * 2
+    assert cuda.log == [
+        ("third", "waits for", "event 0"),
+        ("third", "waits for", "event 1"),
+        ("main", "waits for", "event 0"),
+        ("main", "waits for", "side"),
+    ]
 
 
 def test_gradients_go_to_the_optimizer_that_consumes_all_of_them() -> None:

@@ -125,7 +125,9 @@ class AsyncTensor(Tensor):
             # Views do not read. Autograd detaches the gradient that it stores in a parameter.
             source: AsyncTensor = args[0]
             views = func(source._value, *args[1:], **(kwargs or {}))
-            return tree_map_only(Tensor, source._view, views)
+            if isinstance(views, Tensor):
+                return source._view(views)
+            return [source._view(view) for view in views]
         args, kwargs = tree_map_only(AsyncTensor, AsyncTensor.wait, (args, kwargs or {}))
         return func(*args, **kwargs)
 
