@@ -27,7 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import FusedAdamW
 from stepscope.optim.launches import Copies, kernel_takes, rules
-from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
+from stepscope.torch_tools.gradient_hooks import count_readers, hook_for_life, hook_of
 from stepscope.torch_tools.renamed import renamed_arguments
 from stepscope.torch_tools.side_stream import AsyncTensor, SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
@@ -218,14 +218,11 @@ class InBackwardAdamW(FusedAdamW):
     def _is_only_reader(self, parameter: Tensor) -> bool:
         """Return whether only the update is expected to read the gradient. For any other reader the
         main stream waits, and with it for all updates before."""
-        hooks: Any = parameter._post_accumulate_grad_hooks
         return (
             parameter in self._rows
             and parameter not in self._read_by_others
             and parameter.grad is None
-            and not parameter._backward_hooks
-            and hooks is not None
-            and len(hooks) == 1
+            and count_readers(parameter) == 1
         )
 
     def _end_step(self) -> None:
