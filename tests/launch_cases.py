@@ -81,7 +81,7 @@ def attended(
     impl: str, dtype: torch.dtype, *, layouts: dict[str, str] | None = None, tf32: bool = False,
     backward: bool = True, heads: int = 4, key_heads: int = 4, length: int = 256, d: int = 64,
     contiguous_when_saved: bool = False, rules: dict[str, Any] | None = None,
-    projected: str = "", **how: Any,
+    projected: str = "", autocast: torch.dtype | None = None, **how: Any,
 ) -> Results:  # fmt: skip
     """Compute output and gradients of attention."""
     if rules is not None:
@@ -100,9 +100,11 @@ def attended(
     saving: Any = nullcontext()
     if contiguous_when_saved:
         saving = torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x)
+    autocasting = torch.autocast("cuda", autocast, enabled=autocast is not None)
     with precision(tf32), saving:
-        out = attention(*leaves, impl=impl, **how)
-        gradients = torch.autograd.grad(out, leaves, grad) if backward else ()
+        with autocasting:
+            out = attention(*leaves, impl=impl, **how)
+        gradients = torch.autograd.grad(out, leaves, grad.to(out.dtype)) if backward else ()
     return [x.detach().cpu() for x in (out, *gradients)]
 
 
@@ -163,6 +165,8 @@ def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
         "one projection by head": {"projected": "by head"},
         "dtype": {"dtype": other},
         "tf32": {"tf32": True},
+        "autocast": {"autocast": torch.float16},
+        "autocast from float32": {"dtype": torch.float32, "autocast": torch.bfloat16},
         "causal": {"is_causal": True},
         "scale 1": {"scale": 1},
         "scale 0.5": {"scale": 0.5},

@@ -316,6 +316,28 @@ def test_failed_captures_do_not_hold_memory() -> None:
     assert torch.cuda.memory_reserved() <= before + (8 << 20)
 
 
+def test_failed_captures_beside_other_graphs_do_not_hold_memory() -> None:
+    def reads_if_long(x: Tensor) -> Tensor:
+        large = x.repeat(1 << 20)
+        return x + large.sum() if len(x) < 64 else x + large.sum().item()
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = stepscope.capture(reads_if_long)
+        for length in (32, 64, 32):
+            for _ in range(5):
+                out = captured(torch.ones(length, device="cuda"))
+            assert torch.equal(out, torch.full((length,), 1.0 + (length << 20), device="cuda"))
+        assert captured.graphs
+        del captured, out
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (8 << 20)
+
+
 def test_more_graphs_share_their_memory() -> None:
     training = Training()
     captured = stepscope.capture(training.step)

@@ -182,8 +182,9 @@ def test_no_bias_of_an_accelerated_block_is_summed_by_an_operation_of_its_own(
 
 
 def test_sums_in_another_dtype_than_that_of_a_bias_are_not_cast() -> None:
-    # They may still be written by a side stream, and a cast would read them on the main stream.
-    grad, unwritten = draw(6, 8), torch.full((8,), float("nan"), dtype=torch.float16, device=DEVICE)
-    found = matmul.bias_gradients(grad, [(8, torch.float32)], [True], unwritten)
+    # They may still be written by a side stream, and a cast would wait for it.
+    bias, grad = torch.zeros(8, device=DEVICE), draw(6, 8)
+    unwritten = torch.full((8,), float("nan"), dtype=torch.float16, device=DEVICE)
+    found = matmul.bias_gradients(grad, matmul.saved_biases([bias]), [True], unwritten)
     assert found[0] is not None
     assert torch.allclose(found[0], grad.sum(0))

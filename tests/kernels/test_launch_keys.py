@@ -314,6 +314,7 @@ class TestDispatch:
             {"impl": "tiled"}, {"is_causal": True}, {"scale": 0.5}, {"scale": -0.125},
             {"causal_align": "bottom-right"}, {"dtype": torch.float64}, {"device": "meta"},
             {"s": 16}, {"h": 2}, {"d": 32}, {"deterministic": True},
+            {"autocast": torch.bfloat16}, {"autocast": torch.float16},
         ],
         ids=str,
     )  # fmt: skip
@@ -323,8 +324,9 @@ class TestDispatch:
         def call(**how: Any) -> None:
             shape = {name: how.pop(name) for name in ("s", "h", "d", "dtype", "device")
                      if name in how}  # fmt: skip
-            x = dense(**shape)
-            with deterministic(how.pop("deterministic", False)):
+            x, narrow = dense(**shape), how.pop("autocast", None)
+            autocast = torch.autocast(DEVICE, narrow, enabled=narrow is not None)
+            with autocast, deterministic(how.pop("deterministic", False)):
                 attention(x, x, x, **({"scale": 0.125, "impl": "reference"} | how))
 
         call()
@@ -332,6 +334,37 @@ class TestDispatch:
         assert len(dispatch_cache) == 1
         call(**change)
         assert len(dispatch_cache) == 2
+
+    @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "auto"])
+    def test_calls_under_autocast_are_cached(
+        self, impl: str, dispatch_cache: dict[Any, Any]
+    ) -> None:
+        """By the dtypes of the inputs and that of autocast."""
+        leaves = [torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3)]
+        mixed = [leaves[0], leaves[1].detach().bfloat16().requires_grad_(), leaves[2]]
+
+        def call(inputs: list[Tensor], narrow: torch.dtype | None) -> list[Tensor]:
+            with torch.autocast(DEVICE, narrow, enabled=narrow is not None):
+                out = attention(*inputs, is_causal=True, impl=impl)
+            return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+        calls = [
+            (leaves, None), (leaves, torch.bfloat16), (leaves, torch.float16),
+            (mixed, torch.bfloat16),
+        ]  # fmt: skip
+        first = [call(*arguments) for arguments in calls]
+        assert len(dispatch_cache) == 4
+        for arguments, expected in [*zip(calls, first, strict=True)][::-1]:
+            found = call(*arguments)
+            assert found[0].dtype == (arguments[1] or torch.float32)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        with pytest.raises(ValueError, match="k is bfloat16 and q is float32"):
+            call(mixed, None)
+        ints = [x.detach().int() for x in leaves]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="q is int32"):
+                call(ints, torch.bfloat16)
+        assert len(dispatch_cache) == 4
 
     @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "auto"])
     def test_one_cache_entry_serves_every_layout(self, impl: str) -> None:

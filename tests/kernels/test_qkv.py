@@ -94,7 +94,7 @@ def test_the_operators_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> No
     """The three gradients are gathered and summed by one kernel: the rest are matmuls."""
     launches = []
 
-    def launched(*given: Any) -> Tensor:
+    def launched(*given: Any) -> tuple[Tensor, Tensor | None]:
         launches.append(given)
         # Triton's interpreter runs operators of torch.
         with _disable_current_modes():
@@ -134,8 +134,10 @@ def test_gathered_heads(
     expected = torch.stack([g.transpose(1, 2) for g in grads], dim=3 if by_head else 2).flatten(2)
     sums = torch.empty(expected.shape[-1], device=DEVICE)
     q, k, v = grads
-    assert torch.equal(gather_heads(q, k, v, by_head, None), expected)
-    assert torch.equal(gather_heads(q, k, v, by_head, sums), expected)
+    assert torch.equal(gather_heads(q, k, v, by_head, None)[0], expected)
+    gathered, written = gather_heads(q, k, v, by_head, sums)
+    assert written is sums
+    assert torch.equal(gathered, expected)
     exact = expected.double().sum((0, 1))
     terms = expected.double().abs().sum((0, 1))
     assert bool(((sums - exact).abs() <= 2e-6 * terms).all())

@@ -37,6 +37,7 @@ from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
 from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.torch_tools.gradient_hooks import notify
 
 SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
@@ -145,8 +146,7 @@ def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: R
     for name, parameter in model.named_parameters():
         # Biases are copied too, parameters of norms are not.
         if parameter.requires_grad and (parameter.dim() > 1 or name.endswith("bias")):
-            handle = parameter.register_post_accumulate_grad_hook(copies.invalidate)  # type: ignore[no-untyped-call]
-            report.on_undo(handle.remove)
+            report.on_undo(notify(parameter, copies.invalidate).remove)
 
 
 def _is_fp8(dtype: Any) -> bool:

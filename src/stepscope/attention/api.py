@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepscope.attention.inputs import checked_inputs
+from stepscope.attention.inputs import as_autocast_would, autocast_dtype, checked_inputs
 from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
@@ -57,13 +57,12 @@ def attention(
     """
     # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
     # fewer implementations support rules.
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or (rules is not None and transforms_active())
-    ):
+    if torch.compiler.is_compiling() or (rules is not None and transforms_active()):
         return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
+    cast_to = None
     try:
+        if torch._C._is_any_autocast_enabled():
+            cast_to = autocast_dtype(q)
         # Strides and alignment are not in the key: dispatch does not depend on them, and an
         # implementation that caches by them has its own key.
         key = (
@@ -80,6 +79,7 @@ def attention(
             q.device,
             k.device,
             v.device,
+            cast_to,
             None if rules is None else rules.key,
             torch._C._get_deterministic_algorithms(),
             torch._C._get_cudnn_sdp_enabled(),
@@ -90,6 +90,8 @@ def attention(
         key, bound = None, None
     if bound is None:
         return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, key)
+    if cast_to is not None:
+        q, k, v = (as_autocast_would(x) for x in (q, k, v))
     return bound(q, k, v) if rules is None else bound(q, k, v, rules=rules)
 
 

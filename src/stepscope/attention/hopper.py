@@ -62,7 +62,7 @@ def refuses(
         return "the compiler and transforms see other operators than those of the forward pass"
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
         return f"it needs a Hopper GPU, and q is on {q.device}"
-    # Before what takes longer: under autocast no decision is cached.
+    # Before what takes longer.
     if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
         dims = ", ".join(str(head_dim) for head_dim in sorted({one for one, _ in FORWARD}))
         return f"its forward kernel is for 16-bit dtypes and head dimension {dims}"

@@ -33,7 +33,7 @@ def checked_inputs(
     if not _all_equal(q, k, v):
         _check_tensor("k", k)
         _check_tensor("v", v)
-        _check_shapes_match(*(_as_autocast_would(x) for x in (q, k, v)))
+        _check_shapes_match(*(as_autocast_would(x) for x in (q, k, v)))
     if isinstance(scale, Tensor):
         # Its gradient would be lost, and the dispatch cache would keep its current value.
         raise ValueError("scale is a tensor; it must be a number: multiply q by the tensor instead")
@@ -45,7 +45,7 @@ def checked_inputs(
         rules.check(q, k, is_causal, causal_align)
     if autocast_dtype(q) is None:
         return q, k, v
-    return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)
+    return as_autocast_would(q), as_autocast_would(k), as_autocast_would(v)
 
 
 def default_scale(q: Tensor) -> float:
@@ -146,7 +146,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
 
 
-def _as_autocast_would(x: Tensor) -> Tensor:
+def as_autocast_would(x: Tensor) -> Tensor:
     """Cast x as autocast does for torch's own matmuls, which it does not do for custom kernels."""
     return x.to(matmul_dtype(x))
 

@@ -52,15 +52,17 @@ def write_gradients(
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
     amax: bool = False,
-) -> Tensor | None:
+    bias: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradients of gate and up, possibly over these tensors; the output of `activated`
     into `recomputed` and the sum of the gate's gradient over the rows into `grad_bias`, unless they
-    are None. With `amax` the kernel returns largest magnitudes of parts of the gradients."""
+    are None. Return largest magnitudes of parts of the gradients, if `amax` and a kernel has
+    computed them, and the sum, which is the gradient of the parameter `bias`."""
     if kernels_take(gate, grad):
         from stepscope.kernels.triton import activation as triton_activation
 
         return triton_activation.backward(
-            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias, amax
+            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias, amax, bias
         )
     if recomputed is not None:
         recomputed.copy_(activated(gate, up, activation))
@@ -74,7 +76,7 @@ def write_gradients(
     grad_gate.copy_(of_gate)
     if grad_bias is not None:
         grad_bias.copy_(of_gate.sum(0))
-    return None
+    return None, grad_bias
 
 
 def _times_slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -26,6 +26,7 @@ from stepscope.kernels.matmul import (
     fused_linear,
     linear_concat,
     linear_grad_input,
+    saved_biases,
     stored_as_rows,
 )
 from stepscope.kernels.norm import Normed
@@ -125,8 +126,7 @@ class _FeedForward(torch.autograd.Function):
         ctx.x = SavedInput(ctx, flat, normed, (*first, last), *saved)
         ctx.first = WeightGradients(weights, transposed)
         ctx.second = WeightGradients((second,), transposed)
-        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
-        ctx.outer = [(bias.shape[0], bias.dtype) for bias in outer]
+        ctx.biases, ctx.outer = saved_biases(biases), saved_biases(outer)
         ctx.settings = settings
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -145,16 +145,17 @@ class _FeedForward(torch.autograd.Function):
         # Recomputed gates are used only here, so their gradient overwrites them.
         grad_gates = torch.empty_like(gates) if saved else gates
         # The kernel sums the gradient of a single bias.
-        summed = None
+        summed = bias = None
         if settings.weights == 1 and any(of_biases):
-            ((rows, dtype),) = ctx.biases
-            summed = torch.empty(rows, device=grad.device, dtype=dtype)
+            bias = ctx.biases[0].parameter()
+            summed = ctx.biases[0].empty(grad.device)
         gate, up = gate_and_up(gates, settings.weights == 2)
         grad_gate, grad_up = gate_and_up(grad_gates, settings.weights == 2)
         recomputed = hidden if len(saved) < 2 else None
-        write_gradients(
-            grad_hidden, gate, up, grad_gate, grad_up, settings.activation, recomputed, summed
-        )
+        _, summed = write_gradients(
+            grad_hidden, gate, up, grad_gate, grad_up, settings.activation, recomputed, summed,
+            bias=bias,
+        )  # fmt: skip
         if summed is not None:
             bias_grads: tuple[Tensor | None, ...] = (summed,)
         else:

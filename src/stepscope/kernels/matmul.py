@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def project(
     flat = x.reshape(-1, x.shape[-1])
     ctx.x = SavedInput(ctx, flat, normed, narrow)
     ctx.learned = WeightGradients(weights, transposed)
-    ctx.biases = [(bias.shape[0], bias.dtype) for bias in weights_and_biases[len(weights) :]]
+    ctx.biases = saved_biases(weights_and_biases[len(weights) :])
     out = linear_concat(flat, narrow, bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -136,20 +136,37 @@ def concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
 
 
+class SavedBias(NamedTuple):
+    """What the backward pass needs of a bias."""
+
+    rows: int
+    dtype: torch.dtype
+    parameter: weakref.ref[Tensor]
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return memory for its gradient."""
+        return torch.empty(self.rows, device=device, dtype=self.dtype)
+
+
+def saved_biases(biases: Sequence[Tensor]) -> list[SavedBias]:
+    return [SavedBias(bias.shape[0], bias.dtype, weakref.ref(bias)) for bias in biases]
+
+
 def bias_gradients(
     grad: Tensor,  # (tokens, all rows)
-    biases: Sequence[tuple[int, torch.dtype]],
+    biases: Sequence[SavedBias],
     needed: Sequence[bool],
     total: Tensor | None = None,  # (all rows,)
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of biases, given by length and dtype: sums over all tokens, which may be
-    known as `total`. It is used in its own dtype only: a side stream may still be writing it."""
+    """Return the gradients of biases: sums over all tokens, which may be known as `total`. A cast
+    would wait for the stream that writes it, so it is used in its own dtype only."""
     if not any(needed):
         return (None,) * len(biases)
-    if total is None or any(dtype != total.dtype for _, dtype in biases):
+    if total is None or any(bias.dtype != total.dtype for bias in biases):
         total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-    parts = torch.split(total, [rows for rows, _ in biases])
-    return tuple(part.to(dtype) for part, (_, dtype) in zip(parts, biases, strict=True))
+    one = len(biases) == 1
+    parts = (total,) if one else torch.split(total, [bias.rows for bias in biases])
+    return tuple(part.to(bias.dtype) for part, bias in zip(parts, biases, strict=True))
 
 
 class SavedInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,8 +39,8 @@ class Computed(NamedTuple):
     """None if no kernel computed it: then the norm is differentiable as it is."""
     mean: Tensor | None = None
     amax: Tensor | None = None
-    summed: bool = False
-    """True if the backward pass sums the gradient of the branch, for its bias."""
+    branch_bias: weakref.ref[Tensor] | None = None
+    """The bias for which the backward pass sums the gradient of the branch."""
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,7 +138,7 @@ def normed_sum(
         wide = torch.promote_types(weight.dtype, torch.float32)
         scale = weight.to(wide) + offset if offset else weight
         return stream, Normed(plain_rms_norm(stream, scale, eps).to(dtype))
-    summed = _sums_for_bias(branch, weight) if computed is None else computed.summed
+    branch_bias = _bias_of(branch, weight) if computed is None else computed.branch_bias
     added, shift = (None if one is None else one.contiguous() for one in (branch, bias))
     weight = weight.contiguous()
     stream, normed, unit, largest = _AddNorm.apply(  # type: ignore[no-untyped-call]
@@ -152,7 +153,7 @@ def normed_sum(
         centered,
         through,
         amax,
-        summed,
+        branch_bias,
         computed,
     )
     note_amax(normed, largest)
@@ -182,25 +183,29 @@ def sum_before_norm(
 
     shift = None if bias is None else bias.detach().contiguous()
     scale = weight.detach().contiguous()
-    summed = _sums_for_bias(branch, weight)
+    branch_bias = _bias_of(branch, weight)
     computed: list[Computed] = []
 
     def add(x: Tensor, branch: Tensor) -> Tensor:
         out = triton_norm.forward(
             x, branch, scale, eps, out_dtype, False, shift, centered, offset, amax
         )
-        computed.append(Computed(out.normed, branch.dtype, out.inverse, out.mean, out.amax, summed))
+        of_norm = (out.normed, branch.dtype, out.inverse, out.mean, out.amax)
+        computed.append(Computed(*of_norm, branch_bias))
         return out.stream
 
     total: Tensor = _Add.apply(x.contiguous(), branch.contiguous(), add)  # type: ignore[no-untyped-call]
     return total, computed[0]
 
 
-def _sums_for_bias(branch: Tensor | None, weight: Tensor) -> bool:
-    """Return whether the branch is a projection whose bias needs the sums of the gradient, which
-    are written with the gradients of the weight, in their dtype."""
-    fits = weight.shape[0] <= _MAX_SUMMED
-    return branch is not None and fits and noted_bias(branch) == weight.dtype
+def _bias_of(branch: Tensor | None, weight: Tensor) -> weakref.ref[Tensor] | None:
+    """Return the bias of the projection that returned the branch, if it needs the sums of the
+    gradient: they are written with the gradients of the weight, in their dtype."""
+    if branch is None or weight.shape[0] > _MAX_SUMMED:
+        return None
+    reference = noted_bias(branch)
+    bias = None if reference is None else reference()
+    return reference if bias is not None and bias.dtype == weight.dtype else None
 
 
 def _kernels_take(
@@ -245,7 +250,7 @@ class _AddNorm(torch.autograd.Function):
         centered: bool,
         through: bool,
         amax: bool,
-        summed: bool,
+        branch_bias: weakref.ref[Tensor] | None,
         computed: Computed | None,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
@@ -270,7 +275,9 @@ class _AddNorm(torch.autograd.Function):
         branch_dtype = ctx.stream if branch is None else branch.dtype
         ctx.dtypes = (x.dtype, branch_dtype if computed is None else computed.branch)
         ctx.amax = amax and (ctx.added or computed is not None)
-        ctx.summed = summed
+        # Weak references: weights gathered from several ranks are freed before the backward pass.
+        ctx.learned = [None if one is None else weakref.ref(one) for one in (weight, bias)]
+        ctx.branch_bias = branch_bias
         ctx.set_materialize_grads(False)
         fixed = [one for one in (result.unit, result.amax) if one is not None]
         ctx.mark_non_differentiable(*fixed)
@@ -296,6 +303,11 @@ class _AddNorm(torch.autograd.Function):
             # Not before: without this gradient, they may have been written to since.
             saved, weight, inverse, mean = ctx.saved_tensors
             stream_grad = grad_stream.contiguous() if grad_stream is not None else None
+            needed = zip(ctx.learned, ctx.needs_input_grad[2:4], strict=True)
+            parameters = [one() for one, needs in needed if needs]
+            learned = bool(parameters)
+            if ctx.branch_bias is not None:
+                parameters.append(ctx.branch_bias())
             grad_sum, grad_branch, grad_weight, grad_bias, sums = triton_norm.backward(
                 grad_normed.contiguous(),
                 stream_grad,
@@ -308,9 +320,10 @@ class _AddNorm(torch.autograd.Function):
                 mean=mean,
                 bias=ctx.bias,
                 offset=ctx.offset,
-                learned=any(ctx.needs_input_grad[2:4]),
+                learned=learned,
                 amax=ctx.amax,
-                summed=ctx.summed,
+                summed=ctx.branch_bias is not None,
+                parameters=parameters,
             )
             note_sums(grad_branch, sums)
         if not ctx.added and grad_branch is not grad_sum:

@@ -8,6 +8,7 @@ needs the largest absolute values, and the kernel that writes this gradient comp
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,14 +81,14 @@ def note_bias(out: Tensor, biases: Sequence[Tensor]) -> Tensor:
     """State on the output of a projection that its one bias needs the sums of the gradient, and
     return the output."""
     learned = len(biases) == 1 and biases[0].requires_grad
-    return _note(out, _BIAS, biases[0].dtype) if learned else out
+    return _note(out, _BIAS, weakref.ref(biases[0])) if learned else out
 
 
-def noted_bias(out: Any) -> torch.dtype | None:
-    """Return the dtype of the bias that needs the sums of this tensor's gradient; None if there is
+def noted_bias(out: Any) -> weakref.ref[Tensor] | None:
+    """Return the bias that needs the sums of this tensor's gradient, by reference; None if there is
     none."""
-    dtype: torch.dtype | None = _noted(out, _BIAS)
-    return dtype
+    bias: weakref.ref[Tensor] | None = _noted(out, _BIAS)
+    return bias
 
 
 def note_sums(grad: Tensor, sums: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.attention.packed import Heads, packed_heads, split_heads
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.matmul import fused_linear, project, projection_gradients
+from stepscope.kernels.matmul import SavedBias, fused_linear, project, projection_gradients
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
@@ -84,18 +84,19 @@ class _ProjectedHeads(torch.autograd.Function):
 
 
 def _gathered(
-    grads: Sequence[Tensor], by_head: bool, biases: Sequence[tuple[int, torch.dtype]]
+    grads: Sequence[Tensor], by_head: bool, biases: Sequence[SavedBias]
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients as one (batch, seq, 3 · heads · d_head) tensor and, if there are biases
     of one dtype, its sums over all tokens."""
     if kernels_take(*grads):
         from stepscope.kernels.triton.qkv import gather_heads
 
-        dtypes = {dtype for _, dtype in biases}
+        dtypes = {bias.dtype for bias in biases}
         sums = None
         if len(dtypes) == 1:
-            rows = sum(rows for rows, _ in biases)
+            rows = sum(bias.rows for bias in biases)
             sums = torch.empty(rows, device=grads[0].device, dtype=dtypes.pop())
-        return gather_heads(grads[0], grads[1], grads[2], by_head, sums), sums
+        parameters = [bias.parameter() for bias in biases]
+        return gather_heads(grads[0], grads[1], grads[2], by_head, sums, parameters)
     parts = [grad.transpose(1, 2) for grad in grads]
     return torch.stack(parts, dim=3 if by_head else 2).flatten(2), None

@@ -16,7 +16,7 @@ widened, in half the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +27,9 @@ from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import FusedAdamW
 from stepscope.optim.launches import Copies, kernel_takes, rules
-from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
+from stepscope.torch_tools.gradient_hooks import count_readers, hook_for_life, hook_of
 from stepscope.torch_tools.renamed import renamed_arguments
-from stepscope.torch_tools.side_stream import SideStream, offered
+from stepscope.torch_tools.side_stream import AsyncTensor, SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class InBackwardAdamW(FusedAdamW):
         self._in_step = False
         self._consumed: set[Tensor] = set()
         self._reached: set[Tensor] = set()
+        self._overlapped: set[Tensor] = set()
+        self._read_by_others: set[Tensor] = set()
         self.updated = 0
         """Number of parameters that the last backward updated."""
 
@@ -115,9 +117,9 @@ class InBackwardAdamW(FusedAdamW):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Update in backwards within the context. Gradients that only the updates wait for are
-        computed on the side stream: other code may read them after `step()`. If a backward raises,
-        the parameters it reached are updated and the others are not; the next one is a new step."""
+        """Update in backwards within the context. Gradients that only the updates read are computed
+        on the side stream. If a backward raises, the parameters it reached are updated and the
+        others are not; the next one is a new step."""
         groups = range(len(self.param_groups))
         handles = [handle for number in groups for handle in self._install_removable_hooks(number)]
         try:
@@ -170,6 +172,7 @@ class InBackwardAdamW(FusedAdamW):
     def abandon_step(self) -> None:
         """Forget a step whose capture as a CUDA graph failed: nothing of it has run."""
         self._in_step = False
+        self._overlapped.clear()
         for side_stream in self._side_streams.values():
             side_stream.abandon()
 
@@ -201,11 +204,33 @@ class InBackwardAdamW(FusedAdamW):
             self._side_streams[device] = SideStream(device)
         return self._side_streams[device]
 
+    def gradient_stream(self, parameters: Sequence[Tensor]) -> SideStream | None:
+        side_stream = self.side_stream(parameters[0].device)
+        if side_stream is None:
+            return None
+        if not self._per_device:
+            self._group_by_device()
+        if not all(self._is_only_reader(parameter) for parameter in parameters):
+            return None
+        self._overlapped.update(parameters)
+        return side_stream
+
+    def _is_only_reader(self, parameter: Tensor) -> bool:
+        """Return whether only the update is expected to read the gradient. For any other reader the
+        main stream waits, and with it for all updates before."""
+        return (
+            parameter in self._rows
+            and parameter not in self._read_by_others
+            and parameter.grad is None
+            and count_readers(parameter) == 1
+        )
+
     def _end_step(self) -> None:
         if self._in_step:
             self._revert_unreached()
         for side_stream in self._side_streams.values():
             side_stream.join()
+        self._overlapped.clear()
         self._in_step = False
 
     def _revert_unreached(self) -> None:
@@ -246,14 +271,17 @@ class InBackwardAdamW(FusedAdamW):
     def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self._in_step:
             self._begin_step()
-        if parameter in self._rows and not gradient.is_sparse:
+        by_kernel = parameter in self._rows and not gradient.is_sparse
+        if isinstance(gradient, AsyncTensor):
+            on_device = self._rows[parameter][0] if by_kernel else None
+            gradient = gradient.read_on(None if on_device is None else on_device.side_stream)
+        elif parameter in self._overlapped:
+            # The main stream has waited: its gradient is a sum, or a hook has replaced it.
+            self._read_by_others.add(parameter)
+        if by_kernel:
             self._update_by_kernel(parameter, gradient)
             return
         self.updated += 1
-        side_stream = self.side_stream(parameter.device)
-        if side_stream is not None:
-            # The gradient may be computed there.
-            side_stream.join()
         self._update(parameter, gradient, group)
 
     def _update_by_kernel(self, parameter: Tensor, gradient: Tensor) -> None:

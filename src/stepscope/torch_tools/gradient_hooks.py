@@ -1,4 +1,4 @@
-"""Gradient hooks that do not keep their owner alive."""
+"""Gradient hooks that do not keep their owner alive, and which hooks may read a gradient."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ def hook_of(owner: Owner, parameter: Tensor, act: Callable[[Owner, Tensor], None
 def hook_for_life(owner: Owner, parameter: Tensor, act: Callable[[Owner, Tensor], None]) -> None:
     """Register the same hook and remove it when its owner is freed."""
     weakref.finalize(owner, hook_of(owner, parameter, act).remove)
+
+
+class _Notification:
+    """A hook that does not read the gradient."""
+
+    def __init__(self, act: Callable[[Tensor], None]) -> None:
+        self._act = act
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._act(parameter)
+
+
+def notify(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
+    """Call `act(parameter)`, which does not read the gradient, after one is accumulated; return the
+    handle."""
+    return parameter.register_post_accumulate_grad_hook(_Notification(act))  # type: ignore[no-untyped-call]
+
+
+def count_readers(parameter: Tensor) -> int:
+    """Return the number of hooks of a parameter that may read its gradient."""
+    after: Any = parameter._post_accumulate_grad_hooks or {}
+    before: Any = parameter._backward_hooks or {}
+    return len(before) + sum(not isinstance(hook, _Notification) for hook in after.values())

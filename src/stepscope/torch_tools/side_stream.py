@@ -1,11 +1,15 @@
 """Interface between an optimizer-in-backward and the operations of that backward pass.
 
-The optimizer provides a side stream for work that nothing else in the backward pass waits for, and
-may consume the gradient of a weight in the matmul dtype, without autograd. Without such an
-optimizer the work runs on the current stream and gradients go to autograd.
+The optimizer provides a side stream for the gradients of parameters that it updates there, and may
+consume the gradient of a weight in the matmul dtype, without autograd. Without such an optimizer
+the work runs on the current stream and gradients go to autograd.
 
     with offered(optimizer):
-        loss.backward()  # its operations call run_overlapped(…) and gradient_consumer(…)
+        loss.backward()  # its operations call compute_gradients(…) and gradient_consumer(…)
+
+A gradient that the side stream may still be writing is an `AsyncTensor` on its way through
+autograd. The update, which follows on the same stream, takes its value without a wait. Any other
+reader waits: the sum of two gradients of a parameter that is used twice, hooks, anomaly detection.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 MAX_PENDING_BYTES = 1 << 30
 """Bytes that pending work on the side stream may read before the main stream waits for it."""
@@ -34,10 +39,12 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pending: deque[tuple[Callable[[], None], Tensor, torch.cuda.Event]] = deque()
         self._bytes = 0
+        self.joins = 0
+        """Number of times that all work was waited for or forgotten."""
 
-    def run(self, work: Callable[[], None], reads: Tensor | None) -> None:
+    def run(self, work: Callable[[], None], reads: Tensor | None) -> Any:
         """Run work after what is on the current stream; keep `reads` and what else the work refers
-        to alive until it is done."""
+        to alive until it is done. Return its event."""
         main = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -48,18 +55,30 @@ class SideStream:
             self._bytes += reads.nbytes
             while self._bytes > MAX_PENDING_BYTES and len(self._pending) > 1:
                 self._release_oldest(main)
+        return done
+
+    def compute(
+        self, work: Callable[[], None], reads: Tensor, results: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run work that writes `results`; return them as tensors that can be read at once."""
+        done = self.run(work, reads)
+        return tuple(AsyncTensor(result, self, done) for result in results)
+
+    def wait(self, done: Any) -> None:
+        """Make the current stream wait for an event of `run`."""
+        torch.cuda.current_stream(self._stream.device).wait_event(done)
 
     def join(self) -> None:
         """Make the current stream wait for all work."""
         main = torch.cuda.current_stream(self._stream.device)
         main.wait_stream(self._stream)
-        self._pending.clear()
-        self._bytes = 0
+        self.abandon()
 
     def abandon(self) -> None:
-        """Forget all work: it was part of a capture that failed."""
+        """Forget all work: it was waited for, or was part of a capture that failed."""
         self._pending.clear()
         self._bytes = 0
+        self.joins += 1
 
     def _release_oldest(self, main: torch.cuda.Stream) -> None:
         _, reads, done = self._pending.popleft()
@@ -67,10 +86,84 @@ class SideStream:
         self._bytes -= reads.nbytes
 
 
+class AsyncTensor(Tensor):
+    """A tensor that a side stream may still be writing: every operator that reads it makes the
+    current stream wait first, as torch's `AsyncCollectiveTensor` does for collectives.
+
+    It has no storage, so nothing reads the memory unnoticed. The wait is a dependency on the
+    device, which a CUDA graph records.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _value: Tensor
+    _stream: SideStream
+    _done: Any
+    _joins: int
+
+    @staticmethod
+    def __new__(
+        cls, value: Tensor, stream: SideStream, done: Any, joins: int | None = None
+    ) -> AsyncTensor:
+        made: AsyncTensor = Tensor._make_wrapper_subclass(
+            cls,
+            value.size(),
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=value.device,
+        )
+        made._value, made._stream, made._done = value, stream, done
+        made._joins = stream.joins if joins is None else joins
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _VIEWS:
+            # Views do not read. Autograd detaches the gradient that it stores in a parameter.
+            source: AsyncTensor = args[0]
+            views = func(source._value, *args[1:], **(kwargs or {}))
+            if isinstance(views, Tensor):
+                return source._view(views)
+            return [source._view(view) for view in views]
+        args, kwargs = tree_map_only(AsyncTensor, AsyncTensor.wait, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def wait(self) -> Tensor:
+        """Make the current stream wait until the tensor is written; return it as a plain tensor."""
+        if self._joins == self._stream.joins:
+            self._stream.wait(self._done)
+        return self._value
+
+    def read_on(self, stream: SideStream | None) -> Tensor:
+        """Return it for work that will run on that side stream: on the one that writes it there is
+        nothing to wait for."""
+        return self._value if stream is self._stream else self.wait()
+
+    def data_ptr(self) -> int:
+        return self.wait().data_ptr()
+
+    def tolist(self) -> Any:
+        return self.wait().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.wait())
+
+    def _view(self, view: Tensor) -> AsyncTensor:
+        return AsyncTensor(view, self._stream, self._done, self._joins)
+
+
+_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.split_with_sizes.default)
+
+
 class BackwardOptimizer(Protocol):
     """An optimizer that updates parameters during the backward pass."""
 
-    def side_stream(self, device: torch.device) -> SideStream | None: ...
+    def gradient_stream(self, parameters: Sequence[Tensor]) -> SideStream | None:
+        """Return the side stream on which to compute the gradients of these parameters; None if
+        another reader than their updates is expected."""
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Return whether it consumes the gradient of this weight in that dtype."""
@@ -94,13 +187,23 @@ def offered(optimizer: BackwardOptimizer) -> Iterator[None]:
         _active = before
 
 
-def run_overlapped(device: torch.device, work: Callable[[], None], reads: Tensor) -> None:
-    """Run work on the side stream of the active optimizer, else on the current stream."""
-    side_stream = None if _active is None else _active.side_stream(device)
-    if side_stream is None:
+def compute_gradients(
+    parameters: Sequence[Tensor | None],
+    work: Callable[[], None],
+    reads: Tensor,
+    results: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run work that writes `results`, the gradients of parameters, and return them: on the side
+    stream of the active optimizer if it updates all of these there, else on the current stream. A
+    parameter that no longer exists is None."""
+    alive = [one for one in parameters if one is not None]
+    stream = None
+    if _active is not None and alive and len(alive) == len(parameters):
+        stream = _active.gradient_stream(alive)
+    if stream is None:
         work()
-    else:
-        side_stream.run(work, reads)
+        return tuple(results)
+    return stream.compute(work, reads, results)
 
 
 def gradient_consumer(

@@ -87,11 +87,7 @@ class CudaGraphs:
                     result = run(recording.cut)
                     recording.end()
                 except BaseException:
-                    incomplete = recording.abort(self._device)
-                    if incomplete and not self._alive:
-                        # torch releases the pool with a completed graph; twice would break it.
-                        with suppress(RuntimeError):
-                            torch._C._cuda_releasePool(self._device.index, self._pool)
+                    recording.abort(self._device, shared=bool(self._alive))
                     raise
         except BaseException:
             recover_generator(self._device, state)
@@ -113,15 +109,15 @@ class _Recording:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._open, self._incomplete = False, False
+        self._begun, self._open, self._incomplete = False, False, False
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        self._incomplete = True
+        self._begun, self._incomplete = False, True
         # Other threads may use the device meanwhile, such as one that pins batches.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
-        self._open = True
+        self._begun = self._open = True
 
     def end(self) -> None:
         self._open = False
@@ -133,9 +129,11 @@ class _Recording:
         work()
         self.begin()
 
-    def abort(self, device: torch.device) -> bool:
-        """End the capture. Return whether torch could not complete the graph. It can after an
-        exception that has nothing to do with the device, and between two graphs none is open."""
+    def abort(self, device: torch.device, *, shared: bool) -> None:
+        """End the capture and release its use of the pool, which other graphs use too if `shared`.
+
+        torch completes the graph after an exception that has nothing to do with the device, and
+        between two graphs none is open."""
         if self._open:
             with suppress(RuntimeError):
                 self.end()
@@ -143,12 +141,28 @@ class _Recording:
             # A capture that ends with an error does not release the allocator.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
+        # torch releases the pool with a completed graph; twice would free the memory of others. If
+        # the capture did not begin, it is not known whether the use was counted.
+        unreleased = not _is_completed(self._graphs[-1]) if self._begun else not shared
+        # First: a graph must not release a pool that is not in use.
         self._graphs.clear()
-        return self._incomplete
+        if self._incomplete and unreleased:
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(device.index, self._pool)
 
     def replay(self) -> None:
         for graph in self._graphs:
             graph.replay()
+
+
+def _is_completed(graph: torch.cuda.CUDAGraph) -> bool:
+    """Return whether torch releases the memory pool with this graph. It may although the end of the
+    capture raised."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -28,7 +28,12 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
+from stepscope.kernels.matmul import (
+    WeightGradients,
+    bias_gradients,
+    concatenated,
+    saved_biases,
+)
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import Weights
@@ -115,8 +120,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         )
         ctx.first = WeightGradients(weights, first.transposed)
         ctx.second = WeightGradients((last,), second.transposed)
-        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
-        ctx.outer = [(bias.shape[0], bias.dtype) for bias in outer]
+        ctx.biases, ctx.outer = saved_biases(biases), saved_biases(outer)
         ctx.settings, ctx.dtype = settings, x.dtype
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -151,11 +155,11 @@ class _Fp8FeedForward(torch.autograd.Function):
             grad_gates = torch.empty_like(gates)
         hidden = torch.empty_like(grad_hidden) if ctx.hidden.is_recomputed else None
         # The kernel sums the gradient of a single bias.
-        summed = None
+        summed = bias = None
         if first.weights == 1 and any(of_biases):
-            ((rows, dtype),) = ctx.biases
-            summed = torch.empty(rows, device=grad.device, dtype=dtype)
-        largest = write_gradients(
+            bias = ctx.biases[0].parameter()
+            summed = ctx.biases[0].empty(grad.device)
+        largest, summed = write_gradients(
             grad_hidden,
             *gate_and_up(gates, first.weights == 2),
             *gate_and_up(grad_gates, first.weights == 2),
@@ -163,6 +167,7 @@ class _Fp8FeedForward(torch.autograd.Function):
             hidden,
             summed,
             amax=recipe.one_scale,
+            bias=bias,
         )
         # Temporaries of this size are freed before the next ones are created.
         del grad_hidden, gates

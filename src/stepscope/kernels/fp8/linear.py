@@ -40,7 +40,12 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated
+from stepscope.kernels.matmul import (
+    WeightGradients,
+    bias_gradients,
+    concatenated,
+    saved_biases,
+)
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.noted import note_bias, note_scaled, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
@@ -127,7 +132,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.source = source.saved
         save(ctx, weight_to_save(operands, layer), source.tensors)
         ctx.learned = WeightGradients(weights, layer.transposed)
-        ctx.biases = [(bias.shape[0], bias.dtype) for bias in biases]
+        ctx.biases = saved_biases(biases)
         ctx.layer, ctx.dtype = layer, x.dtype
         return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -8,6 +8,8 @@ compiler's sigmoid exceeds that of the reference.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from stepscope.kernels.noted import note_amax
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.kernels.triton.norm import add_up
-from stepscope.torch_tools.side_stream import run_overlapped
+from stepscope.torch_tools.side_stream import compute_gradients
 from stepscope.torch_tools.triton_available import on_its_device
 
 
@@ -247,11 +249,12 @@ def backward(
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
     amax: bool = False,
-) -> Tensor | None:
+    bias: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
     themselves; the output of the forward pass into `recomputed` and the sum of the gate's gradient
-    over the rows into `grad_bias`, unless they are None. With `amax` return largest magnitudes of
-    parts of the gradients."""
+    over the rows into `grad_bias`, unless they are None. Return the largest magnitudes of parts of
+    the gradients, if `amax`, and the sum, which is the gradient of the parameter `bias`."""
     rows, width = gate.shape
     summed = grad_bias is not None
     launch = launches.activation_summed()
@@ -290,6 +293,6 @@ def backward(
         maxnreg=launch.registers if summed else None,
     )
     if partial is not None and grad_bias is not None:
-        total, parts_of_it = grad_bias, partial
-        run_overlapped(gate.device, lambda: add_up(parts_of_it, total), partial)
-    return largest
+        work = functools.partial(add_up, partial, grad_bias)
+        (grad_bias,) = compute_gradients((bias,), work, partial, (grad_bias,))
+    return largest, grad_bias

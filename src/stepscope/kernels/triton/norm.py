@@ -12,6 +12,7 @@ atomics and the result is bitwise reproducible.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from stepscope.kernels.noted import note_amax
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
-from stepscope.torch_tools.side_stream import run_overlapped
+from stepscope.torch_tools.side_stream import compute_gradients
 from stepscope.torch_tools.triton_available import on_its_device
 
 
@@ -285,12 +286,14 @@ def backward(
     learned: bool = True,
     amax: bool = False,
     summed: bool = False,
+    parameters: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
     and, if `learned`, of the weight, and of the bias if there is one; and if `summed`, the sums of
     the branch's gradient over all rows. These three are in the dtype of the weight.
     `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm. With `amax`
-    the largest magnitudes of the gradient of the branch are noted on it."""
+    the largest magnitudes of the gradient of the branch are noted on it. `parameters` are those
+    whose gradients the sums are."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -335,8 +338,8 @@ def backward(
     grads = weight.new_empty(sums * d)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
-    run_overlapped(saved.device, functools.partial(add_up, partial, grads), partial)
-    parts = iter(torch.split(grads, d))
+    work = functools.partial(add_up, partial, grads)
+    parts = iter(compute_gradients(parameters, work, partial, torch.split(grads, d)))
     of_weight = next(parts) if learned else None
     of_bias = next(parts) if learned and bias else None
     return grad_sum, grad_branch, of_weight, of_bias, next(parts, None)

@@ -3,6 +3,9 @@ it over all tokens, for the bias: each program copies a block of columns of cons
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.norm import add_up
-from stepscope.torch_tools.side_stream import run_overlapped
+from stepscope.torch_tools.side_stream import compute_gradients
 from stepscope.torch_tools.triton_available import on_its_device
 
 
@@ -78,9 +81,11 @@ def gather_heads(
     v: Tensor,
     by_head: bool,
     sums: Tensor | None,  # (3 · heads · d_head,)
-) -> Tensor:  # (batch, seq, 3 · heads · d_head)
+    biases: Sequence[Tensor | None] = (),
+) -> tuple[Tensor, Tensor | None]:  # (batch, seq, 3 · heads · d_head)
     """Return the three side by side, or with `by_head` side by side in each head, and write the
-    sums over all tokens into `sums` unless it is None."""
+    sums over all tokens into `sums` unless it is None. Return these too: they are the gradients of
+    the parameters `biases`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, seq, d = q.shape
     rows, width = batch * seq, heads * d
@@ -116,6 +121,6 @@ def gather_heads(
         maxnreg=launch.registers,
     )
     if partial is not None and sums is not None:
-        total, parts_of_it = sums, partial
-        run_overlapped(q.device, lambda: add_up(parts_of_it, total), partial)
-    return out
+        work = functools.partial(add_up, partial, sums)
+        (sums,) = compute_gradients(biases, work, partial, (sums,))
+    return out, sums
