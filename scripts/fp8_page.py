@@ -1,14 +1,15 @@
-"""The section of docs/precision.md on training in FP8, from results/fp8-learning_h200.jsonl.
+"""The sections of docs/precision.md on training in FP8: learning from
+results/fp8-learning_h200.jsonl, and whole steps from results/fp8-step_h200.jsonl.
 
-`python scripts/make_docs.py` generates it once there are trainings.
+`python scripts/make_docs.py` generates each once there are records.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
 
 from page_parts import commits_of, figure_files, shown
 
@@ -16,11 +17,13 @@ from stepscope.report.blocks import Block, Curve, Figure
 from stepscope.report.tables import col, table
 
 FILE = "fp8-learning_h200.jsonl"
+STEPS = "fp8-step_h200.jsonl"
 _LAST = 100
 """Steps at the end whose mean loss is compared."""
 _DRAWN = 150
 """Points of a curve."""
 _SAME = 0.005
+_PEER_NAMES = ("torchao", "compiled")
 _LAYERS = {"fp8": "all", "fp8-auto": "by the rule"}
 """The linear layers of the blocks in FP8."""
 
@@ -168,3 +171,91 @@ def _figure(one: Learned) -> Figure:
         y_label="loss, nats",
         caption="Means of neighboring steps.",
     )
+
+
+class Step(NamedTuple):
+    """One form of a step in one process."""
+
+    row: str
+    form: str
+    policy: str
+    ms: float
+    peer_ms: float | None
+    """The best of torchao and of compiled blocks in the same process."""
+    peak_gib: float
+    joules: float | None
+
+
+def steps_of(lines: list[Line]) -> list[Step]:
+    """Return the median over the blocks of each form. A process begins with block 0."""
+    processes: list[list[Line]] = []
+    for line in lines:
+        if line["block"] == 0:
+            processes.append([])
+        if "median_ms" in line:
+            processes[-1].append(line)
+    return [step for blocks in processes for step in _of_process(blocks)]
+
+
+def _of_process(blocks: list[Line]) -> list[Step]:
+    forms: dict[tuple[str, str], list[Line]] = {}
+    for line in blocks:
+        forms.setdefault((line["row"], line["form"]), []).append(line)
+    times = {name: median(line["median_ms"] for line in some) for name, some in forms.items()}
+    steps = []
+    for (row, form), some in forms.items():
+        peers = [
+            ms for (of, name), ms in times.items() if of == row and name.startswith(_PEER_NAMES)
+        ]
+        energies = [line["joules"] for line in some if "joules" in line]
+        steps.append(
+            Step(
+                row.replace("own_", "TransformerLM ").replace("hf_", "Hugging Face "),
+                form,
+                some[0].get("policy", ""),
+                times[row, form],
+                min(peers, default=None),
+                max(line["peak_gib"] for line in some),
+                median(energies) if energies else None,
+            )
+        )
+    return steps
+
+
+def step_part(results: Path) -> list[str]:
+    """Return the paragraphs on whole steps; nothing without records."""
+    path = results / STEPS
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not lines:
+        return []
+    blocks: list[Block] = [
+        table(
+            "fp8-step",
+            "Training steps in FP8",
+            steps_of(lines),
+            [
+                col("model", lambda one: one.row),
+                col("form", lambda one: one.form),
+                col("saved activations", lambda one: one.policy or "–"),
+                col("step", lambda one: one.ms, unit="ms"),
+                col(
+                    "peer over it",
+                    lambda one: None if one.peer_ms is None else one.peer_ms / one.ms,
+                    "number",
+                    hint="the best of torchao and compiled blocks in the same process",
+                ),
+                col("peak", lambda one: one.peak_gib, unit="GiB"),
+                col("energy", lambda one: one.joules, unit="J"),
+            ],
+            caption="Medians over blocks of 4 s of consecutive steps in ABBA order. `bf16` and"
+            " `fp8-…` are Stepscope's step, `torchao-…` its float8 training with compiled blocks."
+            " `forward-fast`: fast accumulation in the forward GEMMs only. Saved activations:"
+            " `inputs` recomputes the first GEMM of each MLP.",
+        )
+    ]
+    text = (
+        f"`python benchmarks/fp8_step.py` on {lines[0]['device']}, torch {lines[0]['torch']},"
+        f" {commits_of(line.get('commit') or '' for line in lines)}. Context 2048, batch 4, unless"
+        " the model says otherwise."
+    )
+    return ["## How fast is a step in FP8?", text, *shown(blocks)]

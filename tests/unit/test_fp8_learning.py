@@ -144,3 +144,28 @@ def test_divergence_is_not_the_same() -> None:
     ]
     (one,) = fp8_page.learned(pairs)
     assert (one.same, one.change, one.diverged) == (False, None, 1)
+
+
+def test_the_docs_compare_steps_within_a_process(tmp_path: Path) -> None:
+    assert fp8_page.step_part(tmp_path) == []
+    blocks = [
+        {"form": "fp8-tensorwise", "block": 0, "median_ms": 50.0, "policy": "all", "joules": 35.0},
+        {"form": "torchao-tensorwise", "block": 1, "median_ms": 60.0},
+        {"form": "torchao-tensorwise", "block": 2, "median_ms": 64.0, "joules": 41.0},
+        {"form": "compiled", "block": 3, "skipped": "no memory"},
+        {"form": "fp8-tensorwise", "block": 0, "median_ms": 40.0, "policy": "inputs"},
+    ]
+    common = {"row": "own_xl", "peak_gib": 3.0, "device": "H", "torch": "2", "commit": "abc"}
+    text = "\n".join(json.dumps(common | block) for block in blocks)
+    (tmp_path / fp8_page.STEPS).write_text(text)
+    found = [
+        (one.form, one.policy, one.ms, one.peer_ms, one.joules)
+        for one in fp8_page.steps_of([common | block for block in blocks])
+    ]
+    assert found == [
+        ("fp8-tensorwise", "all", 50.0, 62.0, 35.0),
+        ("torchao-tensorwise", "", 62.0, 62.0, 41.0),
+        ("fp8-tensorwise", "inputs", 40.0, None, None),
+    ]
+    page = "\n".join(fp8_page.step_part(tmp_path))
+    assert "| TransformerLM xl | fp8-tensorwise | all | 50.00 | 1.24" in page
