@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale
-from stepscope.attention.specialized import FORWARD
+from stepscope.attention.specialized import FORWARD, KINDS, speed_over
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -64,8 +64,7 @@ def refuses(
         return f"it needs a Hopper GPU, and q is on {q.device}"
     # Before what takes longer: under autocast no decision is cached.
     if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
-        dims = ", ".join(str(head_dim) for head_dim in sorted({one for one, _ in FORWARD}))
-        return f"its forward kernel is for 16-bit dtypes and head dimension {dims}"
+        return f"its forward kernel is for {KINDS}"
     if torch.are_deterministic_algorithms_enabled():
         return "cuDNN's backward kernel is not deterministic"
     if is_causal and q.shape[-2] != k.shape[-2]:
@@ -84,13 +83,16 @@ def leaves(
     is_causal: bool,
     *_: Any,
 ) -> str | None:
-    """Return why another implementation is preferred: the forward kernel would be another one."""
+    """Return why another implementation is preferred: the forward kernel would be another one, or
+    slower than cuDNN's."""
     from stepscope.attention.triton import specialized
 
+    q, k = as_four_dims(q), as_four_dims(k)
     # Strides and addresses are not part of a cached decision: the forward decides on them.
-    return specialized.refuses(
-        as_four_dims(q), as_four_dims(k), causal=is_causal, shift=0, aligned=True, rules=False
-    )
+    reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)
+    if reason is None and speed_over("cudnn", specialized.sizes_of(q, k, is_causal, 0)) < 1:
+        return "cuDNN's forward is faster: too many rows of the last query tile would be empty"
+    return reason
 
 
 def _no_dropout(device: torch.device) -> Tensor:
