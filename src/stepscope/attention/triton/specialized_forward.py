@@ -169,9 +169,8 @@ class Work:
         first, where the softmax is outside of the loop: a second loop with a mask would need more
         registers than three warpgroups have."""
         if self.PARTIAL:
-            return (n_blocks - 1 - j) * self.BLOCK_N
-        else:
-            return j * self.BLOCK_N
+            j = n_blocks - 1 - j
+        return j * self.BLOCK_N
 
 
 @gluon.jit
