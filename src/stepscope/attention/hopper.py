@@ -7,6 +7,7 @@ inputs are not supported while `torch.use_deterministic_algorithms` asks for rep
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale
 from stepscope.attention.specialized import FORWARD, KINDS, speed_over
-from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 if TYPE_CHECKING:
@@ -40,11 +40,35 @@ def hopper_attention(
         return ops.triton_attention(
             q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
         )
-    # cuDNN reads contiguous rows only, and strides are not part of a cached decision.
-    heads = [ops.rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
     factor = default_scale(q) if scale is None else scale
-    out: Tensor = _HopperAttention.apply(*heads, is_causal, factor)  # type: ignore[no-untyped-call]
+    heads = [as_four_dims(x) for x in (q, k, v)]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.launch_forward(q, k, v, is_causal, factor, 0)
+
+    out: Tensor = _HopperAttention.apply(*heads, forward, (is_causal, factor))  # type: ignore[no-untyped-call]
     return out.view(q.shape)
+
+
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    rules: ScoreRules | None = None,  # noqa: ARG001
+) -> Callable[..., Tensor]:
+    """Return `hopper_attention` for inputs of these shapes, with what follows from the shapes
+    computed once."""
+    general = functools.partial(
+        hopper_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
+    if q.dim() != 4:
+        return general
+    factor = default_scale(q) if scale is None else scale
+    forward = ops.bound_forward(q, k, v, is_causal, factor, 0)
+    return ops.bound_attention(general, forward, _HopperAttention, (is_causal, factor))
 
 
 def refuses(
@@ -98,7 +122,8 @@ def leaves(
 def _no_dropout(device: torch.device) -> Tensor:
     """Return the seed and the offset of a dropout that does not take place."""
     # The memory of a tensor that is created in a capture belongs to the graph.
-    return _zero.__wrapped__(device) if is_capturing() else _zero(device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    return _zero.__wrapped__(device) if capturing else _zero(device)
 
 
 @functools.lru_cache
@@ -110,19 +135,34 @@ class _HopperAttention(torch.autograd.Function):
     saves_output = True
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-        out, lse = ops.launch_forward(q, k, v, is_causal, scale, 0)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        settings: tuple[bool, float],
+    ) -> Tensor:
+        out, lse = forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.settings = settings
         return out
 
     @staticmethod
     @differentiable_once("attention by cuDNN's backward kernel", "impl='reference'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        # cuDNN reads contiguous rows only, and strides are not part of a cached decision.
+        q, k, v = ops.rows_contiguous(q), ops.rows_contiguous(k), ops.rows_contiguous(v)
+        is_causal, scale = ctx.settings
         unused = _no_dropout(q.device)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = _cudnn_backward()(
             grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
-            q.shape[2], k.shape[2], 0.0, ctx.is_causal, scale=ctx.scale,
+            q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
         )  # fmt: skip
         return *grads, None, None
+
+
+@functools.cache
+def _cudnn_backward() -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
