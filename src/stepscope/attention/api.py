@@ -62,11 +62,7 @@ def attention(
     """
     # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
     # fewer implementations support rules.
-    if (
-        _is_compiling()
-        or _is_any_autocast_enabled()
-        or (rules is not None and transforms_active())
-    ):
+    if _is_compiling() or _is_any_autocast_enabled() or (rules is not None and transforms_active()):
         return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
     try:
         # Strides and alignment are not in the key: dispatch does not depend on them, and an

@@ -52,8 +52,8 @@ def hopper_attention(
 
 def bind(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
     is_causal: bool,
     scale: float | None,
     causal_align: str | None,
@@ -67,7 +67,7 @@ def bind(
     if q.dim() != 4:
         return general
     factor = default_scale(q) if scale is None else scale
-    forward = ops.bound_forward(q, k, v, is_causal, factor, 0)
+    forward = ops.bound_forward(q, is_causal, factor, 0)
     return ops.bound_attention(general, forward, _HopperAttention, (is_causal, factor))
 
 
@@ -140,7 +140,7 @@ class _HopperAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        forward: ops.Forward,
         settings: tuple[bool, float],
     ) -> Tensor:
         out, lse = forward(q, k, v)

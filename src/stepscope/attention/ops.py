@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 KernelRules = tuple[Any, ...]
 """The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, seeds,
 soft cap, dropout."""
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From q, k and v to the output and the log-sum-exp of each row."""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
@@ -341,28 +343,26 @@ def bind(
     if q.dim() != 4 or factor <= 0 or rules is not None:
         return general
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    forward = bound_forward(q, k, v, is_causal, factor, shift)
+    forward = bound_forward(q, is_causal, factor, shift)
     return bound_attention(general, forward, _BoundFlashAttention, (is_causal, factor, shift))
 
 
-def bound_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return `launch_forward` for inputs (B, H, M, D) with the shapes, dtypes and devices of
-    these."""
+def bound_forward(q: Tensor, is_causal: bool, scale: float, shift: int) -> Forward:
+    """Return `launch_forward` for inputs (B, H, M, D) that have the shapes, dtypes and device of
+    one call with these queries."""
 
     def general(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return launch_forward(q, k, v, is_causal, scale, shift)
 
-    bound: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _kernels().bound_forward(
-        q, k, v, general, scale=scale, causal=is_causal, shift=shift
+    bound: Forward = _kernels().bound_forward(
+        q, general, scale=scale, causal=is_causal, shift=shift
     )
     return bound
 
 
 def bound_attention(
     general: Callable[..., Tensor],
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    forward: Forward,
     function: type[torch.autograd.Function],
     settings: tuple[Any, ...],
 ) -> Callable[..., Tensor]:
@@ -562,7 +562,7 @@ class _BoundFlashAttention(FlashAttentionTriton):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        forward: Forward,
         settings: tuple[Any, ...],
     ) -> Tensor:
         out, lse = forward(q, k, v)

@@ -209,11 +209,12 @@ def forward(
 
 
 def bound_forward(
-    q: Tensor, k: Tensor, v: Tensor, general: Forward, *, scale: float, causal: bool, shift: int
+    q: Tensor, general: Forward, *, scale: float, causal: bool, shift: int
 ) -> Forward:
-    """Return `forward` for inputs with the shapes, dtypes and devices of these: their strides alone
-    are the key of its cache. `general` computes inputs with other strides the first time, with
-    addresses that are not aligned, on another current device, and in contexts of this module."""
+    """Return `forward` for inputs that have the shapes, dtypes and device of one call with these
+    queries: strides alone are the key of its cache. `general` computes inputs with strides that are
+    new, with addresses that are not aligned, while another device is current, and in contexts of
+    this module."""
     if INTERPRETED or q.dtype == torch.float32 or not q.numel():
         return general
     known: dict[tuple[tuple[int, ...], ...], Prepared | PreparedForward] = {}
