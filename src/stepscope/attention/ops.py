@@ -370,7 +370,7 @@ def bound_attention(
     `function` of (q, k, v, forward, settings) if gradients are needed, and that calls `general`
     where something may intercept operators."""
     # Below the `apply` of Python, which is for transforms.
-    apply: Any = super(torch.autograd.Function, function).apply
+    apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # `attention` calls bound functions outside of the compiler only.
@@ -550,14 +550,15 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad)
+        grads: tuple[Tensor | None, ...] = _gradients(ctx, grad)
+        return grads
 
 
 class _BoundFlashAttention(FlashAttentionTriton):
     """The same for a launch that is bound to the shapes of its inputs, without rules."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
