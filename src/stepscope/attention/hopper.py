@@ -20,6 +20,7 @@ from stepscope.torch_tools.derivatives import differentiable_once, transforms_ac
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
+    from stepscope.attention.triton.launch import Forward
 
 _CUDNN = "CUDNN_ATTENTION"
 
@@ -140,7 +141,7 @@ class _HopperAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        forward: ops.Forward,
+        forward: Forward,
         settings: tuple[bool, float],
     ) -> Tensor:
         out, lse = forward(q, k, v)

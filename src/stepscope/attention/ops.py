@@ -44,12 +44,11 @@ from stepscope.torch_tools.triton_available import is_interpreted
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
+    from stepscope.attention.triton.launch import Forward
 
 KernelRules = tuple[Any, ...]
 """The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, seeds,
 soft cap, dropout."""
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From q, k and v to the output and the log-sum-exp of each row."""
 _NAME = "Triton attention"
 TUNED_CAPABILITY = 9
 """Major compute capability that the tiles are tuned for."""
