@@ -87,10 +87,10 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def milliseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def milliseconds(calls: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """Median time of each call on the GPU, run one after the other in every round."""
     spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(ROUNDS + 2):
+    for _ in range(rounds + 2):
         # The queue stays full, so that no kernel waits for the host within its interval.
         torch.cuda._sleep(WAIT_CYCLES)
         for name, call in calls.items():

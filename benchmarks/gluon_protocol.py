@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 Process = Generator["Wait | None", None, None]
 Tile = tuple[str, int, int]
-"""What a buffer holds: tensor, query tile of the program, block."""
+"""What a buffer holds: tensor, query tile of the program, block in the order of visits."""
 
 
 class Barrier:

@@ -21,7 +21,7 @@ pytestmark = [
         reason="needs a GPU of compute capability 9",
     ),
 ]
-BATCH, HEADS, D = 2, 32, 128
+BATCH, HEADS, D = 3, 32, 128
 KERNEL = "specialized_forward_kernel"
 
 
@@ -54,25 +54,31 @@ def kernel_of(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
 def plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     from stepscope.attention.triton import launch as triton_launch
 
-    with triton_launch.forced_tiles({"forward": tiles("forward", D, 2, (9, 0))[0]}):
+    with triton_launch.forced_tiles({"forward": tiles("forward", q.shape[-1], 2, (9, 0))[0]}):
         return ours(q, k, v, **how)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "keys", "key_heads", "how"),
+    ("d", "rows", "keys", "key_heads", "how"),
     [
-        (1024, None, HEADS, {"is_causal": True}),
-        (1024, None, HEADS, {}),
-        (1000, None, 8, {"is_causal": True, "scale": 0.3}),
-        (999, 333, HEADS, {}),
-        (1000, 1500, 4, {"is_causal": True, "causal_align": "bottom-right"}),
-        (1500, 1000, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
-        (1500, 1, HEADS, {"is_causal": True, "causal_align": "top-left"}),
+        (128, 1024, None, HEADS, {"is_causal": True}),
+        (128, 1024, None, HEADS, {}),
+        (128, 1000, None, 8, {"is_causal": True, "scale": 0.3}),
+        (128, 999, 333, HEADS, {}),
+        (128, 1000, 1500, 4, {"is_causal": True, "causal_align": "bottom-right"}),
+        (128, 1500, 1000, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
+        (128, 1500, 1, HEADS, {"is_causal": True, "causal_align": "top-left"}),
+        (64, 1152, None, HEADS, {}),
+        (64, 1024, None, 8, {"scale": 0.3}),
+        (64, 999, 333, HEADS, {}),
+        (64, 1000, 129, 4, {}),
+        (64, 1500, 1, HEADS, {}),
+        (64, 1500, 128, HEADS, {}),
     ],
 )
-def test_output_and_gradients(dtype, rows, keys, key_heads, how) -> None:
-    tensors = draw(rows, keys, key_heads, dtype=dtype)
+def test_output_and_gradients(dtype, d, rows, keys, key_heads, how) -> None:
+    tensors = draw(rows, keys, key_heads, dtype=dtype, d=d)
     assert kernel_of(*tensors[:3], **how) == KERNEL
     check_against_float64(ours, *tensors, **how)
 
@@ -91,23 +97,43 @@ def test_log_sum_exp_is_that_of_the_plain_kernel() -> None:
     assert not out[:, :, :100].any()
 
 
-def test_calls_that_differ_in_one_property() -> None:
+def test_log_sum_exp_at_head_dimension_64_with_a_partial_key_block() -> None:
+    from stepscope.attention.triton import launch as triton_launch
+
+    q, k, v, _ = draw(1100, 1000, d=64)
+    # Scores far below zero: a key past the last one must not count as one of score zero.
+    q, k = 8 * q.abs(), -8 * k.abs()
+    with triton_launch.recorded_launches() as launches:
+        out, lse = triton_launch.forward(q, k, v, scale=0.1, causal=False, shift=0)
+    assert [launch.kernel.name for launch in launches] == [KERNEL]
+    scores = q.double() @ k.double().mT * 0.1
+    assert float(scores.max()) < -20
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-3)
+    expected = scores.softmax(-1) @ v.double()
+    assert float((out.double() - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_calls_that_differ_in_one_property(d: int) -> None:
     """Whatever was called before, a call gives the result of the plain kernel."""
-    q, k, v, _ = draw(1024)
+    q, k, v, _ = draw(1024, d=d)
+    masks = [{}, {"is_causal": True}] if d == 128 else [{}]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    packed = torch.randn(BATCH, 1024, 3 * HEADS * D, device="cuda", dtype=torch.bfloat16)
+    packed = torch.randn(BATCH, 1024, 3 * HEADS * d, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[list[Tensor], dict[str, Any]]] = [
         ([q, k, v], {}),
-        ([q, k, v], {"is_causal": True}),
+        *[([q, k, v], mask) for mask in masks],
         ([transposed[0], k, v], {}),
         ([q, transposed[1], v], {}),
-        ([q, k, transposed[2]], {"is_causal": True}),
-        ([*split_heads(packed, HEADS, by_head=False)], {"is_causal": True}),
-        ([*split_heads(packed, HEADS, by_head=True)], {"is_causal": True}),
+        ([q, k, transposed[2]], masks[-1]),
+        ([*split_heads(packed, HEADS, by_head=False)], masks[-1]),
+        ([*split_heads(packed, HEADS, by_head=True)], masks[-1]),
         ([q.half(), k.half(), v.half()], {}),
         ([q, k, v], {"scale": 0.5}),
-        ([q, k[:, :, :700], v[:, :, :700]], {}),
-        ([q, k[:, :, :700], v[:, :, :700]], {"is_causal": True, "causal_align": "top-left"}),
+        *[
+            ([q, k[:, :, :700], v[:, :, :700]], mask and {**mask, "causal_align": "top-left"})
+            for mask in masks
+        ],
         ([q, k[:, :4], v[:, :4]], {}),
         ([q.clone(), k.clone(), v.clone()], {}),
     ]
@@ -119,11 +145,12 @@ def test_calls_that_differ_in_one_property() -> None:
         assert out.stride() == torch.empty_like(tensors[0]).stride()
 
 
-def test_captured_graph_reads_new_inputs() -> None:
-    q, k, v, grad = (x.requires_grad_() for x in draw(1024))
+@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (128, True)])
+def test_captured_graph_reads_new_inputs(d: int, is_causal: bool) -> None:
+    q, k, v, grad = (x.requires_grad_() for x in draw(1024, d=d))
 
     def step() -> list[Tensor]:
-        out = ours(q, k, v, is_causal=True)
+        out = ours(q, k, v, is_causal=is_causal)
         return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
     stream = torch.cuda.Stream()
@@ -141,8 +168,9 @@ def test_captured_graph_reads_new_inputs() -> None:
         assert torch.equal(actual, expected)
 
 
-def test_first_call_within_a_capture() -> None:
-    q, k, v, _ = draw(1152)
+@pytest.mark.parametrize("d", [64, 128])
+def test_first_call_within_a_capture(d: int) -> None:
+    q, k, v, _ = draw(1152, d=d)
     ours(q[:, :, :1024], k, v)  # Triton and the allocator are warm, this shape is not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -151,11 +179,12 @@ def test_first_call_within_a_capture() -> None:
     torch.testing.assert_close(out, plain(q, k, v), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (128, True)])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_in_the_compiler_and_under_autograd(compiled: bool) -> None:
-    tensors = draw(1024)
+def test_in_the_compiler_and_under_autograd(compiled: bool, d: int, is_causal: bool) -> None:
+    tensors = draw(1024, d=d)
     function = torch.compile(ours) if compiled else ours
-    check_against_float64(function, *tensors, is_causal=True)
+    check_against_float64(function, *tensors, is_causal=is_causal)
 
 
 def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
@@ -164,7 +193,13 @@ def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
     shifted = torch.randn(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
     return {
         "few tiles": (small, {}, "too few query tiles"),
-        "head dimension 64": (draw(1024, d=64)[:3], {}, "head dimension 128"),
+        "causal, head dimension 64": (
+            draw(1024, d=64)[:3],
+            {"is_causal": True},
+            "64 without a causal mask",
+        ),
+        "head dimension 96": (draw(1024, d=96)[:3], {}, "head dimension 64"),
+        "few rows of a tile": ([x.repeat(4, 1, 1, 1) for x in draw(256, d=64)[:3]], {}, "192 rows"),
         "float32": ([x.float() for x in (q, k, v)], {}, "16-bit"),
         "unaligned": ([shifted, k, v], {}, "16 bytes"),
         "expanded": ([q, k[:, :1].expand_as(q), v], {}, "16 bytes"),
@@ -173,7 +208,17 @@ def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["few tiles", "head dimension 64", "float32", "unaligned", "expanded", "rules"]
+    "name",
+    [
+        "few tiles",
+        "causal, head dimension 64",
+        "head dimension 96",
+        "few rows of a tile",
+        "float32",
+        "unaligned",
+        "expanded",
+        "rules",
+    ],
 )
 def test_other_inputs_are_left_to_the_plain_kernel(name: str) -> None:
     tensors, how, reason = left_out()[name]

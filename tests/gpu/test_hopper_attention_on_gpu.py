@@ -14,6 +14,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
 ]
+KINDS = [(64, False), (128, False), (128, True)]
+"""Head dimensions with and without a causal mask for which there is a forward kernel."""
+SHAPE = (8, 16, 16, 1152)
 FACTOR = 1.25
 """Permitted error against float64 in units of that of cuDNN."""
 
@@ -24,9 +27,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Ten
 
 
 def inputs(
-    batch: int, heads: int, key_heads: int, seq: int, dtype: torch.dtype = torch.bfloat16
+    batch: int,
+    heads: int,
+    key_heads: int,
+    seq: int,
+    dtype: torch.dtype = torch.bfloat16,
+    d: int = 128,
 ) -> list[Tensor]:
-    shapes = [(batch, seq, n, 128) for n in (heads, key_heads, key_heads)]
+    shapes = [(batch, seq, n, d) for n in (heads, key_heads, key_heads)]
     # By token in memory, as projections write them.
     return [draw(*shape, dtype=dtype, seed=n).transpose(1, 2) for n, shape in enumerate(shapes)]
 
@@ -42,12 +50,13 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("d", "is_causal"), KINDS)
 @pytest.mark.parametrize("key_heads", [8, 2])
-def test_as_accurate_as_cudnn(key_heads: int, is_causal: bool, dtype: torch.dtype) -> None:
-    """Also in a second call with another length."""
-    for seq in (1024, 1096):
-        qkv = inputs(8, 8, key_heads, seq, dtype)
+def test_as_accurate_as_cudnn(key_heads: int, d: int, is_causal: bool, dtype: torch.dtype) -> None:
+    """Also in a second call with another length, which does not fill tiles."""
+    for seq in (1152, 1304):
+        qkv = inputs(9, 8, key_heads, seq, dtype, d)
+        assert explain(*qkv, is_causal=is_causal).chosen == "hopper"
         grad = draw(*qkv[0].shape, dtype=dtype, seed=7)
         exact = results("reference", [x.double() for x in qkv], grad.double(), is_causal)
         mixed = results("hopper", qkv, grad, is_causal)
@@ -57,23 +66,58 @@ def test_as_accurate_as_cudnn(key_heads: int, is_causal: bool, dtype: torch.dtyp
             assert ours < FACTOR * theirs, f"{name} of {seq}: {ours:.2e}, cuDNN {theirs:.2e}"
 
 
-def test_the_output_is_saved_once() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(4, 16, 16, 1024))
-    assert explain(q, k, v, is_causal=True).chosen == "hopper"
-    assert is_saved_output(attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+@pytest.mark.parametrize(("d", "is_causal"), KINDS)
+def test_the_output_is_saved_once(d: int, is_causal: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(*SHAPE, d=d))
+    assert explain(q, k, v, is_causal=is_causal).chosen == "hopper"
+    assert is_saved_output(attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize(("d", "is_causal"), KINDS)
 @pytest.mark.parametrize("first", [False, True])
-def test_rows_that_are_not_contiguous(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_contiguous(
+    first: bool, d: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before and after a call of the same shape with contiguous ones."""
     monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
-    qkv = inputs(4, 16, 16, 1024)
+    qkv = inputs(*SHAPE, d=d)
     grad = draw(*qkv[0].shape, seed=7)
     by_column = [x.mT.contiguous().mT for x in qkv]
-    assert explain(*by_column, is_causal=True).chosen == "hopper"
+    assert explain(*by_column, is_causal=is_causal).chosen == "hopper"
     order = (by_column, qkv) if first else (qkv, by_column)
-    for a, b in zip(*[results("auto", given, grad, True) for given in order], strict=True):
+    for a, b in zip(*[results("auto", given, grad, is_causal) for given in order], strict=True):
         assert error(a, b.double()) < 1e-2
+
+
+@pytest.mark.parametrize(("d", "is_causal"), KINDS)
+def test_calls_that_differ_in_one_property(
+    d: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was called before, a call gives the result of cuDNN alone."""
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
+    q, k, v = inputs(*SHAPE, d=d)
+    calls = [
+        [q, k, v],
+        [q.contiguous(), k, v],
+        [q, k.contiguous(), v],
+        [q, k, v.contiguous()],
+        [q, k[:, :4], v[:, :4]],
+        [x.half() for x in (q, k, v)],
+        [x[:, :, :1100] for x in (q, k, v)],
+        [q[:4], k[:4], v[:4]],
+        [x.flatten(0, 1)[:, None] for x in (q, k, v)],
+        [x[None] for x in (q, k, v)],
+    ]
+    if not is_causal:
+        calls += [[q, k[:, :, :700], v[:, :, :700]], [q, k[:, :, :640], v[:, :, :640]]]
+    for qkv in [*calls, *reversed(calls)]:
+        grad = draw(*qkv[0].shape, dtype=qkv[0].dtype, seed=7)
+        expected = results("sdpa_cudnn", [x.contiguous() for x in qkv], grad, is_causal)
+        for a, b in zip(results("hopper", qkv, grad, is_causal), expected, strict=True):
+            assert error(a, b.double()) < 1e-2
+        with torch.no_grad():
+            out = attention(*qkv, is_causal=is_causal, impl="hopper")
+        assert error(out, expected[0].double()) < 1e-2
 
 
 def test_deterministic_algorithms_repeat_their_bits() -> None:
@@ -96,12 +140,13 @@ def test_deterministic_algorithms_repeat_their_bits() -> None:
         assert error(a, b.double()) < 1e-2
 
 
-def test_a_captured_call_reads_new_inputs() -> None:
-    qkv = [x.detach().requires_grad_() for x in inputs(4, 16, 16, 1024)]
+@pytest.mark.parametrize(("d", "is_causal"), KINDS)
+def test_a_captured_call_reads_new_inputs(d: int, is_causal: bool) -> None:
+    qkv = [x.detach().requires_grad_() for x in inputs(*SHAPE, d=d)]
     grad = draw(*qkv[0].shape, seed=7)
 
     def run() -> list[Tensor]:
-        out = attention(*qkv, is_causal=True, impl="hopper")
+        out = attention(*qkv, is_causal=is_causal, impl="hopper")
         return [out, *torch.autograd.grad(out, qkv, grad)]
 
     stream = torch.cuda.Stream()
@@ -123,5 +168,7 @@ def test_a_captured_call_reads_new_inputs() -> None:
 def test_auto_chooses_it_where_the_forward_kernel_is_faster() -> None:
     assert explain(*inputs(4, 16, 16, 4096), is_causal=True).chosen == "hopper"
     assert explain(*inputs(1, 1, 1, 1024), is_causal=True).chosen != "hopper"
-    small = [x[..., :64] for x in inputs(4, 16, 16, 4096)]
-    assert explain(*small).chosen != "hopper"
+    assert explain(*inputs(4, 16, 16, 4096, d=64)).chosen == "hopper"
+    assert explain(*inputs(4, 16, 16, 4096, d=64), is_causal=True).chosen != "hopper"
+    assert explain(*inputs(8, 16, 16, 1024, d=64)).chosen != "hopper"
+    assert explain(*inputs(4, 16, 16, 4096, d=96)).chosen != "hopper"

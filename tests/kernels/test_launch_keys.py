@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from launch_recorder import DEVICE, B, D, H, Recorder, S, dense, recording
 from stepscope.attention import attention, flex
 from stepscope.attention.packed import split_heads
 from stepscope.attention.triton import launch as triton_launch
@@ -28,85 +28,10 @@ from stepscope.optim import FusedAdamW
 from stepscope.optim.launches import TensorUpdate
 from stepscope.torch_tools.triton_available import on_its_device, tf32_is_enabled
 
-B, H, S, D = 2, 4, 32, 64
-DEVICE = "cpu"
-
-
-def specialization(value: Any, dtype: torch.dtype) -> Any:
-    """Return all properties of an argument that a compiled kernel depends on, with strides."""
-    if isinstance(value, TensorDescriptor):
-        value = value.base
-    if isinstance(value, Tensor):
-        # Tensors that stay in registers are compiled as int16 bits, and launched unchanged.
-        kind = dtype if value.dtype == torch.int16 else value.dtype
-        aligned = value.data_ptr() % 16 == 0
-        return value.device, tuple(value.shape), value.stride(), kind, aligned
-    return type(value), value
-
-
-def specializations(arguments: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The first float is the scale, the one argument that may change in a replay."""
-    known = [specialization(x, dtype) for x in arguments]
-    scale = next((n for n, x in enumerate(arguments) if isinstance(x, float)), None)
-    if scale is not None:
-        known[scale] = "any float"
-    return known
-
-
-class Recorder:
-    """Replaces every kernel; checks each replay against the arguments of the compilation."""
-
-    def __init__(self) -> None:
-        self.compiled = 0
-        self.replayed = 0
-        self.dtype = torch.float32
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
-        def launch(*arguments: Any, **options: int) -> Any:
-            del options
-            self.compiled += 1
-            known = specializations(arguments, self.dtype)
-            return SimpleNamespace(
-                run=self.replay(grid[0], known),
-                function=None,
-                packed_metadata=None,
-                metadata=SimpleNamespace(tensordesc_meta=None),
-            )
-
-        return launch
-
-    def replay(self, programs: int, known: list[Any]) -> Callable[..., None]:
-        def run(*launched: Any) -> None:
-            self.replayed += 1
-            assert launched[0] == programs
-            assert specializations(launched[9:], self.dtype) == known
-
-        return run
-
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    fake = Recorder()
-    kernels = {k: v._replace(function=fake) for k, v in triton_launch._KERNELS.items()}
-    for name, value in {
-        "_KERNELS": kernels, "split_kernel": fake, "INTERPRETED": False,
-        "_capability": lambda _: (9, 0), "_PREPARED": {}, "_SPLITTERS": {},
-    }.items():  # fmt: skip
-        monkeypatch.setattr(triton_launch, name, value)
-    stream = "_cuda_getCurrentRawStream"
-    monkeypatch.setattr(torch._C, stream, lambda _: 0, raising=False)
-    return fake
-
-
-def dense(
-    layout: str = "", dtype: torch.dtype = torch.float32, device: str = DEVICE, **size: int
-) -> Tensor:
-    b, h, s, d = size.get("b", B), size.get("h", H), size.get("s", S), size.get("d", D)
-    if layout == "unaligned":
-        return torch.empty(b * h * s * d + 1, dtype=dtype, device=device)[1:].view(b, h, s, d)
-    if layout == "transposed":
-        return torch.empty(b, s, h, d, dtype=dtype, device=device).transpose(1, 2)
-    return torch.empty(b, h, s, d, dtype=dtype, device=device)
+    return recording(monkeypatch)
 
 
 NAMES = ("q", "k", "v", "grad", "out")

@@ -70,6 +70,27 @@ def test_cudnn_backward_is_refused_while_algorithms_must_be_deterministic(monkey
     assert "not deterministic" in str(hopper.refuses(*inputs, True, None, None))
 
 
+def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monkeypatch) -> None:
+    from stepscope.attention.triton import specialized
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(specialized, "_device", lambda _: (9, 132))
+    monkeypatch.setattr(ops, "refuses", lambda *_: None)
+    monkeypatch.setattr(sdpa, "refusal", lambda *_: None)
+
+    def reasons(heads: int, length: int, head_dim: int, causal: bool) -> list[str | None]:
+        inputs = tensors(heads, heads, length, head_dim, torch.bfloat16)
+        rest = (causal, None, None)
+        return [hopper.refuses(*inputs, *rest), hopper.leaves(*inputs, *rest)]
+
+    assert reasons(16, 4096, 64, False) == reasons(16, 4096, 128, True) == [None, None]
+    assert "64 without a causal mask" in str(reasons(16, 4096, 64, True)[0])
+    refused, left = reasons(32, 1024, 64, False)
+    assert refused is None
+    assert "cuDNN's forward is faster" in str(left)
+    assert "too few query tiles" in str(reasons(16, 768, 64, False)[1])
+
+
 def test_compiler_traces_the_rule_without_a_graph_break() -> None:
     def multiply_adds(x: Tensor, causal: bool) -> Tensor:
         least = MIN_MULTIPLY_ADDS.get(kind_of(x.element_size(), x.shape[-1], causal, False))

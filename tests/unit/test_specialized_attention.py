@@ -10,16 +10,20 @@ import pytest
 from stepscope.attention.specialized import (
     CAPABILITY,
     FORWARD,
+    KINDS,
     MIN_TILES_PER_PROGRAM,
+    RATES,
     Sizes,
     Variant,
     refusal,
+    speed_over,
     tile_order,
 )
 
 PROGRAMS = 132
 FULL, CAUSAL = (FORWARD[128, causal] for causal in (False, True))
 LARGE = Sizes(4, 16, 16, 4096, 4096, 128, causal=True)
+NARROW = LARGE._replace(head_dim=64, causal=False)
 SUITABLE: dict[str, Any] = {
     "element_bytes": 2,
     "capability": CAPABILITY,
@@ -36,6 +40,9 @@ SUITABLE: dict[str, Any] = {
         LARGE._replace(causal=False),
         LARGE._replace(key_heads=2, keys=777),
         LARGE._replace(rows=4001, shift=-3),
+        NARROW,
+        NARROW._replace(key_heads=2, keys=777),
+        NARROW._replace(batch=8, rows=1024, keys=1024),
     ],
 )
 def test_large_inputs_are_taken(sizes: Sizes) -> None:
@@ -49,8 +56,9 @@ def test_large_inputs_are_taken(sizes: Sizes) -> None:
         (LARGE, {"capability": 10}, "compute capability 9"),
         (LARGE, {"rules": True}, "no rules"),
         (LARGE, {"element_bytes": 4}, "16-bit"),
-        (LARGE._replace(head_dim=64), {}, "head dimension 128"),
-        (LARGE._replace(head_dim=96), {}, "head dimension 128"),
+        (LARGE._replace(head_dim=64), {}, "64 without a causal mask"),
+        (LARGE._replace(head_dim=96), {}, "head dimension 64 without a causal mask and 128"),
+        (NARROW._replace(batch=128, rows=256), {}, "tiles of 192 rows"),
         (LARGE._replace(batch=1, rows=128), {}, "too few query tiles"),
         (LARGE, {"programs": 2048 // MIN_TILES_PER_PROGRAM + 1}, "too few query tiles"),
         (LARGE, {"aligned": False}, "16 bytes"),
@@ -58,6 +66,25 @@ def test_large_inputs_are_taken(sizes: Sizes) -> None:
 )
 def test_others_are_left_to_the_plain_kernel(sizes: Sizes, change: Any, reason: str) -> None:
     assert reason in str(refusal(sizes, **SUITABLE | change))
+
+
+def test_every_entry_has_measured_rates_above_those_it_replaces() -> None:
+    assert RATES.keys() == FORWARD.keys()
+    for rates in RATES.values():
+        assert rates.specialized > max(rates.plain, rates.cudnn)
+    assert all(str(head_dim) in KINDS for head_dim, _ in FORWARD)
+
+
+def test_predicted_speed_is_the_measured_one_less_rows_that_fill_tiles() -> None:
+    assert speed_over("cudnn", NARROW) == pytest.approx(507 / 473)
+    assert speed_over("plain", NARROW) == pytest.approx(507 / 434)
+    # 22 tiles of 192 rows for 4096, 6 for 1024: one row in 33 and one in 9 is empty.
+    small = NARROW._replace(rows=1024)
+    assert speed_over("cudnn", small) == pytest.approx(507 / 473 * (33 / 32) / (9 / 8))
+    assert speed_over("cudnn", small) < 1 < speed_over("plain", small)
+    # At head dimension 128 a tile has 128 rows, as the rates of the others.
+    for rows in (1, 1000, 4096):
+        assert speed_over("cudnn", LARGE._replace(rows=rows)) == pytest.approx(633 / 579)
 
 
 def loads(sizes: Sizes, variant: Variant, programs: int) -> list[list[int]]:
@@ -69,10 +96,12 @@ def loads(sizes: Sizes, variant: Variant, programs: int) -> list[list[int]]:
 @pytest.mark.parametrize("programs", [1, 7, PROGRAMS, 2048])
 @pytest.mark.parametrize("heads", [1, 4, 7])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_tile_is_computed_once(programs: int, heads: int, causal: bool) -> None:
+@pytest.mark.parametrize(("groups", "n_tiles"), [(2, 8), (3, 6)])
+def test_every_tile_is_computed_once(programs, heads, causal, groups, n_tiles) -> None:
     sizes = Sizes(2, 5, 5, 1000, 900, 128, causal, shift=-100 if causal else 0)
-    tiles = Counter(t for own in loads(sizes, FULL._replace(heads=heads), programs) for t in own)
-    assert tiles == Counter(range(10 * 8))
+    variant = FULL._replace(heads=heads, groups=groups)
+    tiles = Counter(t for own in loads(sizes, variant, programs) for t in own)
+    assert tiles == Counter(range(10 * n_tiles))
 
 
 @pytest.mark.parametrize("rows", [4096, 16384])

@@ -23,6 +23,11 @@ from stepscope.attention.registry import (
 from stepscope.attention.rules import ScoreRules
 from stepscope.torch_tools.derivatives import transforms_active
 
+# Looked up once: a call with a known shape is little more than these.
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_deterministic_algorithms = torch._C._get_deterministic_algorithms
+_cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 _DISPATCH_CACHE: dict[tuple[object, ...], BoundAttention] = {}
 """Dispatch cache: for short inputs dispatch costs more than the kernel."""
 _MAX_DISPATCH_CACHE = 4096
@@ -57,11 +62,11 @@ def attention(
     """
     # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
     # fewer implementations support rules.
-    if torch.compiler.is_compiling() or (rules is not None and transforms_active()):
+    if _is_compiling() or (rules is not None and transforms_active()):
         return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
     cast_to = None
     try:
-        if torch._C._is_any_autocast_enabled():
+        if _is_any_autocast_enabled():
             cast_to = autocast_dtype(q)
         # Strides and alignment are not in the key: dispatch does not depend on them, and an
         # implementation that caches by them has its own key.
@@ -81,8 +86,8 @@ def attention(
             v.device,
             cast_to,
             None if rules is None else rules.key,
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_cudnn_sdp_enabled(),
+            _deterministic_algorithms(),
+            _cudnn_sdp_enabled(),
         )
         bound = _DISPATCH_CACHE.get(key)
     except (AttributeError, TypeError):

@@ -7,6 +7,7 @@ inputs are not supported while `torch.use_deterministic_algorithms` asks for rep
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale
-from stepscope.attention.specialized import FORWARD
-from stepscope.torch_tools.capturing import is_capturing
+from stepscope.attention.specialized import FORWARD, KINDS, speed_over
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
+    from stepscope.attention.triton.launch import Forward
 
 _CUDNN = "CUDNN_ATTENTION"
 
@@ -40,11 +41,35 @@ def hopper_attention(
         return ops.triton_attention(
             q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
         )
-    # cuDNN reads contiguous rows only, and strides are not part of a cached decision.
-    heads = [ops.rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
     factor = default_scale(q) if scale is None else scale
-    out: Tensor = _HopperAttention.apply(*heads, is_causal, factor)  # type: ignore[no-untyped-call]
+    heads = [as_four_dims(x) for x in (q, k, v)]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.launch_forward(q, k, v, is_causal, factor, 0)
+
+    out: Tensor = _HopperAttention.apply(*heads, forward, (is_causal, factor))  # type: ignore[no-untyped-call]
     return out.view(q.shape)
+
+
+def bind(
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    rules: ScoreRules | None = None,  # noqa: ARG001
+) -> Callable[..., Tensor]:
+    """Return `hopper_attention` for inputs of these shapes, with what follows from the shapes
+    computed once."""
+    general = functools.partial(
+        hopper_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
+    if q.dim() != 4:
+        return general
+    factor = default_scale(q) if scale is None else scale
+    forward = ops.bound_forward(q, is_causal, factor, 0)
+    return ops.bound_attention(general, forward, _HopperAttention, (is_causal, factor))
 
 
 def refuses(
@@ -64,8 +89,7 @@ def refuses(
         return f"it needs a Hopper GPU, and q is on {q.device}"
     # Before what takes longer.
     if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
-        dims = ", ".join(str(head_dim) for head_dim in sorted({one for one, _ in FORWARD}))
-        return f"its forward kernel is for 16-bit dtypes and head dimension {dims}"
+        return f"its forward kernel is for {KINDS}"
     if torch.are_deterministic_algorithms_enabled():
         return "cuDNN's backward kernel is not deterministic"
     if is_causal and q.shape[-2] != k.shape[-2]:
@@ -84,19 +108,23 @@ def leaves(
     is_causal: bool,
     *_: Any,
 ) -> str | None:
-    """Return why another implementation is preferred: the forward kernel would be another one."""
+    """Return why another implementation is preferred: the forward kernel would be another one, or
+    slower than cuDNN's."""
     from stepscope.attention.triton import specialized
 
+    q, k = as_four_dims(q), as_four_dims(k)
     # Strides and addresses are not part of a cached decision: the forward decides on them.
-    return specialized.refuses(
-        as_four_dims(q), as_four_dims(k), causal=is_causal, shift=0, aligned=True, rules=False
-    )
+    reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)
+    if reason is None and speed_over("cudnn", specialized.sizes_of(q, k, is_causal, 0)) < 1:
+        return "cuDNN's forward is faster: too many rows of the last query tile would be empty"
+    return reason
 
 
 def _no_dropout(device: torch.device) -> Tensor:
     """Return the seed and the offset of a dropout that does not take place."""
     # The memory of a tensor that is created in a capture belongs to the graph.
-    return _zero.__wrapped__(device) if is_capturing() else _zero(device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    return _zero.__wrapped__(device) if capturing else _zero(device)
 
 
 @functools.lru_cache
@@ -108,19 +136,34 @@ class _HopperAttention(torch.autograd.Function):
     saves_output = True
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-        out, lse = ops.launch_forward(q, k, v, is_causal, scale, 0)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward: Forward,
+        settings: tuple[bool, float],
+    ) -> Tensor:
+        out, lse = forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.settings = settings
         return out
 
     @staticmethod
     @differentiable_once("attention by cuDNN's backward kernel", "impl='reference'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        # cuDNN reads contiguous rows only, and strides are not part of a cached decision.
+        q, k, v = ops.rows_contiguous(q), ops.rows_contiguous(k), ops.rows_contiguous(v)
+        is_causal, scale = ctx.settings
         unused = _no_dropout(q.device)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = _cudnn_backward()(
             grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
-            q.shape[2], k.shape[2], 0.0, ctx.is_causal, scale=ctx.scale,
+            q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
         )  # fmt: skip
         return *grads, None, None
+
+
+@functools.cache
+def _cudnn_backward() -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

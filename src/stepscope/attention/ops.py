@@ -44,6 +44,7 @@ from stepscope.torch_tools.triton_available import is_interpreted
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
+    from stepscope.attention.triton.launch import Forward
 
 KernelRules = tuple[Any, ...]
 """The fields of `launch.Rules`, or empty: key intervals, query intervals, slopes, sinks, seeds,
@@ -341,8 +342,34 @@ def bind(
     if q.dim() != 4 or factor <= 0 or rules is not None:
         return general
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    apply: Any = super(FlashAttentionTriton, FlashAttentionTriton).apply
-    forward = _kernels().forward
+    forward = bound_forward(q, is_causal, factor, shift)
+    return bound_attention(general, forward, _BoundFlashAttention, (is_causal, factor, shift))
+
+
+def bound_forward(q: Tensor, is_causal: bool, scale: float, shift: int) -> Forward:
+    """Return `launch_forward` for inputs (B, H, M, D) that have the shapes, dtypes and device of
+    one call with these queries."""
+
+    def general(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return launch_forward(q, k, v, is_causal, scale, shift)
+
+    bound: Forward = _kernels().bound_forward(
+        q, general, scale=scale, causal=is_causal, shift=shift
+    )
+    return bound
+
+
+def bound_attention(
+    general: Callable[..., Tensor],
+    forward: Forward,
+    function: type[torch.autograd.Function],
+    settings: tuple[Any, ...],
+) -> Callable[..., Tensor]:
+    """Return a function of q, k and v that launches `forward` directly, through the autograd
+    `function` of (q, k, v, forward, settings) if gradients are needed, and that calls `general`
+    where something may intercept operators."""
+    # Below the `apply` of Python, which is for transforms.
+    apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # `attention` calls bound functions outside of the compiler only.
@@ -356,12 +383,9 @@ def bind(
         ):
             return general(q, k, v)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            out: Tensor = apply(q, k, v, is_causal, factor, shift)
-        elif q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            out = forward(q, k, v, scale=factor, causal=is_causal, shift=shift)[0]
-        else:
-            out = launch_forward(q, k, v, is_causal, factor, shift)[0]
-        return out
+            out: Tensor = apply(q, k, v, forward, settings)
+            return out
+        return forward(q, k, v)[0]
 
     return attend
 
@@ -525,10 +549,29 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Without create_graph no second derivative can be taken, so no guard is needed.
-        return _guarded_gradients(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad)
+        grads: tuple[Tensor | None, ...] = _gradients(ctx, grad)
+        return grads
 
 
+class _BoundFlashAttention(FlashAttentionTriton):
+    """The same for a launch that is bound to the shapes of its inputs, without rules."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward: Forward,
+        settings: tuple[Any, ...],
+    ) -> Tensor:
+        out, lse = forward(q, k, v)
+        ctx.settings, ctx.numbers, ctx.direct = settings, (), True
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+
+@differentiable_once(_NAME, "impl='reference'")
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     settings = (*ctx.settings, *tensors, *ctx.numbers)
@@ -539,6 +582,3 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if tensors and ctx.needs_input_grad[len(grads) + _N_SETTINGS + _SINKS]:
         rest[_N_SETTINGS + _SINKS] = sink_gradient(tensors[_SINKS], lse, delta)
     return (*grads, *rest)
-
-
-_guarded_gradients = differentiable_once(_NAME, "impl='reference'")(_gradients)

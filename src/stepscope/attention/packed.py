@@ -29,6 +29,8 @@ def packed_heads(parts: Sequence[Tensor], by_head: bool) -> Tensor | None:
     row = 3 * heads * d_head
     step, head_step = (d_head, 3 * d_head) if by_head else (heads * d_head, d_head)
     strides = (seq * row, head_step, row, 1)
+    if q.stride() != strides:
+        return None
     storage, start = q.untyped_storage().data_ptr(), q.storage_offset()
     for index, part in enumerate(parts):
         if (

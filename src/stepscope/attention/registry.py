@@ -157,6 +157,12 @@ def _load_hopper() -> AttentionFunction:
     return hopper_attention
 
 
+def _bind_hopper(*inputs: *Inputs) -> BoundAttention:
+    from stepscope.attention.hopper import bind
+
+    return bind(*inputs)
+
+
 def _hopper_refuses(*inputs: *Inputs) -> str | None:
     from stepscope.attention.hopper import refuses
 
@@ -242,6 +248,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="hopper",
             load=_load_hopper,
+            bind=_bind_hopper,
             refuses=_hopper_refuses,
             leaves=_hopper_leaves,
             saves_scores=False,

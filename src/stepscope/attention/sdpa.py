@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,20 +68,26 @@ def bind(
     if q.numel() and k.numel() and (scale is None or scale > 0) and rules is None:
         call = _Call.of(q, k, v, is_causal, causal_align, None, None)
         if call.q is q and call.k is k and call.mask is None:
-            settings = (call.is_causal, scale, call.is_grouped)
-            return functools.partial(_torch_attention, *settings)
+            return _torch_attention(call.is_causal, scale, call.is_grouped)
     return functools.partial(
         sdpa_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
     )
 
 
-def _torch_attention(
-    is_causal: bool, scale: float | None, is_grouped: bool, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    # Looked up at each call: the user's program may replace torch's function between calls.
-    return functional.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
-    )
+def _torch_attention(is_causal: bool, scale: float | None, is_grouped: bool) -> BoundAttention:
+    """Return a call of torch's function with these settings: only those that are not the default,
+    since torch reads every argument at every call."""
+    more: dict[str, Any] = {"is_causal": True} if is_causal else {}
+    if scale is not None:
+        more["scale"] = scale
+    if is_grouped:
+        more["enable_gqa"] = True
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Looked up at each call: the user's program may replace torch's function between calls.
+        return functional.scaled_dot_product_attention(q, k, v, **more)
+
+    return attend
 
 
 def backend_attention(name: str) -> AttentionFunction:

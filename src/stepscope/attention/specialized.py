@@ -1,5 +1,5 @@
 """Rule by which the Triton attention uses its warp-specialized forward kernel for Hopper, the
-parameters of that kernel and the order of the tiles. No torch import.
+parameters of that kernel, its measured speed and the order of the tiles. No torch import.
 
 The plain Triton kernel computes what the rule leaves out. Both forward kernels write the same
 output and log-sum-exp, so that the backward pass does not depend on which one ran.
@@ -8,7 +8,7 @@ output and log-sum-exp, so that the backward pass does not depend on which one r
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 CAPABILITY = 9
 """Major compute capability of the kernel: wgmma and TMA of Hopper."""
@@ -49,11 +49,29 @@ class Variant(NamedTuple):
 
 
 FORWARD: dict[tuple[int, bool], Variant] = {
+    (64, False): Variant(128, 3, groups=3, registers=160),
     (128, False): Variant(128, 3),
     (128, True): Variant(128, 3, heads=4),
 }
-"""The fastest variant by head dimension and causal mask, where it is faster than the plain kernel.
-"""
+"""The fastest variant by head dimension and causal mask, where it is faster than the plain kernel
+and than cuDNN's."""
+
+
+class Rates(NamedTuple):
+    """TFLOP/s of forward kernels at 4 × 16 × `MEASURED_ROWS` in bfloat16 on an H200."""
+
+    specialized: int
+    plain: int
+    cudnn: int
+
+
+MEASURED_ROWS = 4096
+RATES: dict[tuple[int, bool], Rates] = {
+    (64, False): Rates(507, 434, 473),
+    (128, False): Rates(692, 532, 677),
+    (128, True): Rates(633, 508, 579),
+}
+"""Rates of the entries of `FORWARD`. The log of the attention kernels has the measurements."""
 
 
 class Sizes(NamedTuple):
@@ -72,6 +90,11 @@ class Sizes(NamedTuple):
         """Return the query tiles of a head."""
         return -(-self.rows // variant.rows)
 
+    def padding(self, variant: Variant) -> float:
+        """Return the rows of all query tiles in relation to tiles of 128 rows, those of head
+        dimension 128."""
+        return self.tiles(variant) * variant.rows / (-(-self.rows // 128) * 128)
+
     def heads_together(self, variant: Variant) -> int:
         """Return the heads whose tiles are ordered together."""
         of_a_head = 2 * 2 * self.keys * self.head_dim
@@ -89,6 +112,27 @@ def forward_variant_of(sizes: Sizes) -> Variant | None:
     return FORWARD.get((sizes.head_dim, sizes.causal))
 
 
+def speed_over(rival: Literal["plain", "cudnn"], sizes: Sizes) -> float:
+    """Predict the speed of the forward kernel in relation to another one, for sizes that it has a
+    variant for: the measured ratio, less what these sizes lose to rows that only fill a tile."""
+    key = (sizes.head_dim, sizes.causal)
+    variant, rates = FORWARD[key], RATES[key]
+    measured = sizes._replace(rows=MEASURED_ROWS).padding(variant)
+    rate = rates.plain if rival == "plain" else rates.cudnn
+    return rates.specialized / rate * measured / sizes.padding(variant)
+
+
+def _kinds() -> str:
+    """Return the inputs of `FORWARD` in words."""
+    dims = sorted({head_dim for head_dim, _ in FORWARD})
+    return "16-bit dtypes and head dimension " + " and ".join(
+        str(dim) if (dim, True) in FORWARD else f"{dim} without a causal mask" for dim in dims
+    )
+
+
+KINDS = _kinds()
+
+
 def refusal(
     sizes: Sizes, *, element_bytes: int, capability: int, programs: int, aligned: bool, rules: bool
 ) -> str | None:
@@ -100,11 +144,12 @@ def refusal(
         return "it has no rules"
     variant = forward_variant_of(sizes)
     if element_bytes != 2 or variant is None:
-        heads = " and ".join(sorted({str(head) for head, _ in FORWARD}))
-        return f"it is faster for 16-bit dtypes and head dimension {heads} only"
+        return f"it is faster for {KINDS} only"
     tiles = sizes.batch * sizes.heads * sizes.tiles(variant)
     if tiles < MIN_TILES_PER_PROGRAM * programs:
         return "there are too few query tiles to occupy the GPU evenly"
+    if speed_over("plain", sizes) < 1:
+        return f"too many rows of its tiles of {variant.rows} rows would be empty"
     if not aligned:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
     return None

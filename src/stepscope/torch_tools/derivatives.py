@@ -48,9 +48,12 @@ def differentiable_once(what: str, instead: str) -> Callable[[Callable[..., Any]
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                # Without create_graph no second derivative can be taken.
+                return backward(ctx, *grads)
             with torch.no_grad():
                 returned = backward(ctx, *grads)
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
                 return returned
             anchor = torch.empty(0, requires_grad=True)
             marked = tuple(

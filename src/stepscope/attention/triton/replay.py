@@ -50,6 +50,7 @@ class Prepared:
         self._fixed = fixed
         self._parts = parts
         self._absent = (None,) * absent
+        self._sources: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self._descriptors: dict[tuple[int, int], list[Any]] = {}
         self._describe = _describer(launch.kernel) if tma else None
         if launch.kernel is not None:
@@ -58,26 +59,38 @@ class Prepared:
 
     def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor | None, ...], scale: float) -> None:
         """Launch the kernel. `read` are its tensors that are read by tiles, `rest` the others."""
-        sources: list[Any] = []
-        index = 0
-        for _ in range(self._parts):
-            for x in read:
-                if self._describe is None:
-                    sources.append(_descriptor(x) if self._tma else x)
-                else:
-                    # Shape, strides, dtype and device of x are those of the problem this was
-                    # prepared for.
-                    key = (index, x.data_ptr())
-                    arguments = self._descriptors.get(key)
-                    if arguments is None:
-                        if len(self._descriptors) >= _MAX_DESCRIPTORS:
-                            self._descriptors.clear()
-                        arguments = self._descriptors[key] = self._describe(index, x)
-                    sources += arguments
-                index += 1
-        sources += self._absent
-        stream = torch._C._cuda_getCurrentRawStream(read[0].device.index)
+        sources: tuple[Any, ...] | None
+        if self._describe is None:
+            described = [_descriptor(x) for x in read] if self._tma else read
+            sources = (*[x for _ in range(self._parts) for x in described], *self._absent)
+        else:
+            pointers = tuple([x.data_ptr() for x in read])
+            sources = self._sources.get(pointers)
+            if sources is None:
+                sources = self._described(read, pointers, self._describe)
+        stream = torch._C._cuda_getCurrentRawStream(read[0].get_device())
         self._start(self._programs, stream, *sources, *rest, scale, *self._fixed)
+
+    def _described(
+        self,
+        read: tuple[Tensor, ...],
+        pointers: tuple[int, ...],
+        describe: Callable[[int, Tensor], list[Any]],
+    ) -> tuple[Any, ...]:
+        """Return the arguments for tensors at these addresses. Their shapes, strides, dtype and
+        device are those of the problem this was prepared for."""
+        arguments: list[Any] = []
+        for index, (x, pointer) in enumerate([*zip(read, pointers, strict=True)] * self._parts):
+            descriptor = self._descriptors.get((index, pointer))
+            if descriptor is None:
+                if len(self._descriptors) >= _MAX_DESCRIPTORS:
+                    self._descriptors.clear()
+                descriptor = self._descriptors[index, pointer] = describe(index, x)
+            arguments += descriptor
+        if len(self._sources) >= _MAX_DESCRIPTORS:
+            self._sources.clear()
+        sources = self._sources[pointers] = (*arguments, *self._absent)
+        return sources
 
 
 def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:
@@ -87,20 +100,11 @@ def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:
     if bare:
         run = copy.copy(run)
         run.launch = _below_descriptors(compiled)
+    # After `run`, which loads the kernel.
+    function, metadata = compiled.function, compiled.packed_metadata
 
     def start(programs: int, stream: int, *arguments: Any) -> None:
-        run(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-        )
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     return start
 

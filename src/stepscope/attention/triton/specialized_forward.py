@@ -120,9 +120,10 @@ class Work:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     CAUSAL: gl.constexpr
+    PARTIAL: gl.constexpr  # the last key block is partial and is visited first
 
     @gluon.constexpr_function
-    def __init__(self, order, H, G, M, N, shift, n_tiles, BLOCK_M, BLOCK_N, CAUSAL):
+    def __init__(self, order, H, G, M, N, shift, n_tiles, BLOCK_M, BLOCK_N, CAUSAL, PARTIAL):
         self.order = order
         self.H = H
         self.G = G
@@ -133,6 +134,7 @@ class Work:
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CAUSAL = gl.constexpr(CAUSAL)
+        self.PARTIAL = gl.constexpr(PARTIAL)
 
     @gluon.jit
     def tiles(self):
@@ -148,16 +150,27 @@ class Work:
 
     @gluon.jit
     def key_blocks(self, start_m):
-        """Return (n_full, n_blocks): every row of the tile sees all keys of the blocks before
-        n_full, no row sees a key from n_blocks on. At least one block is visited."""
+        """Return (n_full, n_blocks): the tile visits n_blocks blocks, at least one. Every row sees
+        all keys of those before the n_full-th, except of the first one if that is partial."""
         n_full = self.N // self.BLOCK_N
         n_blocks = (self.N + self.BLOCK_N - 1) // self.BLOCK_N
+        if self.PARTIAL:
+            n_full = n_blocks
         if self.CAUSAL:
             visible = gl.maximum(start_m + self.shift + 1, 0)
             n_full = gl.minimum(n_full, visible // self.BLOCK_N)
             visible = gl.maximum(start_m + self.BLOCK_M + self.shift, 1)
             n_blocks = gl.minimum(n_blocks, (visible + self.BLOCK_N - 1) // self.BLOCK_N)
         return n_full, n_blocks
+
+    @gluon.jit
+    def start_n(self, j, n_blocks):
+        """Return the first key of the j-th block that a tile visits. A partial block is visited
+        first, where the softmax is outside of the loop: a second loop with a mask would need more
+        registers than three warpgroups have."""
+        if self.PARTIAL:
+            j = n_blocks - 1 - j
+        return j * self.BLOCK_N
 
 
 @gluon.jit
@@ -172,18 +185,18 @@ def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS: gl.
         batch, head, start_m = work.tile(position)
         key_head = head // work.G
         _, n_blocks = work.key_blocks(start_m)
-        k_ring.load(keys, k_desc, batch, key_head, 0)
+        k_ring.load(keys, k_desc, batch, key_head, work.start_n(0, n_blocks))
         if n_blocks > 1:
-            k_ring.load(keys + 1, k_desc, batch, key_head, work.BLOCK_N)
-            v_ring.load(keys, v_desc, batch, key_head, 0)
+            k_ring.load(keys + 1, k_desc, batch, key_head, work.start_n(1, n_blocks))
+            v_ring.load(keys, v_desc, batch, key_head, work.start_n(0, n_blocks))
         for w in gl.static_range(GROUPS):
             q_ring.load(queries + w, q_desc, batch, head, start_m + w * ROWS)
         queries += GROUPS
         for j in range(2, n_blocks):
-            k_ring.load(keys + j, k_desc, batch, key_head, j * work.BLOCK_N)
-            v_ring.load(keys + j - 1, v_desc, batch, key_head, (j - 1) * work.BLOCK_N)
+            k_ring.load(keys + j, k_desc, batch, key_head, work.start_n(j, n_blocks))
+            v_ring.load(keys + j - 1, v_desc, batch, key_head, work.start_n(j - 1, n_blocks))
         keys += n_blocks
-        v_ring.load(keys - 1, v_desc, batch, key_head, (n_blocks - 1) * work.BLOCK_N)
+        v_ring.load(keys - 1, v_desc, batch, key_head, work.start_n(n_blocks - 1, n_blocks))
 
 
 @gluon.jit
@@ -313,7 +326,8 @@ def attend(
         k_ring.release(base)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
         sums = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-        p32, top, sums, _ = softmax(s, top, sums, limits, 0, factor, S_LAYOUT, MASKED)
+        start_n = work.start_n(0, n_blocks)
+        p32, top, sums, _ = softmax(s, top, sums, limits, start_n, factor, S_LAYOUT, MASKED)
         p = gl.convert_layout(p32.to(o_desc.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
         v_ring.wait(base)
         o = gl.full([ROWS, D], 0.0, gl.float32, O_LAYOUT)
@@ -337,7 +351,7 @@ def attend(
             TURNS,
             False,
         )
-        if MASKED:
+        if work.CAUSAL:
             o, p, top, sums = visit_blocks(
                 q,
                 o,
@@ -417,6 +431,7 @@ def specialized_forward_kernel(
         GROUPS * q_desc.block_type.shape[2],
         k_desc.block_type.shape[2],
         CAUSAL,
+        MASKED and not CAUSAL,
     )
     q_ring = allocate_ring(q_desc, GROUPS * QUERIES, 1)
     k_ring = allocate_ring(k_desc, STAGES, GROUPS)
