@@ -14,6 +14,10 @@ from stepscope.studies.fp8.cases import (
     ROLES,
     CastLoss,
     GemmLoss,
+    GradientError,
+    GradientPass,
+    GradientProbe,
+    LayerGroup,
     LayerProbe,
     TensorsCase,
     TrainingCase,
@@ -67,7 +71,46 @@ def probe(
     )
 
 
-def tensors_record(*probes: LayerProbe, size: str = "small", **changes: Any) -> Record:
+def gradients(
+    all_: float | None = 0.03, *, without: float = 0.019, **only: float | None
+) -> GradientProbe:
+    """Gradients with these errors with FP8 in all layers, in one group alone, and in all but the
+    worst of the groups."""
+
+    def one(fp8: str, layers: str, weights: int, error: float | None) -> GradientPass:
+        of = GradientError(error=error, slope=None if error is None else 0.994)
+        kinds = {"embedding": of, "blocks.*.attention.query": of}
+        loss = None if error is None else 2.0002
+        return GradientPass(
+            fp8=fp8, layers=layers, weights=weights, loss=loss, total=of, kinds=kinds
+        )
+
+    only = only or {"query": 0.024, "output": 0.012}
+    worst = max(only, key=lambda name: only[name] or float("inf"))
+    return GradientProbe(
+        step=100,
+        arithmetic="emulated",
+        loss=2.0,
+        groups=tuple(
+            LayerGroup(name=f"attention.{name}", patterns=(f"blocks.*.attention.{name}",))
+            for name in only
+        ),
+        passes=(
+            one("none", "", 0, 0.006),
+            one("all", "", 100, all_),
+            *(one("only", f"attention.{name}", 25, error) for name, error in only.items()),
+            one("without", "the first and last block", 60, 0.025),
+            one("without", f"attention.{worst}", 75, without),
+        ),
+    )
+
+
+def tensors_record(
+    *probes: LayerProbe,
+    size: str = "small",
+    gradients: GradientProbe | None = None,
+    **changes: Any,
+) -> Record:
     study = find_study("fp8")
     (case,) = study.cases(study.flags(size=(size,), part=("tensors",)))
     assert isinstance(case, TensorsCase)
@@ -82,6 +125,7 @@ def tensors_record(*probes: LayerProbe, size: str = "small", **changes: Any) -> 
         attachments={
             "probes": msgspec.to_builtins(listed),
             "left_out": {"head": "the head: the last linear layer, read by the loss"},
+            **({"gradients": msgspec.to_builtins(gradients)} if gradients is not None else {}),
         },
         **changes,
     )

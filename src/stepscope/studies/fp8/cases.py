@@ -218,6 +218,8 @@ class GradientPass(Part, frozen=True):
     """Where: none, all, or all layers only of a group or without it."""
     layers: str
     """Name of the group; empty for none and all."""
+    weights: int
+    """Number of weights in FP8."""
     loss: float | None
     total: GradientError
     """The gradient of all parameters."""
@@ -231,7 +233,6 @@ class LayerGroup(Part, frozen=True):
     name: str
     patterns: tuple[str, ...]
     """Patterns of the names of these layers."""
-    weights: int
 
 
 class GradientProbe(Part, frozen=True):

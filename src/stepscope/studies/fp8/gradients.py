@@ -41,10 +41,6 @@ class Group(NamedTuple):
     patterns: tuple[str, ...]
     layers: dict[str, nn.Linear]
 
-    @property
-    def weights(self) -> int:
-        return sum(layer.weight.numel() for layer in self.layers.values())
-
 
 class Sums(NamedTuple):
     """Squared norms of the difference and of the exact gradient, and the product of both
@@ -84,7 +80,7 @@ def groups_of(linears: Linears) -> list[Group]:
     ]
     if len(groups) <= _MOST:
         return groups
-    groups.sort(key=lambda group: -group.weights)
+    groups.sort(key=lambda group: -_weights(group.layers))
     rest = groups[_MOST - 1 :]
     return [
         *groups[: _MOST - 1],
@@ -94,6 +90,10 @@ def groups_of(linears: Linears) -> list[Group]:
             {name: layer for group in rest for name, layer in group.layers.items()},
         ),
     ]
+
+
+def _weights(layers: Layers) -> int:
+    return sum(layer.weight.numel() for layer in layers.values())
 
 
 def _continues(members: list[str], name: str, linears: Linears) -> bool:
@@ -125,9 +125,7 @@ def without_ends(linears: Linears) -> dict[str, nn.Linear]:
     if len(blocks) < 3:
         return {}
     ends = {next(iter(blocks)), next(reversed(blocks))}
-    return {
-        name: layer for name, layer in linears.eligible.items() if _block_of(name) not in ends
-    }
+    return {name: layer for name, layer in linears.eligible.items() if _block_of(name) not in ends}
 
 
 def _block_of(name: str) -> str:
@@ -164,9 +162,15 @@ def gradient_probe(
                 arithmetic = use_fp8(layers, DEFAULT, step.device.torch_device)
                 found, gradients = _gradients(step)
             error, kinds = _errors(gradients, exact)
-            finite = found if math.isfinite(found) else None
             passes.append(
-                GradientPass(fp8=fp8, layers=name, loss=finite, total=error, kinds=kinds)
+                GradientPass(
+                    fp8=fp8,
+                    layers=name,
+                    weights=_weights(layers),
+                    loss=found if math.isfinite(found) else None,
+                    total=error,
+                    kinds=kinds,
+                )
             )
             progress(len(passes) + 1, total, "gradients against float32")
 
@@ -182,10 +186,7 @@ def gradient_probe(
         step=at,
         arithmetic=arithmetic,
         loss=loss,
-        groups=tuple(
-            LayerGroup(name=group.name, patterns=group.patterns, weights=group.weights)
-            for group in groups
-        ),
+        groups=tuple(LayerGroup(name=group.name, patterns=group.patterns) for group in groups),
         passes=tuple(passes),
     )
 
@@ -270,7 +271,8 @@ def _unchanged(step: TrainingStep) -> Iterator[None]:
     device = step.device.torch_device
     gradients = [(parameter, parameter.grad) for parameter in step.model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in step.model.buffers()]
-    step.optimizer.zero_grad(set_to_none=True)
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
@@ -292,10 +294,9 @@ def _without_dropout(step: TrainingStep) -> Iterator[None]:
     for seed in range(2):
         torch.manual_seed(seed)
         step.reset()
-        with torch.no_grad():
-            run_in_order(phase for phase in step.passes() if phase.name != "backward")
+        run_in_order(phase for phase in step.passes() if phase.name != "backward")
         assert step.loss is not None
-        losses.append(float(step.loss))
+        losses.append(float(step.loss.detach()))
     step.reset()
     before = [(module, module.training) for module in step.model.modules()]
     with ExitStack() as restored:
