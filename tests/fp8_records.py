@@ -72,35 +72,35 @@ def probe(
 
 
 def gradients(
-    all_: float | None = 0.03, *, without: float = 0.019, **only: float | None
+    all_: float | None = 0.03, *, query: float | None = 0.019, output: float | None = 0.028
 ) -> GradientProbe:
-    """Gradients with these errors with FP8 in all layers, in one group alone, and in all but the
-    worst of the groups."""
+    """Gradients with these errors with FP8 in all layers, and in all but those of a group."""
 
     def one(fp8: str, layers: str, weights: int, error: float | None) -> GradientPass:
         of = GradientError(error=error, slope=None if error is None else 0.994)
-        kinds = {"embedding": of, "blocks.*.attention.query": of}
-        loss = None if error is None else 2.0002
         return GradientPass(
-            fp8=fp8, layers=layers, weights=weights, loss=loss, total=of, kinds=kinds
+            fp8=fp8,
+            layers=layers,
+            weights=weights,
+            loss=None if error is None else 2.0002,
+            total=of,
+            kinds={"embedding": of, "blocks.*.attention.query": of},
         )
 
-    only = only or {"query": 0.024, "output": 0.012}
-    worst = max(only, key=lambda name: only[name] or float("inf"))
+    names = ("attention.query", "attention.output")
     return GradientProbe(
         step=100,
         arithmetic="emulated",
         loss=2.0,
-        groups=tuple(
-            LayerGroup(name=f"attention.{name}", patterns=(f"blocks.*.attention.{name}",))
-            for name in only
-        ),
+        groups=tuple(LayerGroup(name=name, patterns=(f"blocks.*.{name}",)) for name in names),
         passes=(
             one("none", "", 0, 0.006),
             one("all", "", 100, all_),
-            *(one("only", f"attention.{name}", 25, error) for name, error in only.items()),
+            one("only", "attention.query", 25, 0.024),
+            one("only", "attention.output", 25, 0.012),
+            one("without", "attention.query", 75, query),
+            one("without", "attention.output", 75, output),
             one("without", "the first and last block", 60, 0.025),
-            one("without", f"attention.{worst}", 75, without),
         ),
     )
 

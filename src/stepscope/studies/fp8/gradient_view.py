@@ -64,8 +64,8 @@ def gradient_finding(subject: Subject, examined: Examined) -> Iterator[Finding]:
         alone = gradients.error(ONLY, group.name)
         kept = gradients.error(WITHOUT, group.name)
         text += (
-            f". {group.name} contributes most: {_percent(alone)} with FP8 in these layers alone;"
-            f" keeping them in bfloat16 {_lowers(gradients, group)}"
+            f". {group.name} contributes most: keeping these layers in bfloat16"
+            f" {_lowers(gradients, group)} (with FP8 in them alone it is {_percent(alone)})"
         )
     yield finding(
         "fp8.gradient",
@@ -109,7 +109,7 @@ def gradient_tables(subject: Subject, examined: Examined, at: str) -> Iterator[T
         " product with it over its squared norm, 1 without a bias. e4m3, one scale per tensor,"
         f" {'FP8 kernels' if probe.arithmetic == 'kernels' else 'rounding emulated'}.",
     )
-    shown = {_title(one): one for one in probe.passes}
+    shown = {_title(one): one for one in probe.passes if one.fp8 != WITHOUT}
     kinds = list(dict.fromkeys(kind for one in probe.passes for kind in one.kinds))
 
     def error(kind: str, title: str) -> Cell:

@@ -140,59 +140,53 @@ def gradient_probe(
     """Compare the gradients of the step's batch with those of float32; None if these are zero or
     not finite. Weights, buffers, gradients and random numbers stay as they were."""
     groups = groups_of(linears)
-    chosen: list[tuple[str, str, Layers]] = [("none", "", {}), ("all", "", linears.eligible)]
-    if len(groups) > 1:
-        chosen += [(ONLY, group.name, group.layers) for group in groups]
-    if inner := without_ends(linears):
-        chosen.append((WITHOUT, ENDS, inner))
-    total = len(chosen) + 1 + (len(groups) > 1)
+    passes: list[GradientPass] = []
+    arithmetic = EMULATED
     with _unchanged(step), _without_dropout(step):
         with _forwards_restored(linears.eligible), step.computing_in("float32"):
             for layer in linears.eligible.values():
                 vars(layer).pop("forward", None)
-            loss, exact = _gradients(step)
-        if not math.isfinite(loss) or _errors(exact, exact)[0].error is None:
+            exact_loss, exact = _gradients(step)
+        if not math.isfinite(exact_loss) or _errors(exact, exact)[0].error is None:
             return None
-        arithmetic = EMULATED
-        passes: list[GradientPass] = []
-
-        def run(fp8: str, name: str, layers: Layers) -> None:
-            nonlocal arithmetic
+        chosen = list(_choices(linears, groups))
+        for fp8, name, layers in chosen:
             with _forwards_restored(layers):
                 arithmetic = use_fp8(layers, DEFAULT, step.device.torch_device)
-                found, gradients = _gradients(step)
+                loss, gradients = _gradients(step)
             error, kinds = _errors(gradients, exact)
             passes.append(
                 GradientPass(
                     fp8=fp8,
                     layers=name,
                     weights=_weights(layers),
-                    loss=found if math.isfinite(found) else None,
+                    loss=loss if math.isfinite(loss) else None,
                     total=error,
                     kinds=kinds,
                 )
             )
-            progress(len(passes) + 1, total, "gradients against float32")
-
-        for each in chosen:
-            run(*each)
-        if len(groups) > 1:
-            alone = [one for one in passes if one.fp8 == ONLY]
-            worst = max(alone, key=lambda one: _ranked(one.total)).layers
-            kept = next(group for group in groups if group.name == worst)
-            others = {n: m for n, m in linears.eligible.items() if n not in kept.layers}
-            run(WITHOUT, worst, others)
+            progress(len(passes), len(chosen), "gradients against float32")
     return GradientProbe(
         step=at,
         arithmetic=arithmetic,
-        loss=loss,
+        loss=exact_loss,
         groups=tuple(LayerGroup(name=group.name, patterns=group.patterns) for group in groups),
         passes=tuple(passes),
     )
 
 
-def _ranked(error: GradientError) -> float:
-    return math.inf if error.error is None else error.error
+def _choices(linears: Linears, groups: Sequence[Group]) -> Iterator[tuple[str, str, Layers]]:
+    """Yield where FP8 is, the name of the group, and the layers in FP8."""
+    yield "none", "", {}
+    yield "all", "", linears.eligible
+    if len(groups) > 1:
+        for group in groups:
+            yield ONLY, group.name, group.layers
+        for group in groups:
+            others = {n: m for n, m in linears.eligible.items() if n not in group.layers}
+            yield WITHOUT, group.name, others
+    if inner := without_ends(linears):
+        yield WITHOUT, ENDS, inner
 
 
 def _gradients(step: TrainingStep) -> tuple[float, dict[str, Tensor]]:
@@ -253,14 +247,16 @@ def _error(sums: Sums) -> GradientError:
 @contextmanager
 def _forwards_restored(layers: Layers) -> Iterator[None]:
     """Restore the forwards of these layers, which are attributes of a layer where it emulates."""
-    before = {name: vars(layer).get("forward") for name, layer in layers.items()}
+    before = {
+        name: {key: value for key, value in vars(layer).items() if key == "forward"}
+        for name, layer in layers.items()
+    }
     try:
         yield
     finally:
         for name, layer in layers.items():
             vars(layer).pop("forward", None)
-            if before[name] is not None:
-                layer.forward = before[name]  # type: ignore[method-assign]
+            vars(layer).update(before[name])
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, stdev
 
@@ -12,7 +11,6 @@ from stepscope.kernels.fp8.recipe import E4M3, TENSORWISE
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.fp8.cases import (
     GEMMS,
-    ONLY,
     WITHOUT,
     Fp8Case,
     GradientPass,
@@ -99,17 +97,18 @@ class Gradients:
 
     @property
     def worst(self) -> LayerGroup | None:
-        """The group that contributes most: kept in bfloat16, it lowers the error."""
-        groups = [
-            (group, alone.total.error)
+        """The group that contributes most: kept in bfloat16, it lowers the error most; None if none
+        lowers it."""
+        kept = [
+            (error, group)
             for group in self.probe.groups
-            if (alone := self._find(ONLY, group.name)) is not None
+            if (error := self.error(WITHOUT, group.name)) is not None
         ]
-        if not groups:
+        if not kept:
             return None
-        group = max(groups, key=lambda pair: math.inf if pair[1] is None else pair[1])[0]
-        kept, fp8 = self.error(WITHOUT, group.name), self.error("all")
-        return group if kept is not None and (fp8 is None or kept < fp8) else None
+        error, group = min(kept, key=lambda pair: pair[0])
+        everywhere = self.error("all")
+        return group if everywhere is None or error < everywhere else None
 
     def error(self, fp8: str, layers: str = "") -> float | None:
         found = self._find(fp8, layers)
