@@ -261,6 +261,7 @@ class TestMeasured:
             probe = gradient_probe(step, found, 1, quiet)
         assert probe is not None
         assert 0.001 < errors(probe)["none", ""] < 0.02
+        assert not any("forward" in vars(layer) for layer in found.eligible.values())
 
     def test_gradients_that_are_not_finite_are_not_compared(self) -> None:
         step = Step()

@@ -78,6 +78,17 @@ class TestMeasured:
         groups = done.attachments["gradients"].groups
         assert [each.name for each in groups] == ["qkv_proj", "o_proj", "mlp.*"]
 
+    def test_without_memory_for_float32_the_other_probes_stay(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def exhausted(*_: object) -> None:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr("stepscope.studies.fp8.gradients.gradient_probe", exhausted)
+        done = measured(**SMALL, part=("tensors",), steps=2, probes=1)
+        assert done.notes["gradients"] == "not compared: float32 runs out of memory"
+        assert set(done.attachments) == {"probes", "left_out"}
+
     def test_a_model_without_eligible_layers_is_skipped(self) -> None:
         study = find_study("fp8")
         (case,) = study.cases(Fp8Flags(size=("tiny",), context=7, batch=1, part=("tensors",)))
