@@ -96,10 +96,10 @@ def gradients(
         passes=(
             one("none", "", 0, 0.006),
             one("all", "", 100, all_),
-            one("only", "attention.query", 25, 0.024),
-            one("only", "attention.output", 25, 0.012),
-            one("without", "attention.query", 75, query),
-            one("without", "attention.output", 75, output),
+            one("only", "attention.query", 30, 0.024),
+            one("only", "attention.output", 10, 0.012),
+            one("without", "attention.query", 70, query),
+            one("without", "attention.output", 90, output),
             one("without", "the first and last block", 60, 0.025),
         ),
     )

@@ -18,7 +18,7 @@ def keeping(examined: Examined, *, needed: bool) -> str:
     """Say which group of layers to keep in bfloat16, and by which line; empty if it is unknown.
     `needed`: FP8 changes the training already."""
     gradients = examined.gradients
-    group = gradients.worst if gradients is not None else None
+    group = gradients.to_keep if gradients is not None else None
     if gradients is None or group is None:
         return ""
     when = "Keep" if needed else "If a longer training differs, keep"
@@ -58,14 +58,15 @@ def gradient_finding(subject: Subject, examined: Examined) -> Iterator[Finding]:
     )
     if fp8.slope is not None:
         text += f"; along float32's gradient it has {fp8.slope:.3f} times the length"
-    group = gradients.worst
+    group = gradients.to_keep
     alone = kept = None
     if group is not None:
         alone = gradients.error(ONLY, group.name)
         kept = gradients.error(WITHOUT, group.name)
         text += (
-            f". {group.name} contributes most: keeping these layers in bfloat16"
-            f" {_lowers(gradients, group)} (with FP8 in them alone it is {_percent(alone)})"
+            f". {group.name}, {percent(gradients.share_of(group))} of the eligible weights, should"
+            f" stay in bfloat16 first: this {_lowers(gradients, group)} (with FP8 in these layers"
+            f" alone it is {_percent(alone)})"
         )
     yield finding(
         "fp8.gradient",

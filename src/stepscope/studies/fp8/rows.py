@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, stdev
 
@@ -11,6 +12,7 @@ from stepscope.kernels.fp8.recipe import E4M3, TENSORWISE
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.fp8.cases import (
     GEMMS,
+    ONLY,
     WITHOUT,
     Fp8Case,
     GradientPass,
@@ -96,19 +98,24 @@ class Gradients:
         return next(passes, None)
 
     @property
-    def worst(self) -> LayerGroup | None:
-        """The group that contributes most: kept in bfloat16, it lowers the error most; None if none
-        lowers it."""
-        kept = [
-            (error, group)
+    def to_keep(self) -> LayerGroup | None:
+        """The group to keep in bfloat16 first: the smallest of those that lower the squared error
+        by at least half of what the best one does; None if none lowers it."""
+        everywhere = self.error("all")
+        squared = math.inf if everywhere is None else everywhere**2
+        gains = {
+            group.name: squared - error**2
             for group in self.probe.groups
             if (error := self.error(WITHOUT, group.name)) is not None
-        ]
-        if not kept:
-            return None
-        error, group = min(kept, key=lambda pair: pair[0])
-        everywhere = self.error("all")
-        return group if everywhere is None or error < everywhere else None
+        }
+        most = max(gains.values(), default=0.0)
+        good = [group for group in self.probe.groups if gains.get(group.name, 0.0) >= most / 2]
+        return min(good, key=self.share_of, default=None) if most > 0 else None
+
+    def share_of(self, group: LayerGroup) -> float:
+        """Share of the eligible weights that this group has."""
+        alone = self._find(ONLY, group.name)
+        return (self.share(alone) if alone is not None else None) or 0.0
 
     def error(self, fp8: str, layers: str = "") -> float | None:
         found = self._find(fp8, layers)
