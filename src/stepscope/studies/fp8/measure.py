@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.fp8.cases import Fp8Case, TensorsCase, TrainingCase
+from stepscope.studies.fp8.cases import Fp8Case, GradientProbe, TensorsCase, TrainingCase
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.subject import TrainingStep
 from stepscope.studies.training.text import TextBatches
@@ -38,12 +38,33 @@ def _tensors(case: TensorsCase, bench: Bench) -> Measurement:
         with observer.step(step, examine=step in probed):
             losses.append(trained.train(step))
         bench.progress(step, case.steps, "steps of training")
+    gradients, why = _gradients(trained, case.steps, bench)
+    attachments = {"gradients": gradients} if gradients is not None else {}
     return Measurement(
         series=(Series(name="loss", unit="nats", values=tuple(losses), variant="bf16"),),
         quantities=trained.quantities(),
-        notes=trained.notes(),
-        attachments={"probes": observer.probes, "left_out": trained.linears.left_out},
+        notes=trained.notes() | ({"gradients": why} if why else {}),
+        attachments={
+            "probes": observer.probes,
+            "left_out": trained.linears.left_out,
+            **attachments,
+        },
     )
+
+
+def _gradients(trained: _Trained, at: int, bench: Bench) -> tuple[GradientProbe | None, str]:
+    """Compare gradients on the last batch, or return why not."""
+    import torch
+
+    from stepscope.studies.fp8.gradients import gradient_probe
+
+    try:
+        found = gradient_probe(trained.step, trained.linears, at, bench.progress)
+    except torch.OutOfMemoryError:
+        # Float32 needs more memory than the training, whose probes are complete.
+        bench.device.release()
+        return None, "not compared: float32 runs out of memory"
+    return found, "" if found is not None else "not compared: zero or not finite in float32"
 
 
 def _training(case: TrainingCase, bench: Bench) -> Measurement:
@@ -88,10 +109,10 @@ class _Trained:
         self.emulates_bf16 = "bfloat16-units" in device.lacks()
         if self.emulates_bf16:
             case = msgspec.structs.replace(case, dtype="float32")
-        self._step = make_step(case, device, seed=seed)
-        self._load = _loader(case, self._step, device, seed)
+        self.step = make_step(case, device, seed=seed)
+        self._load = _loader(case, self.step, device, seed)
         self._load(0)
-        self.linears: Linears = linears_of(self._step.model, self._forward)
+        self.linears: Linears = linears_of(self.step.model, self._forward)
         if not self.linears.eligible:
             reasons = ", ".join(f"{name}: {why}" for name, why in self.linears.left_out.items())
             raise CaseSkipped(f"no linear layer can use FP8 ({reasons or 'there is none'})")
@@ -99,8 +120,8 @@ class _Trained:
             emulate_bf16(self.linears.eligible)
 
     def _forward(self) -> None:
-        self._step.reset()
-        self._step.passes()[0].run()
+        self.step.reset()
+        self.step.passes()[0].run()
 
     def train(self, index: int) -> float:
         """Run one step on the batch of that index and return its loss."""
@@ -109,15 +130,15 @@ class _Trained:
         # Data and dropout depend on the seed and the index only: both trainings draw the same.
         torch.manual_seed(self._seed * 1_000_003 + index)
         self._load(index)
-        self._step.run()
-        assert self._step.loss is not None
-        return float(self._step.loss.detach())
+        self.step.run()
+        assert self.step.loss is not None
+        return float(self.step.loss.detach())
 
     def notes(self) -> dict[str, str]:
         return {"bfloat16": "emulated"} if self.emulates_bf16 else {}
 
     def quantities(self) -> tuple[Quantity, ...]:
-        parameters = sum(p.numel() for p in self._step.model.parameters())
+        parameters = sum(p.numel() for p in self.step.model.parameters())
         in_fp8 = sum(layer.weight.numel() for layer in self.linears.eligible.values())
         return (
             Quantity(name="parameters", value=parameters, unit="parameters"),

@@ -11,6 +11,7 @@ from stepscope.report.format import counted, number, percent
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.fp8.cases import CURRENT, DTYPES, GEMMS, ROLES, Fp8Case
+from stepscope.studies.fp8.gradient_view import gradient_finding, gradient_tables, keeping
 from stepscope.studies.fp8.rows import (
     SAME_LOSS,
     TOO_MUCH,
@@ -59,6 +60,7 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
                 " run.",
                 subject.examined,
                 {"model": subject.name},
+                conclusion=keeping(subject.examined, needed=False),
                 timed=False,
             )
         return
@@ -114,12 +116,15 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
         if subject.examined is not None
         else ""
     )
+    if subject.examined is not None:
+        needed = answer in ("no", "differs") or bool(flagged)
+        conclusion += f" {keeping(subject.examined, needed=needed)}"
     yield finding(
         "fp8.verdict",
         f"{text}{how}.",
         rows,
         values | {"answer": answer},
-        conclusion=conclusion,
+        conclusion=conclusion.strip(),
         tone="good" if answer == "yes" and not flagged else "warn",
         timed=False,
     )
@@ -160,6 +165,7 @@ def _loss(subject: Subject, trained: Trained) -> Iterator[Finding]:
 def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding]:
     yield _cast_finding(subject, examined)
     yield _gemm_finding(subject, examined)
+    yield from gradient_finding(subject, examined)
     yield from _underflow_finding(subject, examined)
     yield _saturation_finding(subject, examined)
     if examined.left_out:
@@ -382,6 +388,7 @@ def _examined_blocks(subject: Subject, examined: Examined, at: str) -> Iterator[
         yield _range_figure(subject, examined, at)
     yield _casts_table(subject, examined, at)
     yield _layers_table(subject, examined, at)
+    yield from gradient_tables(subject, examined, at)
 
 
 def _gemm_figure(subject: Subject, examined: Examined, at: str) -> Figure:
