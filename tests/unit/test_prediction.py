@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from bfloat16_on_cpu import Bfloat16InFloat32
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
@@ -37,30 +36,6 @@ GIB = 2**30
 def plan(size: str = "2.7b", context: int = 512, **fields: Any) -> StepPlan:
     model = with_overrides(find_size(size), context=context)
     return StepPlan(model=model, context=context, **fields)
-
-
-class Bfloat16InFloat32(TorchDispatchMode):
-    """Compute matmuls of bfloat16 tensors in float32, with results of the same size and dtype: a
-    CPU without instructions for bfloat16 is 25 times as fast."""
-
-    ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    SLOW = (
-        torch.ops.aten.mm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        ATTENTION,
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in self.SLOW or args[0].dtype != torch.bfloat16:
-            return func(*args, **kwargs)
-        out = func(*(one.float() if torch.is_tensor(one) else one for one in args), **kwargs)
-        if func is self.ATTENTION:
-            out, lse = out
-            return out.bfloat16(), lse
-        return tree_map(torch.Tensor.bfloat16, out)
 
 
 def counted_phases(work: Workload) -> dict[str, int]:
