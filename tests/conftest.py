@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import fast_interpreter
 import fork_server
+import shared_rewriting
 
 collect_ignore = ["integrations"]
 """These tests need other libraries: `make test-integrations` installs them and runs the folder."""
@@ -55,6 +56,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the processes of a test as usual, not as forks of one that has imported torch."""
     monkeypatch.setenv(fork_server.COLD, "1")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    shared_rewriting.rewrite_share(session.config, Path(__file__).parent)
 
 
 # Imports and collection create almost no garbage, but trigger many garbage collections.
