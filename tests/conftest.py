@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import fast_interpreter
 import fork_server
+import shared_rewriting
 
 collect_ignore = ["integrations"]
 """These tests need other libraries: `make test-integrations` installs them and runs the folder."""
@@ -57,6 +58,10 @@ def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fork_server.COLD, "1")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    shared_rewriting.rewrite_share(session.config, Path(__file__).parent)
+
+
 # Imports and collection create almost no garbage, but trigger many garbage collections.
 gc.disable()
 _frozen_modules = 0
@@ -67,9 +72,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_logfinish() -> None:
-    """Freeze again what tests import: torch.compile's modules make a collection as slow again."""
-    if len(sys.modules) > _frozen_modules + 100:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze again what tests import and what those of a file leave behind: torch.compile's modules
+    make a collection as slow again, and after thousands of tests it takes 0.15 s."""
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > _frozen_modules + 100:
         _freeze()
 
 

@@ -1,9 +1,10 @@
 """Start the Python processes of the tests by a fork of a process that has imported torch.
 
 Importing torch takes two to three seconds of CPU time, and the tests start hundreds of processes
-that do so. `install` makes `subprocess` and `multiprocessing` ask a server for every process of
-this interpreter that they would start. The server has imported torch and nothing of Stepscope; it
-forks, and the fork runs the program as a new interpreter would:
+that do so; importing matplotlib, for a page, takes another half second. `install` makes
+`subprocess` and `multiprocessing` ask a server for every process of this interpreter that they
+would start. The server has imported both and nothing of Stepscope; it forks, and the fork runs the
+program as a new interpreter would:
 
 - It is a child of the process that asked: `waitpid`, signals, process groups, sessions and
   /proc/PID/environ are those of any other child.
@@ -12,8 +13,9 @@ forks, and the fork runs the program as a new interpreter would:
 - It has a server of its own, for the processes that it starts.
 
 A process that a fork cannot imitate is started as usual: other interpreter options, other
-variables that torch or Python read when they start, `preexec_fn`, other users. Tests of the start
-itself request the fixture `cold_start`; STEPSCOPE_COLD_START=1 starts all processes as usual.
+variables that these libraries or Python read when they start, `preexec_fn`, other users. Tests of
+the start itself request the fixture `cold_start`; STEPSCOPE_COLD_START=1 starts all processes as
+usual.
 """
 
 from __future__ import annotations
@@ -55,11 +57,13 @@ _ROOTS = (
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "torch.profiler",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
 )
 """Modules that the server imports, in this order. What each import adds is put back together."""
 _READ_AT_START = (
     "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "KINETO_", "CUDA_",
-    "PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "TZ",
+    "MPL", "PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "TZ",
 )  # fmt: skip
 _UNBUFFERED = "PYTHONUNBUFFERED"
 _READ_LATER = (

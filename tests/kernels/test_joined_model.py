@@ -68,19 +68,19 @@ def results(subject: TransformerLM, seeds: Sequence[int] = (1,)) -> dict[str, Te
     return {name: torch.stack(values) for name, values in batches.items()}
 
 
-@pytest.mark.parametrize("checkpoint", [(), (1,)], ids=["", "checkpointed"])
 @pytest.mark.parametrize("policy", KEEPS)
-def test_fused_projections_give_the_loss_and_gradients_of_the_naive_model(
-    policy: str, checkpoint: tuple[int, ...]
-) -> None:
+def test_fused_projections_give_the_loss_and_gradients_of_the_naive_model(policy: str) -> None:
     how = {
         "fused": True,
         "fused_projections": True,
         "activation_policy": policy_per_layer(policy, 2),
-        "checkpoint": checkpoint,
     }
     models = model(torch.float64), model(), model(**how)
-    hold_to_policy(*(results(subject, SEEDS) for subject in models))
+    exact, naive, fused = (results(subject, SEEDS) for subject in models)
+    hold_to_policy(exact, naive, fused)
+    # A block that is computed again computes the same.
+    for name, value in results(model(**how, checkpoint=(1,)), SEEDS[:1]).items():
+        torch.testing.assert_close(value, fused[name][:1], rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_weights_in_the_matmul_dtype_need_no_copy() -> None:

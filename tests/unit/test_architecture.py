@@ -71,8 +71,10 @@ def module_name(file: Path, source: Path) -> str:
 
 
 def statements(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
-    """All nodes below a node; those below `if TYPE_CHECKING` only if `types`."""
+    """All statements below a node; those below `if TYPE_CHECKING` only if `types`."""
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            continue
         if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
         yield child
@@ -129,10 +131,10 @@ def cycles(source: Path) -> list[list[str]]:
         name: {target for _, target in imported(file, source, types=False)} & files.keys() - {name}
         for name, file in files.items()
     }
-    groups, left = [], dict(graph)
+    groups, left, importers = [], dict(graph), _reversed(graph)
     while left:
         start = next(iter(left))
-        group = _reached(start, graph) & _reached(start, _reversed(graph)) | {start}
+        group = _reached(start, graph) & _reached(start, importers) | {start}
         if len(group) > 1:
             groups.append(sorted(group))
         for name in group:
@@ -167,7 +169,7 @@ def prints(source: Path) -> list[str]:
     return [
         f"{file.name}:{node.lineno}"
         for file in source.rglob("*.py")
-        if file.relative_to(source).parts[0] != "cli"
+        if file.relative_to(source).parts[0] != "cli" and "print" in file.read_text()
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from bfloat16_on_cpu import Bfloat16InFloat32
 from stepscope.attention import cost as attention_cost
 from stepscope.attention import reference_attention
 from stepscope.attention.api import attention_with
@@ -68,6 +69,7 @@ def saved_by_model(chosen: Precision, attention: str) -> int:
     tokens, targets = (torch.randint(0, SHAPE.vocab, (BATCH, SEQ), device=DEVICE) for _ in range(2))
     compute = getattr(torch, chosen.compute)
     with (
+        Bfloat16InFloat32(),
         SavedBytes([*model.parameters(), *model.buffers()]) as saved_bytes,
         torch.autocast(DEVICE, compute, enabled=chosen.autocast),
     ):

@@ -80,9 +80,10 @@ for kind, units, layer in (("rms", False, False), ("units", True, False), ("laye
     print("norm forward", kind, wide_loads(
         triton_norm.norm_forward_kernel, [f, x, f, f, f, x, kept, f, f, f, "fp32", "fp32", i],
         ADD=True, AMAX=True, BLOCK_D=4096, **how))
+    # A LayerNorm needs the most registers; of the others, every value of every option.
     for learned, summed, d in (
-        (True, True, 768), (True, False, 2560), (True, True, 2560), (True, False, 8192),
-        (False, True, 2560), (False, False, 2560),
+        (True, True, 768), (True, False, 8192), (False, True, 2560),
+        *(((True, False, 2560), (True, True, 2560), (False, False, 2560)) if layer else ()),
     ):
         rows = launches.norm_backward(d)
         print("norm backward", kind, learned, summed, d, wide_loads(
@@ -175,5 +176,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 79
+    assert len(loads) == 73
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from bfloat16_on_cpu import Bfloat16InFloat32
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
@@ -43,7 +44,7 @@ def counted_phases(work: Workload) -> dict[str, int]:
     counter = TensorBytes(torch.device("cpu"))
     counter.count([*step.model.parameters(), *step.model.buffers(), step.tokens, step.targets])
     peaks = {}
-    with counter:
+    with Bfloat16InFloat32(), counter:
         for _ in range(2 if work.mode == "train-step" else 1):
             step.reset()
             for phase in step.phases():

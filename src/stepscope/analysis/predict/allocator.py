@@ -73,7 +73,8 @@ class CachingAllocator:
         self._limit = limit
         self._block_count = 0
         self._segments = 0
-        # Ordered by size; among equal ones the older first, as its address is likely lower.
+        # Ordered by size; among equal ones the older first, as its address is likely lower. Numbers
+        # are unique, so no comparison reaches a block.
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> Block:
@@ -95,7 +96,7 @@ class CachingAllocator:
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
         pool = self._free[small]
-        index = bisect_left(pool, wanted, key=lambda entry: entry[0])
+        index = bisect_left(pool, (wanted,))
         return pool.pop(index)[2] if index < len(pool) else None
 
     def _new_segment(self, wanted: int, small: bool) -> Block:
@@ -136,11 +137,11 @@ class CachingAllocator:
 
     def _put(self, block: Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.number, block), key=lambda e: e[:2])
+        insort(self._free[block.small], (block.size, block.number, block))
 
     def _take(self, block: Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.number), key=lambda entry: entry[:2])]
+        del pool[bisect_left(pool, (block.size, block.number))]
 
 
 def _merge(block: Block, neighbor: Block) -> Block:
