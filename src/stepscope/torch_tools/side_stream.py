@@ -157,7 +157,7 @@ class AsyncTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
 
-    def __dlpack__(self, **options: Any) -> Any:  # type: ignore[override]
+    def __dlpack__(self, **options: Any) -> Any:
         return self.wait().__dlpack__(**options)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -165,7 +165,7 @@ class AsyncTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.wait().__reduce_ex__(protocol)
+        return self.wait().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.wait())
