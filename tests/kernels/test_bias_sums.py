@@ -4,11 +4,12 @@ residual branch: values, and when they must not be used."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 
 import pytest
 import torch
 from test_joined_model import DEVICE, draw, hold_to_policy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
@@ -188,3 +189,13 @@ def test_sums_in_another_dtype_than_that_of_a_bias_are_not_cast() -> None:
     found = matmul.bias_gradients(grad, matmul.saved_biases([bias]), [True], unwritten)
     assert found[0] is not None
     assert torch.allclose(found[0], grad.sum(0))
+
+
+def test_the_output_of_a_projection_with_a_bias_can_be_saved() -> None:
+    weight, bias = (nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in ((4, 4), (4,)))
+    with torch.no_grad():
+        out = fused_linear(torch.ones(2, 4, device=DEVICE), (weight,), WeightCopies(), (bias,))
+    file = BytesIO()
+    torch.save(out, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=True), out)

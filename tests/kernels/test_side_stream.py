@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -131,6 +133,38 @@ def test_a_gradient_that_exists_is_accumulated_into() -> None:
         optimizer.step()
         results.append(net.state_dict())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def _saved(gradient: Tensor) -> Tensor:
+    file = BytesIO()
+    torch.save(gradient, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.clone,
+        copy.deepcopy,
+        _saved,
+        torch.from_dlpack,
+        lambda gradient: torch.from_numpy(gradient.numpy(force=True)),
+        lambda gradient: torch.empty_like(gradient).set_(gradient.untyped_storage()),
+    ],
+    ids=["clone", "deepcopy", "save", "dlpack", "numpy", "storage"],
+)
+def test_gradients_that_are_returned_can_be_read(read: Callable[[Tensor], Tensor]) -> None:
+    """`torch.autograd.grad` returns them as they are."""
+    x = torch.ones(SHAPE, device=DEVICE)
+    net, plain = Net(8, True).to(DEVICE), Net(8, False).to(DEVICE)
+    late = LateStream()
+    with Late(net, late).attached():
+        (of_bias,) = torch.autograd.grad(net(x), [net.first_bias])
+    (expected,) = torch.autograd.grad(plain(x), [plain.first_bias])
+    assert late.computed
+    torch.testing.assert_close(read(of_bias).to(DEVICE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_of_another_optimizer_are_not_overlapped() -> None:

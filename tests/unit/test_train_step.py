@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +44,21 @@ class Regression(nn.Module):
         return forms[self.form]
 
 
+class HuggingFaceConfig(SimpleNamespace):
+    __module__ = "transformers.configuration_utils"
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    use_cache: bool = True
+
+
 class Caching(Regression):
     """As Hugging Face decoders: the configuration asks for a cache, which only the output needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__("tuple")
-        self.config = SimpleNamespace(use_cache=True)
+        self.config = config
         self.caches = 0
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
@@ -318,7 +328,7 @@ def test_a_failed_capture_leaves_the_scaler_usable() -> None:
 
 
 def test_the_model_creates_no_key_value_cache() -> None:
-    model = Caching()
+    model = Caching(HuggingFaceConfig(use_cache=True))
     step = stepscope.TrainStep(model, sgd(model))
     step(batch(0))
     assert model.caches == 0
@@ -330,3 +340,12 @@ def test_the_model_creates_no_key_value_cache() -> None:
     with pytest.raises(TypeError):
         step({"x": torch.zeros(3, 4)})
     assert model.config.use_cache
+
+
+@pytest.mark.parametrize(
+    "config", [OwnConfig(), HuggingFaceConfig(use_cache=True, num_kv_shared_layers=2)]
+)
+def test_a_cache_that_the_loss_may_depend_on_is_created(config: Any) -> None:
+    model = Caching(config)
+    stepscope.TrainStep(model, sgd(model))(batch(0))
+    assert model.caches == 1

@@ -256,14 +256,18 @@ def _needs_all_gradients(max_grad_norm: float | None, accumulate: int, scaler: A
     return [name for name, given in options.items() if given]
 
 
+_CONFIGURATIONS = "transformers.configuration_utils"
+"""Module of the base class of all configurations of Hugging Face models."""
+
+
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let Hugging Face models create no key-value cache, which copies keys and values, cannot be
     captured with sliding windows, and is discarded with the rest of the output."""
     configs = {id(one): one for module in model.modules() if (one := _caching_config(module))}
-    for config in configs.values():
-        config.use_cache = False
     try:
+        for config in configs.values():
+            config.use_cache = False
         yield
     finally:
         for config in configs.values():
@@ -271,8 +275,15 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _caching_config(module: nn.Module) -> Any:
+    """Return the configuration of a Hugging Face model that asks for a cache the loss does not
+    depend on; None if this is not one."""
     config = getattr(module, "config", None)
-    return config if getattr(config, "use_cache", None) is True else None
+    if getattr(config, "use_cache", None) is not True:
+        return None
+    if all(kind.__module__ != _CONFIGURATIONS for kind in type(config).__mro__):
+        return None
+    # In some versions of transformers such layers read the keys and values of others in the cache.
+    return None if getattr(config, "num_kv_shared_layers", 0) else config
 
 
 def _loss_of(output: Any) -> Any:

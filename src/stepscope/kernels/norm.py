@@ -203,9 +203,8 @@ def _bias_of(branch: Tensor | None, weight: Tensor) -> weakref.ref[Tensor] | Non
     gradient: they are written with the gradients of the weight, in their dtype."""
     if branch is None or weight.shape[0] > _MAX_SUMMED:
         return None
-    reference = noted_bias(branch)
-    bias = None if reference is None else reference()
-    return reference if bias is not None and bias.dtype == weight.dtype else None
+    bias = noted_bias(branch)
+    return None if bias is None or bias.dtype != weight.dtype else weakref.ref(bias)
 
 
 def _kernels_take(

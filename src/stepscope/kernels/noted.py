@@ -20,6 +20,8 @@ _CAST = "_stepscope_cast"
 _BIAS = "_stepscope_bias"
 _SCALED = "_stepscope_scaled"
 _SUMS = "_stepscope_sums"
+_BIASES: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Biases by the `id` that is noted: a tensor with a weak reference could not be saved."""
 
 
 def _note(x: Tensor, name: str, value: Any) -> Tensor:
@@ -80,15 +82,17 @@ def take_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def note_bias(out: Tensor, biases: Sequence[Tensor]) -> Tensor:
     """State on the output of a projection that its one bias needs the sums of the gradient, and
     return the output."""
-    learned = len(biases) == 1 and biases[0].requires_grad
-    return _note(out, _BIAS, weakref.ref(biases[0])) if learned else out
+    if len(biases) != 1 or not biases[0].requires_grad or torch.compiler.is_compiling():
+        return out
+    bias = biases[0]
+    _BIASES[id(bias)] = bias
+    return _note(out, _BIAS, id(bias))
 
 
-def noted_bias(out: Any) -> weakref.ref[Tensor] | None:
-    """Return the bias that needs the sums of this tensor's gradient, by reference; None if there is
-    none."""
-    bias: weakref.ref[Tensor] | None = _noted(out, _BIAS)
-    return bias
+def noted_bias(out: Any) -> Tensor | None:
+    """Return the bias that needs the sums of this tensor's gradient; None if there is none."""
+    key: int | None = _noted(out, _BIAS)
+    return None if key is None else _BIASES.get(key)
 
 
 def note_sums(grad: Tensor, sums: Tensor | None) -> Tensor:

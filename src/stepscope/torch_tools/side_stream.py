@@ -14,6 +14,7 @@ reader waits: the sum of two gradients of a parameter that is used twice, hooks,
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -142,11 +143,29 @@ class AsyncTensor(Tensor):
         nothing to wait for."""
         return self._value if stream is self._stream else self.wait()
 
+    # What reads the memory and is no operator.
+
     def data_ptr(self) -> int:
         return self.wait().data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.wait().untyped_storage()
+
     def tolist(self) -> Any:
         return self.wait().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.wait().numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.wait().__dlpack__(**options)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        copied: Tensor = copy.deepcopy(self.wait(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.wait().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.wait())
