@@ -223,8 +223,9 @@ class _Attention:
         biases = [layer.bias for layer in projections if layer.bias is not None]
         weights = tuple(layer.weight for layer in projections)
         parts = fused_linear(x, weights, self._copies, biases)
-        rotated = cos.shape[-1]
-        shared = cos.shape[0] == 1 and rotated <= layers.d_head and not cos.requires_grad
+        rotated = _rotated_entries(module, layers.d_head)
+        # Tables of GPT-OSS have one entry per pair.
+        shared = cos.shape[0] == 1 and cos.shape[-1] == rotated and not cos.requires_grad
         if shared and not any(self._norms):
             return rotated_parts_(
                 parts, *self._tables.of(cos, sin), layers.heads, layers.key_heads, layers.by_head
@@ -277,6 +278,16 @@ def _passes(module: nn.Module, name: str) -> bool:
     """Return whether the forward of a module passes an argument of that name to a function."""
     constants = inspect.unwrap(type(module).forward).__code__.co_consts
     return any(name == one or (isinstance(one, tuple) and name in one) for one in constants)
+
+
+def _rotated_entries(module: Any, d_head: int) -> int:
+    """Return how many entries of each head the model rotates."""
+    entries: int | None = getattr(module, "rotary_ndims", None)
+    if entries is not None:
+        return entries
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    default = getattr(module.config, "partial_rotary_factor", None) or 1.0
+    return int(d_head * parameters.get("partial_rotary_factor", default))
 
 
 def _is_eager(module: Any) -> bool:
