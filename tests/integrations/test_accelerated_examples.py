@@ -17,7 +17,7 @@ CASES = {
     "hf_llama": ("tokens", "model.layers.*.self_attn"),
     "hf_trainer": ("tokens", "model.layers.*.self_attn"),
     "lightning_gpt": ("tokens", "lm_head"),
-    "timm_vit": ("images", "blocks.*.attn.qkv"),
+    "timm_vit": ("images", "× blocks.*.attn\n"),
 }
 
 
