@@ -32,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Ceiling]:
     recorded: list[Ceiling] = []
 
     def measure(device: Device, progress: object = None) -> tuple[Ceiling, ...]:  # noqa: ARG001
-        value = 1e12 + len(recorded)
+        value = 1e18 * (1 + len(recorded))
         recorded.append(
             Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
         )
@@ -53,6 +53,27 @@ def test_again_measures_and_replaces_the_cache(cache: Path, measured: list[Ceili
     ceilings(CpuDevice(), HERE)
     assert ceilings(CpuDevice(), HERE, again=True) == (measured[1],)
     assert ceilings(CpuDevice(), HERE) == (measured[1],)
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("flops", "times"), [(1e3, 2), (1e18, 1)])
+def test_cached_ceilings_of_a_busy_machine_are_measured_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, flops: float, times: int
+) -> None:
+    calls: list[float] = []
+
+    def measured(*_: object) -> tuple[Ceiling, ...]:
+        calls.append(flops)
+        return (
+            Ceiling(
+                name="matmul.float32", value=flops, unit="FLOP/s", source="measured", detail=""
+            ),
+        )
+
+    monkeypatch.setattr(module, "measure_ceilings", measured)
+    for _ in range(2):
+        ceilings(CpuDevice(), HERE)
+    assert len(calls) == times
     assert len(list(cache.iterdir())) == 1
 
 
