@@ -223,7 +223,7 @@ class _Attention:
         biases = [layer.bias for layer in projections if layer.bias is not None]
         weights = tuple(layer.weight for layer in projections)
         parts = fused_linear(x, weights, self._copies, biases)
-        rotated = _rotated_entries(module, layers.d_head)
+        rotated = _rotated_entries(module, layers.d_head, cos)
         # Tables of GPT-OSS have one entry per pair.
         shared = cos.shape[0] == 1 and cos.shape[-1] == rotated and not cos.requires_grad
         if shared and not any(self._norms):
@@ -280,14 +280,14 @@ def _passes(module: nn.Module, name: str) -> bool:
     return any(name == one or (isinstance(one, tuple) and name in one) for one in constants)
 
 
-def _rotated_entries(module: Any, d_head: int) -> int:
-    """Return how many entries of each head the model rotates."""
+def _rotated_entries(module: Any, d_head: int, cos: Tensor) -> int:
+    """Return how many entries of each head the model rotates: by its attributes, or else as many as
+    its tables have."""
     entries: int | None = getattr(module, "rotary_ndims", None)
-    if entries is not None:
-        return entries
-    parameters = getattr(module.config, "rope_parameters", None) or {}
-    default = getattr(module.config, "partial_rotary_factor", None) or 1.0
-    return int(d_head * parameters.get("partial_rotary_factor", default))
+    parameters = getattr(module.config, "rope_parameters", None)
+    if entries is None and parameters is not None:
+        entries = int(d_head * parameters.get("partial_rotary_factor", 1.0))
+    return cos.shape[-1] if entries is None else entries
 
 
 def _is_eager(module: Any) -> bool:
