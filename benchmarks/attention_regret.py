@@ -2,7 +2,7 @@
 
     python benchmarks/attention_regret.py --out regret.jsonl
     python benchmarks/attention_regret.py --shapes 20
-    python benchmarks/attention_regret.py --read regret.jsonl      table, and a rule fitted to it
+    python benchmarks/attention_regret.py --read regret.jsonl      table, and the present rule
     python benchmarks/attention_regret.py --device cpu --shapes 3  without a GPU, tiny shapes
 
 A shape has a dtype, head dimension, length, heads, key heads and a causal mask or none. The time is
@@ -33,7 +33,7 @@ import torch
 from parallel_compilation import run_in_processes
 
 from stepscope.attention import attention, explain
-from stepscope.attention.preference import MIN_MULTIPLY_ADDS, Kind, description, kind_of
+from stepscope.attention.preference import Kind, kind_of, reason_against
 from stepscope.errors import one_line
 
 RIVALS = ("triton", "hopper", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
@@ -42,14 +42,14 @@ RULED = ("auto", "triton", "sdpa")
 """Always timed: what auto does, and what it chooses from."""
 FAR_BEHIND = 1.3
 """Others this much slower than the fastest at first sight are not timed further."""
-TURNS = 4
-TURN_SECONDS = 0.015
+TURNS = 12
+TURN_SECONDS = 0.006
+"""Short turns in changing order: the fastest one is little affected by what else the host does."""
 COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
 """Longest forward and backward pass of a shape, at a rate of 400 TFLOP/s."""
 RATE = 400e12
 CPU_RATE = 1e10
-FOLDS = 5
 
 
 class Shape(NamedTuple):
@@ -142,6 +142,11 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def rotated(forms: Sequence[str], by: int) -> list[str]:
+    start = by % len(forms)
+    return [*forms[start:], *forms[:start]]
+
+
 def measure(shape: Shape, device: str) -> dict[str, Any]:
     """Return a record: microseconds of each form, and the reasons of those that did not run."""
     case = Case(shape, device)
@@ -161,8 +166,8 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
     timed = [f for f in first if f in RULED or first[f] < FAR_BEHIND * fastest]
     counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
     turns = [
-        {f: seconds(functools.partial(case.call, f), counts[f]) for f in timed}
-        for _ in range(TURNS)
+        {f: seconds(functools.partial(case.call, f), counts[f]) for f in rotated(timed, turn)}
+        for turn in range(TURNS)
     ]
     us = {f: 1e6 * min(t[f] for t in turns) if f in timed else 1e6 * first[f] for f in first}
     return {"shape": shape._asdict(), "us": us, "chosen": case.chosen(), "not_supported": reasons}
@@ -219,63 +224,27 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-Rule = Mapping[Kind, float]
-"""Multiply-adds from which a kind goes to Triton; a kind without an entry never does."""
+def by_rule(shape: Shape, us: Mapping[str, float]) -> str:
+    """Return what the rule of auto chooses among the implementations that were measured."""
+    sizes = (shape.kind(), shape.multiply_adds(), shape.length)
+    for name in ("hopper", "triton"):
+        if name in us and reason_against(name, *sizes) is None:
+            return name
+    return "sdpa"
 
 
-def ruled_regret(line: dict[str, Any], rule: Rule) -> float:
-    """Return the regret of a rule that chooses between Triton and torch's own choice."""
-    shape, us = Shape(**line["shape"]), line["us"]
-    triton = shape.multiply_adds() >= rule.get(shape.kind(), math.inf)
-    best = min(time for form, time in us.items() if form != "auto")
-    return us["triton" if triton else "sdpa"] / best - 1
-
-
-def fitted(lines: Sequence[dict[str, Any]]) -> dict[Kind, float]:
-    """Return the rule with the smallest total of regrets on these records. A limit lies halfway, as
-    a ratio, between the shapes that it separates."""
-    rule: dict[Kind, float] = {}
-    for kind in {Shape(**line["shape"]).kind() for line in lines}:
-        own = [line for line in lines if Shape(**line["shape"]).kind() == kind]
-        work = sorted({Shape(**line["shape"]).multiply_adds() for line in own})
-        limits = [work[0] / 2, *(math.sqrt(a * b) for a, b in itertools.pairwise(work))]
-
-        def total(limit: float, own: list[dict[str, Any]] = own, kind: Kind = kind) -> float:
-            return sum(math.log1p(ruled_regret(line, {kind: limit})) for line in own)
-
-        best = min((math.inf, *reversed(limits)), key=total)
-        if best < math.inf:
-            rule[kind] = best
-    return rule
-
-
-def fit(lines: Sequence[dict[str, Any]]) -> str:
-    """Return the regret of the present rule and of one fitted to the records, the latter also on
-    records that it was not fitted to, and the fitted table."""
-    usable = [line for line in lines if {"triton", "sdpa"} <= line["us"].keys()]
-    if len(usable) < FOLDS:
-        return "too few shapes with Triton and sdpa for a fit"
-    rule = fitted(usable)
-    others: list[float] = []
-    for fold in range(FOLDS):
-        rest = fitted([line for j, line in enumerate(usable) if j % FOLDS != fold])
-        others += [ruled_regret(line, rest) for line in usable[fold::FOLDS]]
-    present = [ruled_regret(line, MIN_MULTIPLY_ADDS) for line in usable]
-    out = [
-        f"rule of auto between Triton and sdpa, {len(usable)} shapes:",
-        f"  present        {quantiles(present)}",
-        f"  fitted         {quantiles([ruled_regret(line, rule) for line in usable])}",
-        f"  on other folds {quantiles(others)}",
-        "  fitted table, as powers of two:",
-    ]
-    for kind in sorted({Shape(**line["shape"]).kind() for line in usable}):
-        count = sum(Shape(**line["shape"]).kind() == kind for line in usable)
-        limit = f"2^{math.log2(rule[kind]):.1f}" if kind in rule else "never"
-        now = (
-            f"2^{math.log2(MIN_MULTIPLY_ADDS[kind]):.1f}" if kind in MIN_MULTIPLY_ADDS else "never"
-        )
-        out.append(f"    {description(kind):<56} {limit:>7} (now {now}; {count} shapes)")
-    return "\n".join(out)
+def ruled(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the regret that the present rule would have on these records, without the time that
+    the choice itself takes."""
+    found = []
+    for line in lines:
+        shape, us = Shape(**line["shape"]), line["us"]
+        rivals = {form: time for form, time in us.items() if form != "auto"}
+        if "sdpa" in rivals:
+            found.append(rivals[by_rule(shape, rivals)] / min(rivals.values()) - 1)
+    if not found:
+        return "no shape was measured with sdpa"
+    return f"the present rule, applied to the times of {len(found)} shapes: {quantiles(found)}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -293,7 +262,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.read:
         lines = [json.loads(line) for line in args.read.read_text().splitlines()]
-        print(summary(lines), fit(lines), sep="\n")
+        print(summary(lines), ruled(lines), sep="\n")
         return
     start = time.monotonic()
     stuck = threading.Timer(2 * args.seconds, lambda: os._exit(3))
@@ -318,7 +287,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(lines[-1] | machine) + "\n")
-    print(summary(lines), fit(lines), sep="\n")
+    print(summary(lines), ruled(lines), sep="\n")
     print(f"{len(lines)} of {len(drawn)} shapes in {time.monotonic() - start:.0f} s")
     stuck.cancel()
 

