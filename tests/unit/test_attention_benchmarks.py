@@ -1,9 +1,8 @@
-"""Parts of the attention benchmarks that need no GPU: the regret of `auto`'s rule on records, and the
-model of the barriers of the Gluon kernel."""
+"""Parts of the attention benchmarks that need no GPU: the regret of `auto`'s rule on records, and
+the model of the barriers of the Gluon kernel."""
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from pathlib import Path
