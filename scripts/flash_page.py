@@ -28,10 +28,14 @@ SECTIONS = {
 }
 
 
-def flash_pages(grid: Sequence[Record], races: Sequence[Record]) -> dict[str, str]:
-    """Return paths under docs/ and texts of the page and its figures, with races first if any."""
+def flash_pages(
+    grid: Sequence[Record], races: Sequence[Record], sections: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return paths under docs/ and texts of the page and its figures, with races first if any and
+    further sections at the end."""
     blocks = STUDY.view([*races, *grid])
-    return {"flash.md": "\n\n".join(_parts(grid, races, blocks)) + "\n"} | figure_files(blocks)
+    parts = [*_parts(grid, races, blocks), *sections]
+    return {"flash.md": "\n\n".join(parts) + "\n"} | figure_files(blocks)
 
 
 def naive_attention_pages(records: Sequence[Record]) -> dict[str, str]:

@@ -27,6 +27,14 @@ _PEER_NAMES = ("torchao", "compiled")
 _LAYERS = {"fp8": "all", "fp8-auto": "by the rule"}
 """The linear layers of the blocks in FP8."""
 
+_MODELS = {
+    "own_2.7b": "TransformerLM 2.7b",
+    "own_xl": "TransformerLM xl",
+    "own_8b": "TransformerLM 8b, 1 × 32,768",
+    "hf_llama_1b": "Hugging Face Llama 1B",
+}
+"""Models of the steps, with batch and context where these are not 4 × 2048."""
+
 Line = dict[str, Any]
 
 
@@ -210,7 +218,7 @@ def _of_process(blocks: list[Line]) -> list[Step]:
         energies = [line["joules"] for line in some if "joules" in line]
         steps.append(
             Step(
-                row.replace("own_", "TransformerLM ").replace("hf_", "Hugging Face "),
+                _MODELS[row],
                 form,
                 some[0].get("policy", ""),
                 times[row, form],
@@ -255,7 +263,7 @@ def step_part(results: Path) -> list[str]:
     ]
     text = (
         f"`python benchmarks/fp8_step.py` on {lines[0]['device']}, torch {lines[0]['torch']},"
-        f" {commits_of(line.get('commit') or '' for line in lines)}. Context 2048, batch 4, unless"
-        " the model says otherwise."
+        f" {commits_of(line.get('commit') or '' for line in lines)}. Batch 4, context 2048, unless"
+        " given."
     )
     return ["## How fast is a step in FP8?", text, *shown(blocks)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from acceleration_page import PAGE as ACCELERATE
 from acceleration_page import with_tables
+from attention_sections import sections
 from course_page import course_page
 from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
@@ -209,7 +210,7 @@ def _tile_table(tried: list[dict[str, Any]]) -> Table:
 
 def _flash() -> dict[str, str]:
     races = read_records(FLASH_RACES) if FLASH_RACES.exists() else ()
-    pages = flash_pages(read_records(FLASH), races)
+    pages = flash_pages(read_records(FLASH), races, sections(ROOT / "results"))
     return pages | naive_attention_pages(read_records(NAIVE_ATTENTION))
 
 

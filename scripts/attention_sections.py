@@ -1,0 +1,91 @@
+"""Sections of docs/flash.md on what `auto` chooses, and on rules against FlexAttention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from page_parts import origin
+
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record
+from stepscope.report.tables import col, table
+from stepscope.report.text import markdown
+
+RACES = "attention-race_h200.jsonl"
+MASKS = "attention-masks_h200.jsonl"
+_RIVAL = "sdpa_cudnn"
+
+
+def sections(results: Path) -> list[str]:
+    """Return the parts for which there are records."""
+    return [*_of_auto(results), *_of_rules(results)]
+
+
+def _of_auto(results: Path) -> list[str]:
+    path = results / RACES
+    if not path.exists():
+        return []
+    races = [record for record in read_records(path) if _RIVAL in _times(record)]
+    times = {record.case: _times(record) for record in races}
+    names = ("triton", "hopper", "auto")
+    made = table(
+        "flash-auto",
+        "Speed relative to cuDNN, forward + backward",
+        races,
+        [
+            col("shape", lambda one: one.case.removeprefix("race_").replace("_", " ")),
+            col("cuDNN", lambda one: times[one.case][_RIVAL], unit="ms"),
+            *(
+                col(name, lambda one, name=name: _speed(times[one.case], name), "number")
+                for name in names
+            ),
+            col("auto chooses", lambda one: (one.notes or {}).get("auto", "").removeprefix("takes ")),
+        ],
+        caption="Above 1: faster than cuDNN through torch. Interleaved on the same tensors, by the"
+        " GPU's clock. `hopper` is our warp-specialized forward with cuDNN's backward.",
+    )
+    return ["## What auto chooses", f"From {origin(RACES, races)}", markdown(made).strip()]
+
+
+def _times(record: Record) -> dict[str, float]:
+    """Return the median step of each implementation in ms, by the GPU's clock."""
+    return {
+        str(series.variant): median(series.values)
+        for series in record.series
+        if series.name == "step" and series.clock == "device"
+    }
+
+
+def _speed(times: dict[str, float], name: str) -> float | None:
+    return times[_RIVAL] / times[name] if name in times else None
+
+
+def _of_rules(results: Path) -> list[str]:
+    path = results / MASKS
+    if not path.exists():
+        return []
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    made = table(
+        "flash-rules",
+        "Attention with rules against FlexAttention, forward + backward",
+        lines,
+        [
+            col("rule", lambda one: one["rule"]),
+            col("heads", lambda one: f"{one['heads']}/{one['key_heads']}"),
+            col("length", lambda one: one["length"], "count"),
+            col("d", lambda one: one["d_head"], "count"),
+            col("Stepscope", lambda one: one["us"]["triton"] / 1e3, unit="ms"),
+            col("FlexAttention", lambda one: one["us"]["flex"] / 1e3, unit="ms"),
+            col("speedup", lambda one: one["us"]["flex"] / one["us"]["triton"], unit="×"),
+        ],
+        caption="One sequence in bfloat16 with a causal mask, through the public call; the block"
+        " mask of FlexAttention and the intervals of the kernels are created before.",
+    )
+    text = (
+        f"`python benchmarks/attention_masks.py`, `results/{MASKS}`, {lines[0]['device']}, torch"
+        f" {lines[0]['torch']}."
+    )
+    return ["## Rules", text, markdown(made).strip()]
