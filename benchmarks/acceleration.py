@@ -41,6 +41,12 @@ PEERS = ("plain", "compile-blocks", "compile", "compile-reduce-overhead", "liger
 OURS = ("stepscope", "stepscope-eager", "stepscope-compiled-blocks")
 FORMS = (*PEERS, *OURS)
 LR = 3e-4
+LEARNED_TOKENS = 4096
+"""Distinct tokens of the data on which losses are compared. Some hundred steps see every token of a
+large vocabulary only a few times: then the loss falls late and steeply, and any rounding moves that
+point."""
+LOSS_MEANS = 25
+"""Steps of a mean in the recorded curves."""
 WARM_UP = 8
 """Steps before the first block: compilation, autotuning, warm-up and capture of graphs."""
 LEAD_IN = 3
@@ -95,10 +101,10 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> 
 class Bench:
     """One row on this device."""
 
-    def __init__(self, row: Row, args: argparse.Namespace) -> None:
+    def __init__(self, row: Row, args: argparse.Namespace, tokens: int | None = None) -> None:
         self.row, self.args, self.device = row, args, torch.device(args.device)
         self.shape = row.tiny if args.tiny else row.shape
-        self.data = Data(row, self.shape, self.device)
+        self.data = Data(row, self.shape, self.device, tokens)
 
     def model(self, native: bool = False) -> nn.Module:
         torch.manual_seed(SEED)
@@ -361,12 +367,13 @@ def compare_losses(bench: Bench, steps: int) -> dict[str, Any]:
     """Train plain and with our pieces from the same seed on the same batches."""
     last = min(50, steps)
     gradients: list[dict[str, Tensor]] = []
-    means = []
+    means, curves = [], []
     for ours in (False, True):
         gradients.append(_first_gradients(bench, ours))
         step = bench.step("stepscope" if ours else "plain")
-        losses = torch.stack([step(bench.data.batch(number)) for number in range(steps)])
-        means.append(losses[-last:].float().mean().item())
+        losses = torch.stack([step(bench.data.batch(number)) for number in range(steps)]).float()
+        means.append(losses[-last:].mean().item())
+        curves.append([round(part.mean().item(), 5) for part in losses.split(LOSS_MEANS)])
         del step
         Turns._free()
     plain, fast = gradients
@@ -381,6 +388,8 @@ def compare_losses(bench: Bench, steps: int) -> dict[str, Any]:
         "plain_loss": means[0],
         "stepscope_loss": means[1],
         "relative_difference": (means[1] - means[0]) / means[0],
+        "plain_losses": curves[0],
+        "stepscope_losses": curves[1],
         "largest_gradient_error": errors[worst],
         "largest_gradient_error_of": worst,
     }
@@ -419,12 +428,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in args.rows:
-        bench = Bench(ROWS[name], args)
         if not args.loss_steps:
-            yield from Turns(bench, args.forms).lines()
+            yield from Turns(Bench(ROWS[name], args), args.forms).lines()
             continue
         try:
-            yield compare_losses(bench, args.loss_steps)
+            yield compare_losses(Bench(ROWS[name], args, LEARNED_TOKENS), args.loss_steps)
         except SkippedError as error:
             yield {"row": name, "skipped": str(error)}
 

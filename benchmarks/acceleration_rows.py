@@ -147,18 +147,22 @@ ROWS = {
 
 
 class Data:
-    """Batches that a model can learn: a Markov chain of tokens, or images with a class pattern."""
+    """Batches that a model can learn: a Markov chain of tokens, or images with a class pattern.
+    `tokens` are the distinct tokens of the chain, all of the vocabulary by default."""
 
-    def __init__(self, row: Row, shape: Shape, device: torch.device) -> None:
+    def __init__(
+        self, row: Row, shape: Shape, device: torch.device, tokens: int | None = None
+    ) -> None:
         self._family, self._shape, self._device = row.family, shape, device
+        self._count = min(tokens or shape.vocab, shape.vocab)
         self._drawn: tuple[int, Tensor] = (-1, torch.empty(0))
         generator = torch.Generator().manual_seed(SEED)
         if row.family == "vit":
             classes = 8
             self._table = torch.randn(classes, 3, 8, 8, generator=generator).to(device)
         else:
-            size = (shape.vocab, BRANCHES)
-            self._table = torch.randint(shape.vocab, size, generator=generator)
+            size = (self._count, BRANCHES)
+            self._table = torch.randint(self._count, size, generator=generator)
 
     def batch(self, number: int) -> Any:
         if self._family == "vit":
@@ -178,9 +182,9 @@ class Data:
         return self._drawn[1].unflatten(0, (DRAWN, -1))[index]
 
     def _chains(self, count: int, generator: torch.Generator) -> Tensor:
-        _, length, vocab = self._shape
+        length = self._shape.length
         tokens = torch.empty(length + 1, count, dtype=torch.long)
-        tokens[0] = torch.randint(vocab, (count,), generator=generator)
+        tokens[0] = torch.randint(self._count, (count,), generator=generator)
         choices = torch.randint(BRANCHES, (length, count), generator=generator)
         for position in range(length):
             tokens[position + 1] = self._table[tokens[position], choices[position]]

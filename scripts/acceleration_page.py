@@ -50,7 +50,7 @@ def with_matrix(page: str, results: Path) -> str:
     return replaced(page, BEGIN, _matrix(read(results)))
 
 
-class _Speed(NamedTuple):
+class Speed(NamedTuple):
     """Step times of one model, in milliseconds, and peak memory in GiB."""
 
     model: str
@@ -63,8 +63,13 @@ class _Speed(NamedTuple):
     loss: float | None
 
 
+def speeds_of(lines: list[Line]) -> list[Speed]:
+    """Return the models with a time of Stepscope."""
+    rows = (_speed(name, [one for one in lines if one["row"] == name]) for name in _MODELS)
+    return [row for row in rows if row is not None]
+
+
 def _speeds(lines: list[Line]) -> str:
-    rows = [_speed(name, [one for one in lines if one["row"] == name]) for name in _MODELS]
     columns = [
         col("model, batch", lambda row: row.model),
         col("as it is", lambda row: row.plain, unit="ms"),
@@ -76,17 +81,16 @@ def _speeds(lines: list[Line]) -> str:
         col("peak of Stepscope", lambda row: round(row.gib, 1), unit="GiB"),
         col("loss after 300 steps", lambda row: row.loss and f"{row.loss:+.2%}"),
     ]
-    measured = [row for row in rows if row is not None]
     commits = ", ".join(dict.fromkeys(f"`{one['commit']}`" for one in lines))
     text = [
-        markdown(table("speeds", "", measured, columns)).strip(),
+        markdown(table("speeds", "", speeds_of(lines), columns)).strip(),
         f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}, commits"
         f" {commits}). The loss is the mean of the last 50 steps, relative to the model as it is.",
     ]
     return "\n\n".join(text)
 
 
-def _speed(name: str, lines: list[Line]) -> _Speed | None:
+def _speed(name: str, lines: list[Line]) -> Speed | None:
     """Return the medians of all blocks; None without a time of Stepscope."""
     forms = dict.fromkeys(one["form"] for one in lines if "median_ms" in one)
     times = {f: statistics.median(_values(lines, f, "median_ms")) for f in forms}
@@ -94,7 +98,7 @@ def _speed(name: str, lines: list[Line]) -> _Speed | None:
         return None
     baseline = min((form for form in times if form in _FORMS), key=times.__getitem__)
     losses = [one["relative_difference"] for one in lines if "relative_difference" in one]
-    return _Speed(
+    return Speed(
         _MODELS[name],
         times.get(_PLAIN),
         _FORMS[baseline],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from page_parts import origin
@@ -42,12 +42,26 @@ def _of_auto(results: Path) -> list[str]:
                 col(name, lambda one, name=name: _speed(times[one.case], name), "number")
                 for name in names
             ),
-            col("auto chooses", lambda one: (one.notes or {}).get("auto", "").removeprefix("takes ")),
+            col(
+                "auto chooses", lambda one: (one.notes or {}).get("auto", "").removeprefix("takes ")
+            ),
         ],
         caption="Above 1: faster than cuDNN through torch. Interleaved on the same tensors, by the"
         " GPU's clock. `hopper` is our warp-specialized forward with cuDNN's backward.",
     )
     return ["## What auto chooses", f"From {origin(RACES, races)}", markdown(made).strip()]
+
+
+def mean_of_auto(results: Path) -> tuple[float, int]:
+    """Return the geometric mean of auto's speed relative to cuDNN's over the causal shapes of the
+    race with 64 and 128 entries per head and equal heads, and their number."""
+    speeds = [
+        _speed(times, "auto") or 1.0
+        for record in read_records(results / RACES)
+        if _RIVAL in (times := _times(record))
+        and record.case.endswith(("d64_bfloat16_causal", "d128_bfloat16_causal"))
+    ]
+    return geometric_mean(speeds), len(speeds)
 
 
 def _times(record: Record) -> dict[str, float]:

@@ -50,6 +50,7 @@ class Learned:
             for seed in seeds
             if ("bf16", seed) in by and (dtype, seed) in by
         ]
+        self._alone = [line for line in lines if line["dtype"] == "bf16"]
 
     @property
     def changes(self) -> list[float]:
@@ -66,8 +67,8 @@ class Learned:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation of bfloat16's final loss over seeds, relative to its mean."""
-        finals = [final(bf16) for bf16, _ in self.pairs if bf16["diverged_at"] is None]
+        """Standard deviation of bfloat16's final loss over all seeds, relative to its mean."""
+        finals = [final(bf16) for bf16 in self._alone if bf16["diverged_at"] is None]
         return stdev(finals) / fmean(finals) if len(finals) > 1 else None
 
     @property
@@ -108,8 +109,8 @@ def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
     first = models[0].pairs[0][1]
     text = (
         f"`python benchmarks/fp8_learning.py` on {first['device']}, torch {first['torch']},"
-        f" {commits_of(line['commit'] or '' for line in lines)}: FP8 ({first['recipe']}) in"
-        " all linear layers of the blocks, or where the rule by shape predicts a gain, next to"
+        f" {commits_of(line['commit'] or '' for line in lines)}: FP8 in all linear layers of the"
+        " blocks, or where the rule by shape predicts a gain, next to"
         " bfloat16, from the same weights on the same text, the sources of Python's standard"
         " library byte by byte."
     )
@@ -127,6 +128,7 @@ def _table(models: list[Learned]) -> Block:
                 "layers in FP8",
                 lambda one: f"{_LAYERS[one.dtype]}: {one.pairs[0][1]['fp8_weights']} weights",
             ),
+            col("recipe", lambda one: one.pairs[0][1]["recipe"]),
             col("parameters", lambda one: one.pairs[0][0]["parameters"], "count"),
             col("steps", lambda one: one.pairs[0][0]["steps"], "count"),
             col("seeds", lambda one: len(one.pairs), "count"),
@@ -143,7 +145,7 @@ def _table(models: list[Learned]) -> Block:
                 "bf16 over seeds",
                 lambda one: one.spread,
                 "percent",
-                hint="standard deviation of bfloat16's own loss over the seeds",
+                hint="standard deviation of bfloat16's own loss over all its seeds",
             ),
             col("diverged", lambda one: one.diverged, "count"),
             col("the same", lambda one: "yes" if one.same else "no"),

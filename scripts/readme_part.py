@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from acceleration_page import SPEEDS, speeds_of
+from attention_sections import mean_of_auto
+from fp8_page import STEPS, Step, steps_of
 from walkthrough_page import first_advice_right
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
@@ -19,12 +23,13 @@ from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import StepRace, races
 from stepscope.studies.step.view import lead_cell
-from stepscope.studies.views.builders import ratio_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
 VERDICT_BEGIN = "<!-- verdict: made by scripts/make_docs.py -->"
 VERDICT_END = "<!-- until here: verdict -->"
-_PEERS = {"sdpa_flash": "torch's FlashAttention-2", "sdpa_cudnn": "cuDNN"}
+_FP8_MODELS = ("Hugging Face Llama 1B", "TransformerLM 2.7b")
+_STEP_SIZES = ("small", "8b")
+"""Sizes of the built-in model whose steps are shown; docs/step.md has all."""
 
 Row = tuple[Cell, ...]
 
@@ -59,48 +64,84 @@ def _figures(results: Path) -> str:
             Column(title="Stepscope"),
             Column(title="baseline"),
             Column(title="speedup", kind="number"),
-            Column(title="interleaved", kind="number"),
         ),
-        rows=(*_steps(results), *_attention(results), *_advised(results)),
+        rows=(
+            *_accelerated(results),
+            *_in_fp8(results),
+            *_steps(results),
+            *_attention(results),
+            *_advised(results),
+        ),
     )
     right, counted = first_advice_right(results, "h200")
     return (
         f"{markdown(table).strip()}\n\n"
-        "Training steps run back to back, as in training, against the fastest variant of"
-        " torch.compile that was tried ([all of them](docs/step.md)); interleaved: single samples"
-        " in alternation, each from an idle device. Brackets: 95 % interval (99 % in the last row)."
-        f" {right} of {counted} first pieces of advice for the examples gained within a third of"
-        " the prediction ([walkthrough](docs/walkthrough.md))."
+        "Consecutive steps, as in training, against the fastest form of the baseline that was"
+        " tried: [accelerate](docs/accelerate.md), [FP8](docs/precision.md),"
+        " [steps](docs/step.md), [attention](docs/flash.md). Brackets: 95 % interval (99 % in the"
+        f" last row). {right} of {counted} first pieces of advice for the examples gained within a"
+        " third of the prediction ([walkthrough](docs/walkthrough.md))."
     )
+
+
+def _accelerated(results: Path) -> Iterator[Row]:
+    lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
+    for one in speeds_of(lines):
+        if not one.model.startswith("TransformerLM"):
+            yield (
+                f"{one.model}, bf16",
+                duration(one.ms),
+                f"{one.baseline}, {duration(one.baseline_ms)}",
+                one.baseline_ms / one.ms,
+            )
+
+
+def _in_fp8(results: Path) -> Iterator[Row]:
+    """The fastest form of each model against torchao in the same process."""
+    lines = [json.loads(line) for line in (results / STEPS).read_text().splitlines()]
+    fastest: dict[str, Step] = {}
+    for step in steps_of(lines):
+        known = fastest.get(step.row)
+        if step.peer_ms is not None and (known is None or step.ms < known.ms):
+            fastest[step.row] = step
+    for step in (fastest[name] for name in _FP8_MODELS):
+        assert step.peer_ms is not None
+        yield (
+            f"{step.row}, 4 × 2048, FP8",
+            duration(step.ms),
+            f"torchao float8, {duration(step.peer_ms)}",
+            step.peer_ms / step.ms,
+        )
 
 
 def _steps(results: Path) -> Iterator[Row]:
     for race in races(STEP.results(read_records(results / "step_h200.jsonl"))):
-        lead, ratio, share = race.lead(), race.ratio(), race.mfu()
-        if lead is not None and ratio is not None:
+        lead, share = race.lead(), race.mfu()
+        if lead is not None and race.spec.size in _STEP_SIZES:
             mfu = f", {percent(share)} MFU" if share is not None else ""
             yield (
                 _named(race),
                 f"{duration(lead.ms)}{mfu}",
                 f"torch.compile, {duration(lead.baseline_ms)}",
                 lead_cell(lead),
-                ratio_cell(ratio),
             )
 
 
 def _named(race: StepRace) -> str:
     spec = race.spec
-    return f"training step of {spec.size}, context {spec.context:,}, batch {spec.batch}"
+    return f"TransformerLM {spec.size}, {spec.batch} × {spec.context}, bf16"
 
 
 def _attention(results: Path) -> Iterator[Row]:
     """Means over shapes with several heads."""
+    mean, count = mean_of_auto(results)
+    yield f"attention, causal, mean of {count} shapes", "auto", "cuDNN", mean
     blocks = FLASH.view(read_records(results / "flash-race_h200.jsonl"))
     (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "flash-speed")
     for against, shape, measured, *_ in table.rows:
-        if against in _PEERS and str(shape).startswith("mean of"):
-            what = f"attention, causal, forward and backward, {shape} shapes"
-            yield what, "Triton kernels", _PEERS[str(against)], None, measured
+        if against == "sdpa_flash" and str(shape).startswith("mean of"):
+            what = f"attention, causal, {shape} shapes"
+            yield what, "Triton kernels", "torch's FlashAttention-2", measured
 
 
 def _advised(results: Path) -> Iterator[Row]:
@@ -116,6 +157,5 @@ def _advised(results: Path) -> Iterator[Row]:
             "examples/slow.py with the changes that advise --verify kept",
             duration(base * ratio.value),
             f"unchanged, {duration(base)}",
-            None,
             Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low),
         )
