@@ -103,7 +103,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: _decoder("Qwen3", num_key_value_heads=2, head_dim=64),
     "gemma": lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=64),
     "mistral, window": lambda: _decoder("Mistral", num_key_value_heads=2, sliding_window=20),
-    "gemma2": lambda: _decoder("Gemma2", num_key_value_heads=2, head_dim=64, sliding_window=20),
+    # With SDPA, which earlier versions use by default, transformers ignores the soft-capping.
+    "gemma2": lambda: _decoder(
+        "Gemma2", num_key_value_heads=2, head_dim=64, sliding_window=20,
+        attn_implementation="eager",
+    ),
     "gpt2": _gpt2,
     "neox": lambda: _decoder("GPTNeoX"),
     "neox, sequential": lambda: _decoder("GPTNeoX", use_parallel_residual=False),
