@@ -138,6 +138,21 @@ def test_masks_become_rules(family: str, attended: list[Names]) -> None:
     assert not [left for left in report.left if left.piece == "attention"]
 
 
+def test_soft_capping_that_sdpa_ignores_is_kept(
+    monkeypatch: pytest.MonkeyPatch, attended: list[Names]
+) -> None:
+    """Versions of transformers before 5.18 claim that Gemma 2 supports SDPA, and drop it there."""
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    model = created("Gemma2", attn_implementation="eager", attn_logit_softcapping=0.1)
+    expected = gradients(model, batch("plain"))
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        assert_same(gradients(model, batch("plain")), expected)
+    assert model.config._attn_implementation == "eager"
+    assert attended[-2:] == [(W, CAP), (CAP,)]
+    assert report.unchecked == 0
+
+
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
 def test_documents_that_the_collator_of_transformers_flattens(
     family: str, attended: list[Names]

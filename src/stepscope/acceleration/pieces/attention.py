@@ -330,4 +330,15 @@ def uses_eager_attention(model: nn.Module) -> bool:
         and bool(getattr(model, "_supports_sdpa", False))
         and not getattr(config, "output_attentions", False)
         and hasattr(model, "set_attn_implementation")
+        and not any(map(_changes_scores, model.modules()))
+    )
+
+
+def _changes_scores(module: nn.Module) -> bool:
+    """Return whether an attention has soft-capping or sinks, which SDPA ignores in some versions of
+    transformers although the model claims to support it."""
+    return any(
+        getattr(module, attribute, None) is not None and _passes(module, name)
+        for name, attribute in _EXTRA.items()
+        if name != "sliding_window"
     )
