@@ -214,6 +214,17 @@ def test_the_page_never_scrolls_sideways(page: Page, width: int) -> None:
     assert page.evaluate("window.scrollX") == 0
 
 
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_the_legend_stays_below_the_contents(page: Page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    for y in (0, 300, 1500):
+        page.evaluate(f"window.scrollTo(0, {y})")
+        contents, legend = (page.locator(x).bounding_box() for x in ("nav ol", ".key"))
+        assert contents
+        assert legend
+        assert contents["y"] + contents["height"] <= legend["y"], y
+
+
 def test_a_wide_table_scrolls_in_its_own_box(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     box = page.locator(f".table-box:has({TABLE})")
