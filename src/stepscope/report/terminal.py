@@ -288,13 +288,13 @@ def _grid(
         )
     cells = []
     for index, width in zip(part, widths, strict=True):
-        column = [row[index] for row in texts]
+        written = [row[index] for row in texts]
         if table.columns[index].kind == "code" and index not in keys:
             # Lines to write are of no use without their middle.
-            cells.append([_text(text, lines=True) for text in column])
+            cells.append([_text(text, lines=True) for text in written])
         else:
             most = _KEY_LINES if index in keys else _MAX_LINES
-            cells.append([_text(text) for text in _cut_column(column, width, most)])
+            cells.append([_text(text) for text in _cut_column(written, width, most)])
     for row in zip(*cells, strict=True):
         grid.add_row(*row)
     return grid

@@ -18,8 +18,9 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import advice_given, with_advice
 from stepscope.advisor.advise.history import read_history
 from stepscope.analysis.advice.calibration import factors
-from stepscope.analysis.advice.changes import REGISTRY, Advice, advise, afterwards, not_applicable
+from stepscope.analysis.advice.changes import Advice, advise, afterwards, not_applicable
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.rule import REGISTRY
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
