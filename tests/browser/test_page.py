@@ -289,6 +289,11 @@ def test_tables_fit_and_colors_have_one_legend_at_1280(page: Page) -> None:
     assert tables.count() > 8
     wide = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.ariaLabel)"
     assert tables.evaluate_all(wide) == []
+    cells = page.locator("td.code")
+    assert cells.count() > 3
+    assert set(cells.evaluate_all("all => all.map(e => getComputedStyle(e).display)")) == {
+        "table-cell"
+    }
     legend = page.locator(".key span").all_inner_texts()
     assert legend == ["measured", "ideal", "lost", "communication", "idle"]
     drawn = page.locator("figure.wide svg text").evaluate_all("all => all.map(e => e.textContent)")
