@@ -214,6 +214,17 @@ def test_the_page_never_scrolls_sideways(page: Page, width: int) -> None:
     assert page.evaluate("window.scrollX") == 0
 
 
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_the_legend_stays_below_the_contents(page: Page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    for y in (0, 300, 1500):
+        page.evaluate(f"window.scrollTo(0, {y})")
+        contents, legend = (page.locator(x).bounding_box() for x in ("nav ol", ".key"))
+        assert contents
+        assert legend
+        assert contents["y"] + contents["height"] <= legend["y"], y
+
+
 def test_a_wide_table_scrolls_in_its_own_box(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     box = page.locator(f".table-box:has({TABLE})")
@@ -278,6 +289,11 @@ def test_tables_fit_and_colors_have_one_legend_at_1280(page: Page) -> None:
     assert tables.count() > 8
     wide = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.ariaLabel)"
     assert tables.evaluate_all(wide) == []
+    cells = page.locator("td.code")
+    assert cells.count() > 3
+    assert set(cells.evaluate_all("all => all.map(e => getComputedStyle(e).display)")) == {
+        "table-cell"
+    }
     legend = page.locator(".key span").all_inner_texts()
     assert legend == ["measured", "ideal", "lost", "communication", "idle"]
     drawn = page.locator("figure.wide svg text").evaluate_all("all => all.map(e => e.textContent)")

@@ -47,10 +47,20 @@ def test_undo_restores_the_model() -> None:
     report = accelerated(model)
     assert list(model.state_dict()) == keys
     report.undo()
+    assert str(report) == f"{type(model).__name__}: undone, it runs as before `accelerate`"
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert losses(model, sgd(model), 1) == before
     accelerated(model).undo()
+
+
+def test_the_report_says_that_the_kernels_do_not_run_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stepscope.acceleration.accelerate.is_interpreted", lambda: False)
+    report = stepscope.accelerate(created().cpu())
+    assert "on a CPU the replacements run in plain PyTorch" in str(report)
+    report.undo()
 
 
 def test_a_model_cannot_be_accelerated_twice() -> None:

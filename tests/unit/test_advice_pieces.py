@@ -263,7 +263,8 @@ def test_page_says_what_to_write_and_what_was_not_tried() -> None:
         for block in trial_blocks([outcome.record])
         if isinstance(block, Table) and block.name == "advise-lines"
     ]
-    assert "stepscope.accelerate(model, optimizer) ⏎ step = stepscope.TrainStep(" in str(lines.rows)
+    ((_, code, *_),) = lines.rows
+    assert "stepscope.accelerate(model, optimizer)\nstep = stepscope.TrainStep(" in str(code)
     left = [both, by_code["accelerate-norms"], by_code["compile"]]
     texts = [one.text for one in not_tried(left, [outcome], OF_SCRIPTS)]
     assert "part of accelerate-step, which is kept" in texts[0]

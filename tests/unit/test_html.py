@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import subprocess
@@ -11,11 +12,13 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from sample_page import HOSTILE, hostile_page, kernel_table, sample_page, section, step_figure
 from stepscope.report.blocks import Column, Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.svg import VARIABLES
+from stepscope.report.terminal import print_table
 from stepscope.report.text import markdown
 
 VOID = {"meta", "link", "input", "br", "img"}
@@ -155,6 +158,23 @@ def test_code_is_marked() -> None:
     assert '<td class="none">–</td>' in html
     assert markdown(table).splitlines()[-1] == r"`a<b>` and \` alone"
     assert markdown(table).splitlines()[4] == r"| `0.1\|0` | – |"
+
+
+def test_lines_of_code_stay_lines() -> None:
+    table = Table(
+        name="t",
+        title="T",
+        rows=(("compile", "for block in blocks:\n    block.compile()  # " + "x" * 70),),
+        columns=(Column(title="change"), Column(title="lines", kind="code")),
+    )
+    html = html_page(Page(title="p", subtitle="", headline=table, sections=()))
+    assert '<td class="code long">for block in blocks:\n    block.compile()' in html
+    assert "`for block in blocks:`<br>`block.compile() # " in markdown(table)
+    out = io.StringIO()
+    print_table(table, Console(file=out, width=60, highlight=False))
+    body = [line.removeprefix("compile").strip() for line in out.getvalue().splitlines()[3:]]
+    assert body[0] == "for block in blocks:"
+    assert "".join(body[1:]) == "block.compile()  #" + "x" * 70
 
 
 def test_only_long_tables_have_a_filter(page: str) -> None:

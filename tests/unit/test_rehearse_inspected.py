@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
 from stepscope.cli import main
 from stepscope.records.jsonl import read_records
+from stepscope.studies.program.setting import setting_of
 from stepscope.studies.rehearsal.inspected import even_recording, inspected_subject
 from stepscope.studies.rehearsal.subject import Subject
 
@@ -33,6 +34,9 @@ def test_the_phases_add_up_to_the_timed_step() -> None:
     assert min(step.values) <= found.recording.compute_ms <= max(step.values)
     assert found.recording.gradient_bytes == 4 * int(record.quantity("parameters") or 0)
     assert found.recording.half_ready() == pytest.approx(0.5, abs=0.02)
+    setting = setting_of(record)
+    assert setting is not None
+    assert len(found.recording.gradients) == sum(one.tensors for one in setting.optimizers)
     assert found.model is None
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.advisor.inspect.child import describe_end
 from stepscope.advisor.inspect.progress import Progress, why_nothing
 from stepscope.advisor.scope.anchor import Anchor
 from stepscope.advisor.scope.stages import Effort, Stage
@@ -128,8 +127,9 @@ def test_words_after_the_script_belong_to_it(
 def test_reason_for_a_missing_page_is_one_line(
     progress: Progress, child: bool, expected: str
 ) -> None:
-    output = why_nothing(progress, "train.py", describe_end(256), child, "let it run more steps")
+    output = why_nothing(progress, "train.py", 256, child, "let it run more steps")
     assert output.startswith("train.py ended with exit code 1")
+    assert "stepscope.Scope" not in output, "a failure has another reason than unmarked steps"
     assert output.endswith("(let it run more steps)") == (progress.optimizer_steps > 0)
     assert expected in output
 

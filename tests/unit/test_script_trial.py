@@ -210,6 +210,7 @@ def test_larger_batch_of_a_script_is_compared_per_sample() -> None:
         (("--verify", "nowhere.py"), "there is no script nowhere.py"),
         (("--verify", "--model", "a:b", "{script}"), "both a script and --model are given"),
         (("--warmup", "1", "{script}"), "4 warm-up steps"),
+        (("--only", "bfloat6,compile", "{script}"), "perhaps you meant bfloat16"),
     ],
 )
 def test_invalid_options_are_refused(

@@ -426,13 +426,16 @@ def test_ladders_are_separate_by_size() -> None:
     ]
 
 
-def test_a_ladder_with_overrides_is_marked_as_changed() -> None:
+def test_a_ladder_with_overrides_names_them() -> None:
     plain = rung_record("start", "start")
-    config = plain.config | {"overrides": {"vocab": 1024}}
-    changed = msgspec.structs.replace(plain, config=config)
-    assert {ladder.name for ladder in ladders(STUDY.results([plain, changed]))} == {
+    one, many = (
+        msgspec.structs.replace(plain, config=plain.config | {"overrides": overrides})
+        for overrides in ({"vocab": 1024}, {"vocab": 1024, "n_layers": 2, "d_ff": 64})
+    )
+    assert {ladder.name for ladder in ladders(STUDY.results([plain, one, many]))} == {
         "small at context 512, batch 4",
-        "small (changed) at context 512, batch 4",
+        "small (vocab=1024) at context 512, batch 4",
+        "small (3 overrides) at context 512, batch 4",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.analysis.verdict import (
     IDEAL,
     MAX_PARTS,
+    BreakdownPart,
     Estimate,
     Limit,
+    MemoryChange,
     RankedChange,
     Verdict,
     parts_of,
@@ -111,6 +114,49 @@ def test_a_step_below_its_limit_says_that_the_ceilings_are_wrong() -> None:
         "A step takes 10.0 ms, less than the hardware limit of 12.0 ms: the ceilings were measured"
         " on a busy machine; measure them again with `stepscope run --new-ceilings`."
     )
+
+
+def test_the_next_command_is_complete_in_lines_that_a_shell_joins() -> None:
+    words = [
+        "stepscope",
+        "inspect",
+        "train.py",
+        "--note",
+        "two words " * 3,
+        "it's",
+        *map(str, range(99)),
+    ]
+    verdict = Verdict(subject="s", device="d", next_command=shlex.join(words))
+    lines = verdict_lines(verdict)
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= WIDTH
+    _, _, command = "\n".join(lines).partition("Next: ")
+    assert shlex.split(command.replace("\\\n", "")) == words
+
+
+def test_the_answer_does_not_contradict_the_parts_below_it() -> None:
+    parts = (
+        BreakdownPart(label="not attributed", ms=6.0, meaning="unattributed"),
+        BreakdownPart(label="slow matmuls", ms=3.0, meaning="lost"),
+    )
+    verdict = Verdict(
+        subject="step",
+        device="CPU",
+        step=Estimate(value=10.0, low=9.0, high=11.0),
+        parts=parts,
+        trust="noisy",
+        trust_reason="the machine was busy",
+        memory_change=MemoryChange(code="c", title="fused loss", gain_bytes=1024, gain_ms=0.0),
+        peak_bytes=4096,
+    )
+    text = " ".join(sentences(verdict))
+    assert "The largest attributed part: slow matmuls, 3.00 ms" in text
+    assert "so changes are not ranked" in text
+    assert "fused loss would lower it by 1.00 KiB at no cost in time, as predicted" in text
+    attributed = msgspec.structs.replace(verdict, parts=parts[1:], changes=(change("x", 1.0),))
+    text = " ".join(sentences(attributed))
+    assert "The largest part: slow matmuls" in text
+    assert "so predicted changes are not ranked" in text
 
 
 def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:

@@ -38,6 +38,7 @@ from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.gradient_hooks import notify
+from stepscope.torch_tools.triton_available import is_interpreted
 
 SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
@@ -109,6 +110,8 @@ def accelerate(
     if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     report = Report(type(inner).__name__)
+    kinds = {parameter.device.type for parameter in inner.parameters()}
+    report.on_cpu = kinds == {"cpu"} and not is_interpreted()
     switch = getattr(inner, "set_fused", None)
     copies = WeightCopies(inner.parameters()) if switch is None else inner.copies
     assert isinstance(copies, WeightCopies)

@@ -23,12 +23,15 @@ class Report:
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
         self.notes: list[str] = []
+        self.on_cpu = False
+        """True if the model was on a CPU, where the kernels cannot run."""
         self.fp8: Fp8Layers | None = None
         """The layers in FP8, if the model was accelerated with `dtype="fp8"`: `decisions` says why
         a layer stays in bf16, `override` changes the choice."""
         self._left: list[Left] = []
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], object]] = []
+        self._undone = False
 
     @property
     def replaced(self) -> dict[str, list[str]]:
@@ -77,8 +80,11 @@ class Report:
         while self._undo:
             self._undo.pop()()
         self._patches.clear()
+        self._undone = True
 
     def __str__(self) -> str:
+        if self._undone:
+            return f"{self.model_name}: undone, it runs as before `accelerate`"
         lines = [f"accelerated {self.model_name}:"]
         for piece, names in self.replaced.items():
             lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}")
@@ -88,6 +94,8 @@ class Report:
             lines.append(f"  {FP8:<18} {self._fp8_layers(self.fp8, left_as_they_are)}")
         if len(lines) == 1:
             lines = [f"{self.model_name}: nothing to accelerate"]
+        elif self.on_cpu:
+            lines.append("on a CPU the replacements run in plain PyTorch; the kernels need a GPU")
         reasons: dict[tuple[str, str], list[str]] = {}
         # A layer that never runs in FP8 may also have been decided in a call.
         for left in dict.fromkeys(left_as_they_are):

@@ -180,6 +180,10 @@ class Verdict(Data, frozen=True):
         lost = [part for part in self.parts if part.meaning not in ("ideal", "unattributed")]
         return max(lost, key=lambda part: part.ms, default=None)
 
+    @property
+    def unattributed_ms(self) -> float:
+        return sum(part.ms for part in self.parts if part.meaning == "unattributed")
+
 
 def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
     """Return at most seven parts with the same total: the ideal time first, then the largest."""

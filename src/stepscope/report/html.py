@@ -318,7 +318,8 @@ def _compact(frame: Frame, least: float | None = None) -> list[object]:
 def _cell(cell: Cell, column: Column) -> CellView:
     text = cell_text(cell, column)
     if column.kind == "code" and cell is not None:
-        return CellView(text, "", "code")
+        is_long = len(text) > LONG_TEXT or "\n" in text
+        return CellView(text, "", "code long" if is_long else "code")
     if isinstance(cell, str):
         look = "long" if len(text) > LONG_TEXT else "word" if is_numeric(column) else ""
         return CellView(text, "", look)

@@ -23,7 +23,7 @@ _GAP = 2
 _LEAD = 2 / 3
 """Maximum share of the width for the repeated key columns."""
 _NARROWEST_KEY = 20
-_KEY_LINES = 2
+_KEY_LINES = 3
 _MAX_LINES = 6
 """Most lines of a key, and of any other text; the page has all of it."""
 _WIDEST_WORD = 28
@@ -103,21 +103,26 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _text(text: str, style: str = "") -> Text:
-    """Literal text, without markup and without control sequences from the data."""
+def _text(text: str, style: str = "", *, lines: bool = False) -> Text:
+    """Literal text, without markup and without control sequences from the data; `lines` keeps its
+    line breaks."""
     from rich.text import Text
 
-    return Text(_visible(text), style=style, overflow="fold")
+    return Text(_visible(text, lines=lines), style=style, overflow="fold")
 
 
-def _visible(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+def _visible(text: str, *, lines: bool = False) -> str:
+    kept = "\n" if lines else ""
+    return "".join(letter if letter.isprintable() or letter in kept else " " for letter in text)
 
 
 def _measured(table: Table, console_width: int) -> tuple[list[list[str]], list[int]]:
     """The texts of the cells, and the minimum width of each column."""
     texts = [
-        [_visible(cell_text(cell, column)) for cell, column in zip(row, table.columns, strict=True)]
+        [
+            _visible(cell_text(cell, column), lines=column.kind == "code")
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
         for row in table.rows
     ]
     widest = max(_WIDEST_WORD, console_width - _BESIDE_PROSE)
@@ -138,11 +143,14 @@ def _width(table: Table, texts: list[list[str]], index: int, widest: int) -> int
 
     words = [(word, _WIDEST_WORD) for word in header(table.columns[index]).split()]
     for row, text in zip(table.rows, texts, strict=True):
-        length = cell_len(text[index])
+        length = max(map(cell_len, text[index].split("\n")))
         limit = length
         if isinstance(row[index], str):
-            limit = min(max(_WIDEST_WORD, length // _LINES_OF_PROSE), widest)
-        words.append((text[index], limit))
+            limit = max(_WIDEST_WORD, length // _LINES_OF_PROSE)
+            if table.columns[index].kind == "code":
+                limit = max(limit, *map(cell_len, text[index].split()), 1)
+            limit = min(limit, widest)
+        words.append((text[index], min(limit, length)))
     return max((min(cell_len(word), limit) for word, limit in words), default=1)
 
 
@@ -278,14 +286,17 @@ def _grid(
             max_width=width,
             overflow="fold",
         )
-    cells = [
-        _cut_column(
-            [row[index] for row in texts], width, _KEY_LINES if index in keys else _MAX_LINES
-        )
-        for index, width in zip(part, widths, strict=True)
-    ]
+    cells = []
+    for index, width in zip(part, widths, strict=True):
+        written = [row[index] for row in texts]
+        if table.columns[index].kind == "code" and index not in keys:
+            # Lines to write are of no use without their middle.
+            cells.append([_text(text, lines=True) for text in written])
+        else:
+            most = _KEY_LINES if index in keys else _MAX_LINES
+            cells.append([_text(text) for text in _cut_column(written, width, most)])
     for row in zip(*cells, strict=True):
-        grid.add_row(*map(_text, row))
+        grid.add_row(*row)
     return grid
 
 
@@ -330,4 +341,6 @@ def _wanted(table: Table, texts: list[list[str]]) -> list[int]:
     from rich.cells import cell_len
 
     columns = zip(map(header, table.columns), *texts, strict=True)
-    return [max(map(cell_len, column)) for column in columns]
+    return [
+        max(cell_len(line) for text in column for line in text.split("\n")) for column in columns
+    ]

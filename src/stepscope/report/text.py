@@ -154,8 +154,8 @@ def _md_cell(cell: Cell, column: Column) -> str:
     text = cell_text(cell, column)
     if column.kind == "code" and cell is not None:
         # In a table, `|` ends the cell even inside code.
-        inside = _one_line(text).replace("`", "'").replace("|", r"\|")
-        return f"`{inside}`"
+        safe = text.replace("`", "'").replace("|", r"\|")
+        return "<br>".join(f"`{_one_line(line)}`" for line in safe.splitlines())
     # The brackets of an interval do not form a link, but a unit may contain any text.
     return _md(text) if isinstance(cell, str) or column.kind == "rate" else text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ MAX_LINES = 20
 _LEAST_BAR_PX, _LETTER_PX = 600.0, 7.5
 """Width of the bar on the narrowest page that shows labels in it, and of a letter of a label."""
 _MAX_CODE_LINES = 2
+_SHELL_WORDS = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 _BARS = {
     "ideal": "█",
     "lost": "▓▚",
@@ -79,7 +81,8 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield f"{_SUBJECTS[verdict.timed]} takes {duration(verdict.step.value)}."
     loss = verdict.largest_loss
     if loss is not None:
-        rest = "The largest part" if verdict.limit is None else "The largest part beyond it"
+        named = "attributed part" if verdict.unattributed_ms > loss.ms else "part"
+        rest = f"The largest {named}{'' if verdict.limit is None else ' beyond it'}"
         yield (
             f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
@@ -88,7 +91,10 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     if verdict.mfu is not None:
         yield f"MFU in {verdict.dtype}: {percent(verdict.mfu)}."
     if verdict.trust != "good":
-        ranked = ", so changes are not ranked" if verdict.judged else ""
+        ranked = ""
+        if verdict.judged:
+            what = "predicted changes" if verdict.changes else "changes"
+            ranked = f", so {what} are not ranked"
         yield f"The times are not reliable: {verdict.trust_reason}{ranked}."
     elif verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
@@ -110,8 +116,10 @@ def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
     saved = f"{change.title} would lower it by {bytes_(change.gain_bytes)}"
     if change.gain_ms > 0:
         time = f" and gain {duration(change.gain_ms)}"
-    else:
+    elif change.gain_ms < 0:
         time = f" and cost {duration(-change.gain_ms)}"
+    else:
+        time = " at no cost in time"
     if change.best_after:
         time = f" (with {change.best_after} it also gains {duration(change.gain_after_ms)})"
     return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}, as predicted."
@@ -205,7 +213,7 @@ def _letters(parts: Sequence[BarPart]) -> list[str]:
 
 
 def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
-    """At most 20 lines of at most `width` columns."""
+    """At most 20 lines of at most `width` columns, unless the next command is very long."""
     import textwrap
 
     lines = [_title(verdict, width)]
@@ -219,15 +227,26 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
             lines += [_cut(f"   {line}", width) for line in change.lines[:_MAX_CODE_LINES]]
             if change.warning:
                 lines.append(_cut(f"   warning: {change.warning}", width))
-    if verdict.next_command:
-        lines.append(_cut(f"Next: {verdict.next_command}", width))
-    if len(lines) > MAX_LINES:
+    command = _command_lines(verdict.next_command, width) if verdict.next_command else []
+    most = max(MAX_LINES - len(command), MAX_LINES // 2)
+    if len(lines) > most:
         lines = [line for line in lines if line]
-    if len(lines) > MAX_LINES:
+    if len(lines) > most:
         # The page has the code of every change.
         second = {f"   {line}" for change in verdict.changes for line in change.lines[1:]}
         lines = [line for line in lines if line not in second]
-    return ["".join(c if c.isprintable() else " " for c in line) for line in lines[:MAX_LINES]]
+    lines = [*lines[:most], *command]
+    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+
+
+def _command_lines(command: str, width: int) -> list[str]:
+    """The next command in lines that a shell joins again, so that it can be copied."""
+    lines = ["Next:"]
+    for word in _SHELL_WORDS.findall(command):
+        if len(lines[-1]) + len(word) + len(" \\") >= width and lines[-1].strip() != "Next:":
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:

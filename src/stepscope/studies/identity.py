@@ -94,7 +94,7 @@ def _cell(name: str, row: OfStep) -> Cell:
         return None
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value} (changed)" if name == "size" and row.workload.overrides else value
+    return row.workload.size_name if name == "size" else value
 
 
 def _in_words(name: str, value: Any) -> str:

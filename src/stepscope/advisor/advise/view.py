@@ -275,7 +275,7 @@ def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
         {one.code: one for one in advice}.values(),
         [
             col("change", lambda a: a.title),
-            col("lines", lambda a: " ⏎ ".join(a.lines)),
+            col("lines", lambda a: "\n".join(a.lines), "code"),
             col("risk", lambda a: a.risk),
         ],
     )

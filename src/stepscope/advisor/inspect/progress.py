@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from stepscope.advisor.inspect.child import describe_end
 from stepscope.records.decoding import from_json
 from stepscope.report.format import counted
 
@@ -88,9 +89,10 @@ def _read(path: Path, kind: type[Written]) -> Written:
         return kind()
 
 
-def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool, fix: str) -> str:
-    """Explain in one line why a script left no recording. `ending` describes how it ended, `fix`
+def why_nothing(progress: Progress, name: str, status: int, child_stepped: bool, fix: str) -> str:
+    """Explain in one line why a script left no recording. `status` is its wait status, `fix` says
     what to do if it ran too few steps."""
+    ending = describe_end(status)
     if progress.failure:
         return f"{name} {ending}; it was not recorded: {progress.failure}"
     if not progress.torch:
@@ -100,6 +102,8 @@ def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool,
             f"{name} {ending}; its optimizer stepped in child processes, which are not recorded"
             " (run it in one process, or start its ranks with torchrun)"
         )
+    if status and not progress.optimizer_steps:
+        return f"{name} {ending} without an optimizer step in this process"
     if not progress.optimizer_steps:
         return (
             f"{name} {ending} without an optimizer step in this process. A step ends with the"

@@ -50,16 +50,15 @@ def record_script(order: Order) -> Record:
             child.wait()
             end_tagged(tag)
             raise
-        ending = describe_end(status)
         if parts(folder):
-            record = gather(folder, ending, order.command)[0]
+            record = gather(folder, describe_end(status), order.command)[0]
             missing = ProgramRecord(record).missing
             if not missing:
                 return record
             why = f"no advice for {order.name}: {missing}"
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, ending, stepped, _FIX)
+            why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
         log.seek(0)
         output = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
         raise StepscopeError(" | ".join((why, *(output if status else ()))))

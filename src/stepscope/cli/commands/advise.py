@@ -20,6 +20,7 @@ from stepscope.advisor.advise.history import read_history
 from stepscope.analysis.advice.calibration import factors
 from stepscope.analysis.advice.changes import Advice, advise, afterwards, not_applicable
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.rule import REGISTRY
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
@@ -28,7 +29,7 @@ from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.cli.verification import Calibrating, Verification
-from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file
+from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file, unknown_name
 from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
@@ -116,6 +117,9 @@ def main(words: list[str]) -> int:
             f"--total-timeout is {options.total_timeout:g} and --timeout {options.timeout:g}",
             "--total-timeout must be 0 or above, --timeout above 0 seconds",
         )
+    for code in _wanted(options):
+        if code not in (known := [entry.code for entry in REGISTRY]):
+            raise unknown_name("change", code, known)
     if is_script:
         assert target is not None
         return _advise_script(options, target, rest, words)
@@ -337,8 +341,12 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
     return conclude(_page(options, _subject(base)), options.json, base, advice, records)
 
 
+def _wanted(options: AdviseOptions) -> tuple[str, ...]:
+    return tuple(code.strip() for code in options.only.split(",") if code.strip())
+
+
 def _codes(options: AdviseOptions, advice: Sequence[Advice], facts: Facts) -> tuple[str, ...]:
-    wanted = tuple(code.strip() for code in options.only.split(",") if code.strip())
+    wanted = _wanted(options)
     known = [one.code for one in advice]
     for code in wanted:
         if code not in known:

@@ -195,8 +195,7 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
             outcome = _write(folder, page, options, order.command, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            ending = describe_end(status)
-            why = why_nothing(read_progress(folder), order.name, ending, stepped, _FIX)
+            why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)

@@ -1,7 +1,7 @@
 """The step of a user's program or model as the subject of a rehearsal.
 
-A record of `inspect` has the times of the phases, but not when each gradient was ready: gradients
-are assumed to become ready evenly during the backward pass.
+A record of `inspect` has the times of the phases and the number of gradients, but not when each was
+ready: they are assumed to be of equal size and to become ready evenly during the backward pass.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def inspected_subject(record: Record) -> Subject | None:
     forward = max(0.0, step_ms - backward - optimizer)
     setting, copied = watched.setting, record.ceiling("memory.copy")
     blocks = setting.blocks if setting else int(record.quantity("blocks") or 0)
+    tensors = sum(one.tensors for one in setting.optimizers) if setting else 0
     passes = forward + backward
     return Subject(
         name=watched.name,
@@ -46,7 +47,11 @@ def inspected_subject(record: Record) -> Subject | None:
         case=record.case,
         device=record.environment.device_name,
         recording=even_recording(
-            forward, backward, optimizer, parameters, max(_MIN_GRADIENTS, _PER_BLOCK * blocks)
+            forward,
+            backward,
+            optimizer,
+            parameters,
+            tensors or max(_MIN_GRADIENTS, _PER_BLOCK * blocks),
         ),
         model=None,
         batch=float((setting.batch if setting else watched.case.batch) or 1),

@@ -44,6 +44,9 @@ __all__ = [
     "workloads",
 ]
 
+_MAX_OVERRIDES = 2
+"""Most overrides that the name of a model lists."""
+
 
 class Workload(Case, frozen=True, kw_only=True):
     """One training step, fully specified. A study's case is a subclass with additional fields."""
@@ -191,7 +194,16 @@ class Workload(Case, frozen=True, kw_only=True):
     @property
     def model_name(self) -> str:
         year = f"{self.table} " if self.table != "2025" else ""
-        return f"{year}{self.size}{' (changed)' if self.overrides else ''}"
+        return f"{year}{self.size_name}"
+
+    @property
+    def size_name(self) -> str:
+        """The size with its overrides, or with their number where they are many."""
+        if not self.overrides:
+            return self.size
+        listed = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
+        many = len(self.overrides) > _MAX_OVERRIDES
+        return f"{self.size} ({f'{len(self.overrides)} overrides' if many else listed})"
 
     @property
     def fuses_loss(self) -> bool:
