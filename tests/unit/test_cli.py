@@ -394,7 +394,7 @@ def test_only_an_unfinished_run_lists_how_to_resume(desk: Desk) -> None:
             for case in ("base", "trial"):
                 store.add(record(id=f"{name}-{case}", run=name, case=case))
     text = {
-        row["run"]: (row["done"], row["cases"], row["go on with"])
+        row["run"]: (row["done"], row["cases"], row["resume with"])
         for row in parsed(desk("list", "runs", "--json"))["runs"]
     }
     assert (text["more"], text["open"]) == ((2, 2, ""), (2, 3, "go on"))

@@ -107,7 +107,7 @@ def _tables(options: ListOptions) -> Iterator[Table]:
                 Column(title="created"),
                 Column(title="done", kind="count"),
                 Column(title="cases", kind="count"),
-                Column(title="go on with"),
+                Column(title="resume with"),
             ),
             rows=rows,
         )

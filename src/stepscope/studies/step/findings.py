@@ -138,7 +138,7 @@ def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
         largest = abs(deviations[farthest])
         yield finding(
             "step.loss-same",
-            f"{text} All {len(deviations)} other rungs end within {percent(AGREES_WITHIN)} of"
+            f"{text} The other rungs ({len(deviations)}) end within {percent(AGREES_WITHIN)} of"
             f" it; the largest deviation is {percent(largest)} ({words(farthest)}).",
             records,
             values | {"rungs": len(deviations), "farthest": farthest, "apart": largest},
