@@ -62,7 +62,7 @@ def test_steps_match_torch_and_equal_fused_adamw(
         optimizer = make(groups(params))
         if fuse:
             fused(optimizer)
-        train(params, optimizer, 8, skip=3)
+        train(params, optimizer, 20, skip=3)
         return state_of(optimizer, params)
 
     def of_torch(params: Any) -> Optimizer:
@@ -72,7 +72,7 @@ def test_steps_match_torch_and_equal_fused_adamw(
         return FusedAdamW(params, capturable="fused" in flags)
 
     ours = trained(of_torch, torch.float32, True)
-    assert launches == [5, 4, *[5] * 6], "one launch a step takes all tensors"
+    assert launches == [5, 4, *[5] * 18], "one launch a step takes all tensors"
     library = trained(of_library, torch.float32, False)
     assert ours.keys() == library.keys()
     for name, tensor in ours.items():
