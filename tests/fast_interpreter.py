@@ -7,7 +7,8 @@ its own, checked and wrapped again, although a kernel has only a few shapes: ano
 
 Of what remains, half the time goes into deriving, for every operation, the common type of its two
 operands, and into copies of the smaller one to the size of the larger, which NumPy does not need.
-Checks for integer overflow are computed but, without debug mode, never read.
+Checks for integer overflow are computed but, without debug mode, never read. A cast compares the
+names of both dtypes with up to 40 others before it calls NumPy.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def install() -> None:
         interpreter._get_np_dtype = _cached_dtypes(interpreter._get_np_dtype, core)
     if all(hasattr(core, name) for name in ("block_type", "tensor", "tuple", "constexpr")):
         _share_shapes(core)
+    if hasattr(getattr(interpreter, "TensorHandle", None), "__post_init__"):
+        interpreter.TensorHandle.__init__ = _checked_once(interpreter, core)
     semantic = getattr(interpreter, "interpreter_semantic", None)
     if all(hasattr(semantic, name) for name in _SEMANTIC) and all(
         hasattr(module, name)
@@ -46,7 +49,7 @@ def install() -> None:
     ):
         core._unwrap_if_constexpr = _unwrapped_by_type(core)
         semantic.broadcast_impl_value = _unless_equal(semantic)
-        semantic.cast = _unless_same(semantic)
+        semantic.cast = _direct_casts(semantic, interpreter, core)
         semantic.to_tensor = _constants_once(semantic, core)
         semantic.binary_op_sanitize_overflow_impl = _only_in_debug_mode(semantic)
         operands = _Operands(semantic, core)
@@ -96,6 +99,20 @@ class _Shape(NamedTuple):
     text: str
     of_tensor: Any
     constexpr_numel: Any
+    types: dict[str, Any]
+    """Types of these sizes, by the name of their dtype."""
+
+
+def _checked_once(interpreter: ModuleType, core: ModuleType) -> Callable[..., None]:
+    """Return a constructor of `TensorHandle` that checks the size of a dtype without calls."""
+    check, pointer = interpreter.TensorHandle.__post_init__, core.pointer_type
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if type(dtype) is not pointer and data.itemsize * 8 > dtype.primitive_bitwidth:
+            check(self)
+
+    return init
 
 
 def _share_shapes(core: ModuleType) -> None:
@@ -109,7 +126,9 @@ def _share_shapes(core: ModuleType) -> None:
         new_type(example, core.float32, list(sizes))
         value = tensor.__new__(tensor)
         new_tensor(value, None, example)
-        return _Shape(example.shape, example.numel, str(example.shape), value.shape, value.numel)
+        return _Shape(
+            example.shape, example.numel, str(example.shape), value.shape, value.numel, {}
+        )
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(one.value if type(one) is constexpr else one for one in shape)
@@ -120,6 +139,17 @@ def _share_shapes(core: ModuleType) -> None:
         self.name = f"<{known.text}, {element_ty}>"
         self.known_shape = known
         return None
+
+    new_with_element, plain = block_type.with_element_ty, core.dtype
+
+    def with_element(self: Any, element_ty: Any) -> Any:
+        known = self.__dict__.get("known_shape")
+        if known is None or type(element_ty) is not plain:
+            return new_with_element(self, element_ty)
+        name = element_ty.name
+        if name not in known.types:
+            known.types[name] = new_with_element(self, element_ty)
+        return known.types[name]
 
     scalar = tensor.__new__(tensor)
     new_tensor(scalar, None, core.float32)
@@ -145,6 +175,7 @@ def _share_shapes(core: ModuleType) -> None:
 
     core.dtype.__eq__ = equal_or_same
     block_type.__init__, tensor.__init__ = init_type, init_tensor
+    block_type.with_element_ty = with_element
     core.tuple.__eq__ = equal_shapes
 
 
@@ -246,9 +277,8 @@ def _direct_operators(
     operands: _Operands, semantic: Any, core: ModuleType
 ) -> dict[str, Callable[[Any, Any], Any]]:
     """Return operators of `tensor` that call NumPy at once for numbers: these functions of NumPy
-    compute integers and floating-point numbers alike. Pointers take the usual way."""
-    tensor, handle_of = core.tensor, operands._handle
-    bools: dict[str, Any] = {}
+    compute integers and floating-point numbers alike. Pointers have only sums."""
+    tensor, pointer_type, handle_of = core.tensor, core.pointer_type, operands._handle
 
     def arithmetic(name: str, compute: Any, reflected: bool) -> Callable[[Any, Any], Any]:
         usual = getattr(semantic, name)
@@ -256,9 +286,11 @@ def _direct_operators(
         def operator(self: Any, other: Any) -> Any:
             other = core._unwrap_if_constexpr(other)
             lhs, rhs = (other, self) if reflected else (self, other)
-            found = None
-            if not (self.dtype.is_ptr() or (type(other) is tensor and other.dtype.is_ptr())):
-                found = operands.data(lhs, rhs)
+            if type(self.dtype) is pointer_type:
+                return sum_of_pointer(self, other) if name == "add" else usual(lhs, rhs, True)
+            if type(other) is tensor and type(other.dtype) is pointer_type:
+                return usual(lhs, rhs, True)
+            found = operands.data(lhs, rhs)
             if found is None:
                 return usual(lhs, rhs, True)
             left, right, common = found
@@ -266,18 +298,30 @@ def _direct_operators(
 
         return operator
 
+    add = semantic.add
+
+    def sum_of_pointer(pointer: Any, offset: Any) -> Any:
+        kind = type(offset)
+        if kind is not int and not (kind is tensor and offset.dtype.is_int_signed()):
+            return add(pointer, offset, True)
+        found = operands._find(pointer, offset, (True, True))
+        if found is None or not found[0].same_element:
+            return add(pointer, offset, True)
+        width = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
+        places = operands._as_data(offset, found[1]).astype(numpy.uint64)
+        data = pointer.handle.data + width * places
+        return tensor(handle_of(data, pointer.handle.dtype), found[0].type)
+
     def comparison(usual: Any, compute: Any) -> Callable[[Any, Any], Any]:
         def operator(self: Any, other: Any) -> Any:
             other = semantic.to_tensor(other)
             found = None
-            if not (self.dtype.is_ptr() or other.dtype.is_ptr()):
+            if type(self.dtype) is not pointer_type and type(other.dtype) is not pointer_type:
                 found = operands.data(self, other)
             if found is None:
                 return usual(self, other, _semantic=semantic)
             left, right, common = found
-            result = bools.get(common.name)
-            if result is None:
-                result = bools[common.name] = common.with_element_ty(core.int1)
+            result = common.with_element_ty(core.int1)
             return tensor(handle_of(compute(left, right), common.scalar), result)
 
         return operator
@@ -318,14 +362,33 @@ def _constants_once(semantic: Any, core: ModuleType) -> Callable[..., Any]:
     return to_tensor
 
 
-def _unless_same(semantic: Any) -> Callable[..., Any]:
-    """Return a `cast` that returns a tensor of the same dtype at once."""
-    cast = semantic.cast
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_WIDE = ("int1", *_INTEGERS, "fp32", "fp64")
 
-    def cast_unless_same(value: Any, dtype: Any, rounding: str | None = None) -> Any:
-        return value if value.dtype is dtype else cast(value, dtype, rounding)
 
-    return cast_unless_same
+def _direct_casts(semantic: Any, interpreter: ModuleType, core: ModuleType) -> Callable[..., Any]:
+    """Return a `cast` that calls NumPy at once for dtypes that NumPy has. Casts to int1 compare,
+    those of float16 to other dtypes than float32 round twice."""
+    cast, tensor, handle_of = semantic.cast, core.tensor, interpreter.TensorHandle
+    targets = {name: getattr(core, name) for name in _INTEGERS} | {
+        "fp16": core.float16, "fp32": core.float32, "fp64": core.float64
+    }  # fmt: skip
+    pairs = {(source, target) for source in _WIDE for target in targets} | {("fp16", "fp32")}
+    data_types = {
+        pair: interpreter._get_np_dtype(targets[pair[1]]) for pair in pairs if len({*pair}) == 2
+    }
+
+    def direct_cast(value: Any, dtype: Any, rounding: str | None = None) -> Any:
+        before = value.dtype
+        if before is dtype:
+            return value
+        found = data_types.get((before.name, dtype.name)) if rounding is None else None
+        if found is None:
+            return cast(value, dtype, rounding)
+        kind = value.type.with_element_ty(dtype) if value.type.is_block() else dtype
+        return tensor(handle_of(value.handle.data.astype(found), dtype), kind)
+
+    return direct_cast
 
 
 def _unless_equal(semantic: Any) -> Callable[[Any, Any], tuple[Any, Any]]:

@@ -11,6 +11,8 @@ program as a new interpreter would:
 - The imported modules are not in `sys.modules`. An import statement puts them back, through the
   import hooks of the program, if `sys.path` leads to the same files.
 - It has a server of its own, for the processes that it starts.
+- Triton decides when it is imported whether its functions are interpreted. A program with another
+  TRITON_INTERPRET imports it again, from its files.
 
 A process that a fork cannot imitate is started as usual: other interpreter options, other
 variables that these libraries or Python read when they start, `preexec_fn`, other users. Tests of
@@ -66,8 +68,10 @@ _READ_AT_START = (
     "MPL", "PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "TZ",
 )  # fmt: skip
 _UNBUFFERED = "PYTHONUNBUFFERED"
+_INTERPRET = "TRITON_INTERPRET"
 _READ_LATER = (
     "PYTHONPATH", _UNBUFFERED, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR", _INTERPRET,
 )  # fmt: skip
 _HASH_SEED = "PYTHONHASHSEED"
 _ARGUMENTS = 23
@@ -265,6 +269,9 @@ def run_server(descriptor: int) -> None:
     request, files, own = _serve(line)
     _use(Client(own, start_environment))
     _imitate_start(request, files)
+    interpret = os.fsencode(_INTERPRET)
+    if request.environment.get(interpret, b"") != start_environment.get(interpret, b""):
+        stash.drop("triton")
     stash.install()
     _run(request.words)
 
@@ -464,6 +471,33 @@ class Stash(importlib.abc.MetaPathFinder):
     def __init__(self, groups: dict[str, dict[str, ModuleType]]) -> None:
         self._groups = groups
         self._root_of = {name: root for root, group in groups.items() for name in group}
+        self._stale: dict[str, list[tuple[ModuleType, str]]] = {}
+
+    def drop(self, package: str) -> None:
+        """Let an import execute the Python files of a package again. Modules that have imported it
+        get the new one when they are put back."""
+        old = self._groups[self._root_of[package]][package]
+        self._stale[package] = [
+            (module, name)
+            for group in self._groups.values()
+            for module in group.values()
+            for name, value in vars(module).items()
+            if value is old
+        ]
+        for name, root in [*self._root_of.items()]:
+            loader = getattr(self._groups[root][name].__spec__, "loader", None)
+            if name.partition(".")[0] == package and isinstance(
+                loader, importlib.machinery.SourceFileLoader
+            ):
+                del self._groups[root][name], self._root_of[name]
+
+    def renew(self) -> None:
+        """Import what was dropped into the modules that have the old one."""
+        while self._stale:
+            package, holders = self._stale.popitem()
+            new = importlib.import_module(package)
+            for module, name in holders:
+                setattr(module, name, new)
 
     def install(self) -> None:
         sys.meta_path.insert(0, self)
@@ -534,3 +568,5 @@ class _Restorer(importlib.abc.Loader):
             importlib.import_module(root)
         for other, restored in self._stash.restored_with(name):
             sys.modules.setdefault(other, restored)
+        if name == "torch._dynamo":
+            self._stash.renew()

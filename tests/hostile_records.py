@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from own_records import own_record
 from stepscope.records.renames import STUDIES
 from stepscope.records.schema import decode, encode
@@ -45,6 +47,13 @@ _PARTS = ("config", "notes", "attachments", "series", "quantities", "ceilings", 
 Json = dict[str, Any]
 
 
+class Head(msgspec.Struct):
+    """Decides whether a line is used: most lines need not be parsed further."""
+
+    study: str = ""
+    run: str | None = None
+
+
 @cache
 def real_records() -> dict[str, list[Json]]:
     """The committed records by study, as JSON; synthetic records for studies without any."""
@@ -53,12 +62,12 @@ def real_records() -> dict[str, list[Json]]:
         for line in path.read_bytes().splitlines():
             if len(line) > _LONGEST_LINE:
                 continue
-            record = json.loads(line)
-            if "run" not in record:
+            head = msgspec.json.decode(line, type=Head)
+            if head.run is None:
                 continue
-            study = STUDIES.get(record["study"], record["study"])
+            study = STUDIES.get(head.study, head.study)
             if len(by_study[study]) < _MAX_OF_A_STUDY:
-                by_study[study].append(record)
+                by_study[study].append(json.loads(line))
     by_study["own"] = [json.loads(encode(own_record()))]
     return {study: records for study, records in by_study.items() if records}
 

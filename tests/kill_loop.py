@@ -1,7 +1,10 @@
 """Kill a run with SIGKILL at random moments, repeatedly, until the run is complete.
 
 After each kill the store opens, every announced record is in it exactly once, and no worker is
-left. At the end every case is in it exactly once. The delays come from a seed.
+left. At the end every case is in it exactly once.
+
+The moments come from a seed: during startup, or so many announcements and a fraction of a case
+later. On a slow machine they are the same.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,11 @@ from command_line import CommandLine
 from stepscope.records.store import Store
 
 ANNOUNCED = re.compile(r"^\[\d+/\d+\] planted (\S+):", re.MULTILINE)
+CASE_S = 0.02
+STARTUP_S = 0.5
+"""Less than a run takes."""
+STARTUP_SHARE = 0.2
+"""Share of kills during startup."""
 
 
 class Tally:
@@ -53,7 +60,7 @@ class Round:
             "--times",
             str(cases),
             "--seconds",
-            "0.02",
+            str(CASE_S),
             "--device",
             "cpu",
             "--no-report",
@@ -62,35 +69,53 @@ class Round:
         self.cases = [f"ok-{number}" for number in range(cases)]
         self.announced: list[str] = []
 
-    def play(self, kills: int, longest_s: float) -> int:
-        """Kill it so often, then let it finish. Return the number of kills that hit a live run."""
-        struck = 0
+    def play(self, kills: int) -> None:
+        """Kill it so often, then let it finish."""
         for _ in range(kills):
-            if not self._kill_once(self.chance.uniform(0.0, longest_s)):
+            left = len(self.cases) - len(self.announced)
+            if left < 3:
                 break
-            struck += 1
+            if self.chance.random() < STARTUP_SHARE:
+                struck = self._kill_once(0, self.chance.uniform(0.0, STARTUP_S))
+            else:
+                # Enough cases remain for a kill that is late.
+                after = self.chance.randint(1, left // 3)
+                struck = self._kill_once(after, self.chance.uniform(0.0, CASE_S))
+            if not struck:
+                break
             self._check_after_kill()
         self._finish()
         self.tally.rounds += 1
-        return struck
 
-    def _kill_once(self, delay_s: float) -> bool:
+    def _kill_once(self, announcements: int, delay_s: float) -> bool:
+        """Kill it so long after so many announcements. Return whether that hit a live run."""
         process = self.cli.start(*self.words)
         output: list[str] = []
-        assert process.stderr is not None
-        # Drain the pipe while the run continues: announcements before the kill count.
-        reader = threading.Thread(target=lambda: output.extend(process.stderr or ()), daemon=True)
+        ready = threading.Event()
+
+        def read() -> None:
+            # Drain the pipe while the run continues: announcements before the kill count.
+            seen = 0
+            for line in process.stderr or ():
+                output.append(line)
+                seen += ANNOUNCED.match(line) is not None
+                if seen >= announcements:
+                    ready.set()
+            ready.set()
+
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        try:
-            process.wait(timeout=delay_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+        if announcements:
+            ready.wait()
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
         # Workers have no copy of the pipes, so the thread ends with the runner.
         reader.join()
         if process.stdout is not None:
             process.stdout.close()
-        process.stderr.close()
+        if process.stderr is not None:
+            process.stderr.close()
         new = ANNOUNCED.findall("".join(output))
         self.announced += new
         if process.returncode != -signal.SIGKILL:
@@ -132,18 +157,7 @@ class Round:
 def kill_runs(folder: Path, kills: int, seed: int, *, cases: int = 60, per_round: int = 5) -> Tally:
     """Perform the requested number of kills, in rounds of a few."""
     tally, chance = Tally(), random.Random(seed)
-    longest_s = startup_seconds(folder / "startup") * 2.2
     while tally.kills < kills:
         wanted = min(per_round, kills - tally.kills)
-        Round(folder / f"round-{tally.rounds}", chance, tally, cases=cases).play(wanted, longest_s)
+        Round(folder / f"round-{tally.rounds}", chance, tally, cases=cases).play(wanted)
     return tally
-
-
-def startup_seconds(folder: Path) -> float:
-    """Time of a run with a single case, which scales the random delays."""
-    cli = CommandLine(folder)
-    cli.know_ceilings()
-    began = time.monotonic()
-    done = cli("run", "planted", "--device", "cpu", "--no-report")
-    assert done.returncode == 0, done.stderr
-    return time.monotonic() - began

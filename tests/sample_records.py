@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,16 @@ def environment(**changes: Any) -> Environment:
 def samples(
     median: float, count: int = 20, *, spread: float = 0.01, seed: int = 0
 ) -> tuple[float, ...]:
+    noise, middle = _noise(count, spread, seed)
+    return tuple((median * noise / middle).tolist())
+
+
+@cache
+def _noise(count: int, spread: float, seed: int) -> tuple[np.ndarray[Any, Any], float]:
+    """Noise and its median. Every record asks for the same few."""
     noise = np.random.default_rng(seed).lognormal(0.0, spread, count)
-    return tuple((median * noise / np.median(noise)).tolist())
+    noise.flags.writeable = False
+    return noise, float(np.median(noise))
 
 
 def times(

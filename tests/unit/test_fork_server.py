@@ -84,6 +84,20 @@ print(nn.Linear(2, 2)(sys.modules["torch"].ones(2)).shape, "import" in source)
     assert shadowed.stdout == "another\n"
 
 
+@pytest.mark.parametrize(("value", "kind"), [("1", "InterpretedFunction"), ("0", "JITFunction")])
+def test_triton_is_imported_again_if_its_functions_are_not_interpreted(
+    value: str, kind: str
+) -> None:
+    code = f"""
+{SERVED}
+import torch._dynamo.utils, triton
+assert torch._dynamo.utils.triton is triton is sys.modules["triton"]
+print(type(triton.language.sum).__name__)
+"""
+    done = run(("-c", code), {"TRITON_INTERPRET": value})
+    assert done.stdout.split() == ["True", kind], done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_fork(number: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -154,9 +154,11 @@ def encoder(layer: nn.Module) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", ""])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize(
+    ("activation", "norm_first", "causal"),
+    # Every pair of two options.
+    [("gelu", True, True), ("gelu", False, False), ("relu", True, False), ("relu", False, True)],
+)
 def test_an_encoder(activation: str, norm_first: bool, causal: bool, mlps: list[str]) -> None:
     layer = nn.TransformerEncoderLayer(**LAYER, norm_first=norm_first, activation=activation)
     how = {"mask": MASK, "is_causal": True} if causal else {}

@@ -28,7 +28,7 @@ RESULTS = [
     if b'"study"' in path.read_bytes()[:200]
 ]
 MIXED = mixed_records()
-FIRST_ROWS = 40
+FIRST_ROWS = 8
 ROW_LINES = 7
 """Most lines of a row: only sentences wrap, between words."""
 
@@ -48,7 +48,8 @@ def body(lines: list[str]) -> Iterator[list[str]]:
 
 
 def thinned(table: Table) -> Table:
-    """The first rows and, of each column, the row of the longest text: these set the layout."""
+    """The first rows and, of each column, the rows of the longest text and word and one that
+    differs from the first: these set the layout."""
     if len(table.rows) <= FIRST_ROWS:
         return table
     kept = set(range(FIRST_ROWS))
@@ -58,6 +59,7 @@ def thinned(table: Table) -> Table:
         kept.add(
             max(range(len(texts)), key=lambda row: max(map(len, texts[row].split()), default=0))
         )
+        kept.add(next((row for row, text in enumerate(texts) if text != texts[0]), 0))
     return msgspec.structs.replace(
         table,
         rows=tuple(row for index, row in enumerate(table.rows) if index in kept),

@@ -44,6 +44,7 @@ FUSED = {"fused": True}
 JOINED = FUSED | {"fused_projections": True}
 LESS = ("norms", "gates", "inputs", "inputs-2")
 VARIANTS = (FUSED, JOINED, *(JOINED | {"activation_policy": keep} for keep in LESS))
+VARIANT_NAMES = ("fused", "fused-projections", *LESS)
 # One in which activations set the peak, and one in which the loss does.
 WIDE = {"vocab": 16, "n_layers": 3, "d_model": 32, "d_ff": 128, "n_heads": 2}
 LARGE_VOCAB = WIDE | {"vocab": 300, "d_ff": 48}
@@ -82,37 +83,41 @@ def plain_variant(work: Workload) -> Workload:
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda variant: variant.get("activation_policy", "-".join(variant))
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
-def test_every_variant_is_predicted_to_the_byte(dtype: str, variant: dict[str, Any]) -> None:
-    for shape, loss in ((WIDE, "plain"), (LARGE_VOCAB, "plain"), (LARGE_VOCAB, "fused")):
-        work = msgspec.structs.replace(tiny(dtype, "sdpa", **shape), loss=loss, **variant)
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=VARIANT_NAMES)
+def test_every_variant_is_predicted_to_the_byte(number: int) -> None:
+    """With every dtype and every loss, each dtype with each loss in some variant."""
+    losses = ((WIDE, "plain"), (LARGE_VOCAB, "plain"), (LARGE_VOCAB, "fused"))
+    for offset, dtype in enumerate(("float32", "bfloat16", "bfloat16-pure")):
+        shape, loss = losses[(number + offset) % 3]
+        work = tiny(dtype, "sdpa", **shape)
+        work = msgspec.structs.replace(work, loss=loss, **VARIANTS[number])
         assert predicted(work) == pytest.approx(counted(work), abs=8)
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda variant: variant.get("activation_policy", "-".join(variant))
-)
-@pytest.mark.parametrize("checkpoint", ["2", "nested"])
-def test_variants_in_checkpointed_segments_are_predicted_to_the_byte(
-    checkpoint: str, variant: dict[str, Any]
-) -> None:
-    for dtype in ("float32", "bfloat16", "bfloat16-stream"):
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=VARIANT_NAMES)
+def test_variants_in_checkpointed_segments_are_predicted_to_the_byte(number: int) -> None:
+    for offset, dtype in enumerate(("float32", "bfloat16", "bfloat16-stream")):
+        checkpoint = ("2", "nested")[(number + offset) % 2]
         work = tiny(dtype, "sdpa", checkpoint=checkpoint, **WIDE)
-        work = msgspec.structs.replace(work, **variant)
+        work = msgspec.structs.replace(work, **VARIANTS[number])
         assert predicted(work) == pytest.approx(counted(work), abs=8)
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize("variant", [{}, FUSED, JOINED | {"activation_policy": "gates"}])
 @pytest.mark.parametrize(
-    "optimizer", ["stepscope-fused", "stepscope-in-backward", "stepscope-low-precision-grads"]
-)
-def test_gradients_live_until_their_update(optimizer: str, variant: dict[str, Any]) -> None:
-    for dtype in ("float32", "bfloat16", "bfloat16-stream", "bfloat16-master"):
+    ("optimizer", "first"),
+    [
+        ("stepscope-fused", 0), ("stepscope-fused", 1), ("stepscope-in-backward", 1),
+        ("stepscope-in-backward", 2), ("stepscope-low-precision-grads", 2),
+        ("stepscope-low-precision-grads", 0),
+    ],
+)  # fmt: skip
+def test_gradients_live_until_their_update(optimizer: str, first: int) -> None:
+    """Every dtype in two variants of three, and with each of them under some optimizer."""
+    variants = ({}, FUSED, JOINED | {"activation_policy": "gates"})
+    for number, dtype in enumerate(("float32", "bfloat16", "bfloat16-stream", "bfloat16-master")):
+        variant = variants[(first + number) % 3]
         work = msgspec.structs.replace(
             tiny(dtype, "sdpa", mode="train-step", **WIDE), optimizer=optimizer, **variant
         )
@@ -122,21 +127,21 @@ def test_gradients_live_until_their_update(optimizer: str, variant: dict[str, An
 
 
 @pytest.mark.usefixtures("kernels_that_only_return")
-@pytest.mark.parametrize(
-    ("policy", "checkpoint"), [*((policy, "no") for policy in ("all", *LESS)), ("gates", "2")]
-)
-@pytest.mark.parametrize("optimizer", ["torch-fused", "stepscope-low-precision-grads"])
+@pytest.mark.parametrize("number", range(6), ids=["all", *LESS, "gates-checkpointed"])
 def test_steps_in_fp8_are_predicted_within_one_percent(
-    optimizer: str, policy: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+    number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scales and partial maxima are left out."""
+    policy = ("all", *LESS, "gates")[number]
+    checkpoint = "2" if number == 5 else "no"
     pretend_fp8(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_mm", result_of_scaled_mm)
     monkeypatch.setattr(recipe, "unavailable", lambda *_: None)
     monkeypatch.setattr(choice, "not_worth_it", lambda *_: None)
     shape = WIDE | {"d_model": 128, "d_ff": 256}
     variant = JOINED | {"activation_policy": policy}
-    for dtype in ("fp8", "fp8-stream", "fp8-pure"):
+    for offset, dtype in enumerate(("fp8", "fp8-stream", "fp8-pure")):
+        optimizer = ("torch-fused", "stepscope-low-precision-grads")[(number + offset) % 2]
         work = tiny("bfloat16", "sdpa", mode="train-step", checkpoint=checkpoint, **shape)
         work = msgspec.structs.replace(work, optimizer=optimizer)
         plan = msgspec.structs.replace(
