@@ -270,8 +270,8 @@ class TestPage:
         assert (same.values["farthest"], same.tone) == ("bf16", "good")
         assert same.values["apart"] == pytest.approx(0.002)
         assert same.text == (
-            "In 50 steps the loss of the float32 step falls by 47.0 %. The other rungs (1) end within"
-            " 0.5 % of it; the largest deviation is 0.2 % (bfloat16 autocast)."
+            "In 50 steps the loss of the float32 step falls by 47.0 %. The other rungs (1) end"
+            " within 0.5 % of it; the largest deviation is 0.2 % (bfloat16 autocast)."
         )
 
     def test_without_learning_curves_are_not_compared(self) -> None:
