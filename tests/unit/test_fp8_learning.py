@@ -122,9 +122,9 @@ def test_the_docs_have_a_table_and_a_figure_of_pairs(tmp_path: Path) -> None:
     assert set(figures) == {f"figures/fp8-learning-{name}.svg" for name in names}
     rows = [row for row in text.splitlines() if row.startswith("| small")]
     every, by_rule = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
-    assert every[:5] == ["small", "all: 7 weights", "1,000", "200", "2"]
+    assert every[:6] == ["small", "all: 7 weights", "tensorwise", "1,000", "200", "2"]
     assert every[-2:] == ["0", "yes"]
-    assert by_rule[:5] == ["small", "by the rule: 3 weights", "1,000", "200", "1"]
+    assert by_rule[:6] == ["small", "by the rule: 3 weights", "tensorwise", "1,000", "200", "1"]
     assert by_rule[-2:] == ["0", "no"]
 
 

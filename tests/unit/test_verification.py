@@ -533,9 +533,9 @@ def test_interrupt_saves_finished_trials_and_the_run_is_resumed(tmp_path: Path) 
     assert "Advice for train.py" in page
     assert "Predicted and measured gain" in page
     assert command.left_behind() == []
-    refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
+    refused = command("advise", "--resume", "--verify", "--only", "no-checkpoint", str(script))
     assert refused.returncode == 2
-    assert "magic is not advised for this step" in refused.stderr
+    assert "no-checkpoint is not advised for this step" in refused.stderr
 
 
 def wait_for_the_record(path: Path) -> None:
