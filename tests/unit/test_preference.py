@@ -71,6 +71,14 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
     assert "grouped" in (reason(32, 8, 2048, 80, True) or "")
 
 
+def test_a_token_at_a_time_is_left_to_torch() -> None:
+    """Decoding: a launch takes longer than the kernel, and new lengths would compile."""
+    for name, ranges in FASTEST.items():
+        for kind in ranges:
+            heads, keys, head_dim = 16, 4096, kind[1]
+            assert reason_against(name, kind, heads * keys * head_dim, keys), (name, kind)
+
+
 def test_cudnn_backward_is_refused_while_algorithms_must_be_deterministic(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(ops, "refuses", lambda *_: None)
