@@ -7,20 +7,21 @@ results/fp8-learning_h200.jsonl, and whole steps from results/fp8-step_h200.json
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from page_parts import commits_of, figure_files, shown
 
-from stepscope.report.blocks import Block, Curve, Figure
+from stepscope.report.blocks import Block, Curve, Figure, LimitLine
 from stepscope.report.tables import col, table
 
 FILE = "fp8-learning_h200.jsonl"
 STEPS = "fp8-step_h200.jsonl"
 _LAST = 100
 """Steps at the end whose mean loss is compared."""
-_DRAWN = 150
+_DRAWN = 20
 """Points of a curve."""
 _SAME = 0.005
 _PEER_NAMES = ("torchao", "compiled")
@@ -105,7 +106,7 @@ def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
     models = learned(lines)
     if not models:
         return [], {}
-    blocks: list[Block] = [_table(models), *map(_figure, models)]
+    blocks: list[Block] = [_table(models), *chain.from_iterable(map(_figures, models))]
     first = models[0].pairs[0][1]
     text = (
         f"`python benchmarks/fp8_learning.py` on {first['device']}, torch {first['torch']},"
@@ -155,31 +156,58 @@ def _table(models: list[Learned]) -> Block:
     )
 
 
-def _figure(one: Learned) -> Figure:
-    def drawn(label: str, line: Line, style: int) -> Curve:
-        losses = line["losses"]
-        width = max(1, len(losses) // _DRAWN)
-        starts = range(0, len(losses) - width + 1, width)
-        return Curve(
-            label=label,
-            x=tuple(float(start + width) for start in starts),
-            y=tuple(fmean(losses[start : start + width]) for start in starts),
-            style=style,
-        )
-
-    curves = []
-    for index, (bf16, fp8) in enumerate(one.pairs):
-        seed = f", seed {bf16['seed']}" if index else ""
-        curves += [drawn(f"bf16{seed}", bf16, 0), drawn(f"FP8{seed}", fp8, 1)]
+def _figures(one: Learned) -> tuple[Figure, Figure]:
+    """Return the loss in both dtypes, and what FP8 changes, over the steps."""
+    bf16, fp8 = ([_means(line["losses"]) for line in some] for some in zip(*one.pairs, strict=True))
+    changes = [
+        [100 * (new / old - 1) for old, new in zip(*pair, strict=True)]
+        for pair in zip(bf16, fp8, strict=True)
+    ]
+    width = _window(one.pairs[0][0]["losses"])
     rule = " by the rule" if one.dtype == "fp8-auto" else ""
-    return Figure(
-        name=f"fp8-learning-{one.model}{'-auto' if rule else ''}",
+    name = f"fp8-learning-{one.model}{'-auto' if rule else ''}"
+    of_seeds = f"Means of {width} steps, averaged over {len(one.pairs)} seeds; bars: all seeds."
+    loss = Figure(
+        name=name,
         title=f"Training loss of {one.model} in bfloat16 and FP8{rule}",
         kind="lines",
-        curves=tuple(curves),
+        curves=(_curve("bf16", bf16, width, 0), _curve("FP8", fp8, width, 1)),
         x_label="step",
         y_label="loss, nats",
-        caption="Means of neighboring steps.",
+        y_log=True,
+        caption=of_seeds,
+    )
+    change = Figure(
+        name=f"{name}-change",
+        title=f"What FP8{rule} changes in the training loss of {one.model}",
+        kind="lines",
+        curves=(_curve("FP8", changes, width, 1),),
+        x_label="step",
+        y_label="change of the loss, %",
+        marks=(LimitLine(label="the same", value=0.0),),
+        caption=of_seeds,
+    )
+    return loss, change
+
+
+def _window(losses: list[float]) -> int:
+    return max(1, len(losses) // _DRAWN)
+
+
+def _means(losses: list[float]) -> list[float]:
+    width = _window(losses)
+    return [fmean(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)]
+
+
+def _curve(label: str, seeds: list[list[float]], width: int, style: int) -> Curve:
+    points = list(zip(*seeds, strict=True))
+    return Curve(
+        label=label,
+        x=tuple(float((index + 1) * width) for index in range(len(points))),
+        y=tuple(map(fmean, points)),
+        low=tuple(map(min, points)),
+        high=tuple(map(max, points)),
+        style=style,
     )
 
 

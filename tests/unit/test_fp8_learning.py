@@ -118,7 +118,7 @@ def test_the_docs_have_a_table_and_a_figure_of_pairs(tmp_path: Path) -> None:
         line("bf16", 2, 1.0),
         line("fp8-auto", 2, 1.1, fp8_weights=3),
     )
-    names = ("small", "small-auto")
+    names = ("small", "small-change", "small-auto", "small-auto-change")
     assert set(figures) == {f"figures/fp8-learning-{name}.svg" for name in names}
     rows = [row for row in text.splitlines() if row.startswith("| small")]
     every, by_rule = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
