@@ -143,7 +143,7 @@ def test_masks_become_rules(family: str, attended: list[Names]) -> None:
 def test_soft_capping_that_sdpa_ignores_is_kept(
     monkeypatch: pytest.MonkeyPatch, attended: list[Names]
 ) -> None:
-    """Versions of transformers before 5.18 claim that Gemma 2 supports SDPA, and drop it there."""
+    """Earlier versions of transformers claim that Gemma 2 supports SDPA, and drop it there."""
     monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
     model = created("Gemma2", attn_logit_softcapping=0.1)
     expected = gradients(model, batch("plain"))
@@ -153,6 +153,9 @@ def test_soft_capping_that_sdpa_ignores_is_kept(
     assert model.config._attn_implementation == "eager"
     assert attended[-2:] == [(W, CAP), (CAP,)]
     assert report.unchecked == 0
+    without = created("Gemma2", attn_logit_softcapping=None)
+    stepscope.accelerate(without)
+    assert without.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2"])

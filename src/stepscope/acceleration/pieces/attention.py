@@ -330,15 +330,39 @@ def uses_eager_attention(model: nn.Module) -> bool:
         and bool(getattr(model, "_supports_sdpa", False))
         and not getattr(config, "output_attentions", False)
         and hasattr(model, "set_attn_implementation")
-        and not any(map(_changes_scores, model.modules()))
+        and not any(map(_sdpa_differs, model.modules()))
     )
 
 
-def _changes_scores(module: nn.Module) -> bool:
-    """Return whether an attention has soft-capping or sinks, which SDPA ignores in some versions of
-    transformers although the model claims to support it."""
-    return any(
-        getattr(module, attribute, None) is not None and _passes(module, name)
-        for name, attribute in _EXTRA.items()
-        if name != "sliding_window"
+@torch.no_grad()
+def _sdpa_differs(module: Any) -> bool:
+    """Return whether the naive attention of a module computes something else than SDPA, tried on
+    scores of all magnitudes: some versions of transformers ignore soft-capping with SDPA although
+    the model claims to support it."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or "eager_attention_forward" not in code.co_names:
+        return False
+    modeling = _modeling(module)
+    # In float64, to which no setting of the matmul precision applies; some compute the softmax in
+    # float32.
+    device = next((one.device for one in module.parameters()), None)
+    like: dict[str, Any] = {"device": device, "dtype": torch.float64}
+    groups = getattr(module, "num_key_value_groups", 1)
+    q, k, v = (
+        torch.linspace(1, 7 * n, heads * 256, **like).sin().view(1, heads, 16, 16)
+        for n, heads in ((3, groups), (5, 1), (8, 1))
     )
+    q = q * torch.logspace(-1, 2, 16, **like)[:, None]
+    mask = torch.full((1, 1, 16, 16), -torch.inf, **like).triu(1)
+    extra = {
+        name: getattr(module, at, None) for name, at in _EXTRA.items() if _passes(module, name)
+    }
+    how = {"dropout": 0.0, "scaling": 1.0} | {n: x for n, x in extra.items() if x is not None}
+    functions = (modeling.eager_attention_forward, modeling.ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        naive, fused = (one(module, q, k, v, mask, **how)[0] for one in functions)
+        return not torch.allclose(naive, fused, rtol=1e-4, atol=1e-5)
+    except Exception:
+        # Whatever one of them raises for what the other computes.
+        return True
