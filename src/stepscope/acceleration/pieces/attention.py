@@ -334,18 +334,31 @@ def uses_eager_attention(model: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
-def _sdpa_differs(module: Any) -> bool:
-    """Return whether the naive attention of a module computes something else than SDPA, tried on
-    scores of all magnitudes: some versions of transformers ignore soft-capping with SDPA although
-    the model claims to support it."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
+def _sdpa_differs(module: nn.Module) -> bool:
+    """Return whether the naive attention of a module computes something else than SDPA: some
+    versions of transformers ignore soft-capping with SDPA although the model claims to support
+    it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or "eager_attention_forward" not in code.co_names:
         return False
+    # Without dropout, which some modules apply themselves.
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        return not _equals_sdpa(module)
+    except Exception:
+        # Whatever one of them raises for what the other computes.
+        return True
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@torch.no_grad()
+def _equals_sdpa(module: Any) -> bool:
+    """Compare both on scores of all magnitudes, in float64, to which no setting of the matmul
+    precision applies."""
     modeling = _modeling(module)
-    # In float64, to which no setting of the matmul precision applies; some compute the softmax in
-    # float32.
     device = next((one.device for one in module.parameters()), None)
     like: dict[str, Any] = {"device": device, "dtype": torch.float64}
     groups = getattr(module, "num_key_value_groups", 1)
@@ -354,15 +367,16 @@ def _sdpa_differs(module: Any) -> bool:
         for n, heads in ((3, groups), (5, 1), (8, 1))
     )
     q = q * torch.logspace(-1, 2, 16, **like)[:, None]
-    mask = torch.full((1, 1, 16, 16), -torch.inf, **like).triu(1)
+    mask = None
+    if getattr(module, "is_causal", True):
+        mask = torch.full((1, 1, 16, 16), -torch.inf, **like).triu(1)
     extra = {
         name: getattr(module, at, None) for name, at in _EXTRA.items() if _passes(module, name)
     }
-    how = {"dropout": 0.0, "scaling": 1.0} | {n: x for n, x in extra.items() if x is not None}
+    how = {"dropout": 0.0} | {name: value for name, value in extra.items() if value is not None}
+    if _passes(module, "scaling"):
+        how["scaling"] = 1.0
     functions = (modeling.eager_attention_forward, modeling.ALL_ATTENTION_FUNCTIONS["sdpa"])
-    try:
-        naive, fused = (one(module, q, k, v, mask, **how)[0] for one in functions)
-        return not torch.allclose(naive, fused, rtol=1e-4, atol=1e-5)
-    except Exception:
-        # Whatever one of them raises for what the other computes.
-        return True
+    naive, fused = (one(module, q, k, v, mask, **how)[0] for one in functions)
+    # Some compute the softmax in float32.
+    return torch.allclose(naive, fused, rtol=1e-4, atol=1e-5)

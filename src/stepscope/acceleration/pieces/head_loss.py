@@ -266,7 +266,8 @@ class _LazyLogits(dict[str, Any]):
     @property
     def logits(self) -> Any:
         value = self.__dict__.get(_LOGITS)
-        if isinstance(value, DeferredLogits):
+        # While it is created, some versions of transformers read the attributes, before the keys.
+        if isinstance(value, DeferredLogits) and _LOGITS in self.keys():
             value = self.logits = value.materialize()
         return value
 
