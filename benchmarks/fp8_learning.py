@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "300m"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of each model")
     parser.add_argument("--scaling", default="tensorwise")
     parser.add_argument("--out", type=Path, default=Path("fp8-learning.jsonl"))
     parser.add_argument("--resume", action="store_true")

@@ -218,8 +218,8 @@ class Step(NamedTuple):
     form: str
     policy: str
     ms: float
-    peer_ms: float | None
-    """The best of torchao and of compiled blocks in the same process."""
+    peer: tuple[float, str] | None
+    """Time and form of the best of torchao and of compiled blocks in the same process."""
     peak_gib: float
     joules: float | None
 
@@ -243,7 +243,9 @@ def _of_process(blocks: list[Line]) -> list[Step]:
     steps = []
     for (row, form), some in forms.items():
         peers = [
-            ms for (of, name), ms in times.items() if of == row and name.startswith(_PEER_NAMES)
+            (ms, name)
+            for (of, name), ms in times.items()
+            if of == row and name.startswith(_PEER_NAMES)
         ]
         energies = [line["joules"] for line in some if "joules" in line]
         steps.append(
@@ -278,7 +280,7 @@ def step_part(results: Path) -> list[str]:
                 col("step", lambda one: one.ms, unit="ms"),
                 col(
                     "peer over it",
-                    lambda one: None if one.peer_ms is None else one.peer_ms / one.ms,
+                    lambda one: None if one.peer is None else one.peer[0] / one.ms,
                     "number",
                     hint="the best of torchao and compiled blocks in the same process",
                 ),

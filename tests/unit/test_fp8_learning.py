@@ -159,12 +159,12 @@ def test_the_docs_compare_steps_within_a_process(tmp_path: Path) -> None:
     text = "\n".join(json.dumps(common | block) for block in blocks)
     (tmp_path / fp8_page.STEPS).write_text(text)
     found = [
-        (one.form, one.policy, one.ms, one.peer_ms, one.joules)
+        (one.form, one.policy, one.ms, one.peer, one.joules)
         for one in fp8_page.steps_of([common | block for block in blocks])
     ]
     assert found == [
-        ("fp8-tensorwise", "all", 50.0, 62.0, 35.0),
-        ("torchao-tensorwise", "", 62.0, 62.0, 41.0),
+        ("fp8-tensorwise", "all", 50.0, (62.0, "torchao-tensorwise"), 35.0),
+        ("torchao-tensorwise", "", 62.0, (62.0, "torchao-tensorwise"), 41.0),
         ("fp8-tensorwise", "inputs", 40.0, None, None),
     ]
     page = "\n".join(fp8_page.step_part(tmp_path))

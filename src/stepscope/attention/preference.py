@@ -71,7 +71,9 @@ def reason_against(name: str, kind: Kind, multiply_adds: int, keys: int) -> str 
     if sizes is None:
         return f"others were faster for: {description(kind)}"
     if multiply_adds < sizes.multiply_adds:
-        return f"below {sizes.multiply_adds:.1e} multiply-adds the launch takes longer"
+        return (
+            f"below {sizes.multiply_adds:.1e} multiply-adds a launch takes longer than the kernel"
+        )
     if keys < sizes.keys:
         return f"others were faster for fewer than {sizes.keys} keys: {description(kind)}"
     if keys >= sizes.keys_below:
