@@ -79,8 +79,9 @@ def _figures(results: Path) -> str:
         "Steps are consecutive, as in training, attention is forward and backward; each against"
         " the fastest form of the baseline that was tried: [accelerate](docs/accelerate.md),"
         " [FP8](docs/precision.md), [steps](docs/step.md), [attention](docs/flash.md). Brackets:"
-        f" 95 % interval (99 % in the last row). {right} of {counted} first pieces of advice for the examples gained within a"
-        " third of the prediction ([walkthrough](docs/walkthrough.md))."
+        f" 95 % interval (99 % in the last row). {right} of {counted} first pieces of advice for"
+        " the examples gained within a third of the prediction"
+        " ([walkthrough](docs/walkthrough.md))."
     )
 
 
