@@ -54,17 +54,24 @@ VARIANTS: dict[int, dict[str, Variant]] = {
         "128x2 early queries by 4 heads": Variant(128, 2, queries=2, heads=4),
     },
     64: {
-        "128x3 early queries by 4 heads": Variant(128, 3, queries=2, heads=4),
+        "128x3 by 4 heads": Variant(128, 3, heads=4),
+        "128x3 three groups by 4 heads": Variant(128, 3, groups=3, registers=160, heads=4),
         "128x3 three groups by 16 heads": Variant(128, 3, groups=3, registers=160, heads=16),
-        "128x3 three groups, early queries by 16 heads": Variant(
-            128, 3, groups=3, registers=160, queries=2, heads=16
+        "128x3 three groups by 4 heads, no turns": Variant(
+            128, 3, groups=3, registers=160, heads=4, take_turns=False
         ),
-        "128x3 three groups, early queries by 16 heads, no turns": Variant(
-            128, 3, groups=3, registers=160, queries=2, heads=16, take_turns=False
+        "128x3 three groups, early queries by 4 heads": Variant(
+            128, 3, groups=3, registers=160, queries=2, heads=4
         ),
     },
 }
-TIMED = ((4, 16, 4096, 64), (4, 16, 1024, 128), (4, 16, 4096, 128), (2, 16, 16384, 128))
+TIMED = (
+    (1, 16, 16384, 64),
+    (4, 16, 4096, 64),
+    (8, 16, 1024, 64),
+    (4, 16, 4096, 128),
+    (2, 16, 16384, 128),
+)
 
 
 def forward(

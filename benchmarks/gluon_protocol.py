@@ -78,12 +78,20 @@ class Ring:
 
 
 class Program:
-    """One program with its query tiles, each with a number of key blocks."""
+    """One program with its query tiles, each with a number of key blocks. `skips` are those of a
+    tile that a warpgroup does not see, the first ones; none unless given."""
 
     def __init__(
-        self, blocks: list[int], stages: int, groups: int, turns: bool, queries: int = 1
+        self,
+        blocks: list[int],
+        stages: int,
+        groups: int,
+        turns: bool,
+        queries: int = 1,
+        skips: dict[tuple[int, int], int] | None = None,
     ) -> None:
         self.blocks, self.groups, self.turns = blocks, groups, turns
+        self.skips = skips or {}
         self.early = queries > 1
         self.q = Ring("q", groups * queries, 1)
         self.k = Ring("k", stages, groups)
@@ -107,10 +115,13 @@ class Program:
             keys += n_blocks
             yield from self.v.load(keys - 1, ("v", tile, n_blocks - 1), self.engine)
 
-    def issue_scores(self, w: int, query: int, n: int, tile: int, j: int) -> Process:
-        yield self.k.wait(n)
+    def await_turn(self, w: int, n: int) -> Process:
         if self.turns:
             yield Wait(self.turn[w], (n & 1) ^ (w == 0))
+
+    def issue_scores(self, w: int, query: int, n: int, tile: int, j: int) -> Process:
+        yield self.k.wait(n)
+        yield from self.await_turn(w, n)
         self.q.check(query, ("q", tile, w))
         self.k.check(n, ("k", tile, j))
 
@@ -118,21 +129,34 @@ class Program:
         if self.turns:
             self.turn[(w + 1) % self.groups].arrive()
 
+    def skip_blocks(self, w: int, base: int, count: int) -> Process:
+        for n in range(base, base + count):
+            yield self.k.wait(n)
+            yield from self.await_turn(w, n)
+            self.pass_turn(w)
+            yield None
+            self.k.release(n)
+            yield self.v.wait(n)
+            self.v.release(n)
+
     def consumer(self, w: int) -> Process:
         base, query = 0, w
         for tile, n_blocks in enumerate(self.blocks):
+            skipped = self.skips.get((tile, w), 0)
+            yield from self.skip_blocks(w, base, skipped)
+            base += skipped
             yield self.q.wait(query)
-            yield from self.issue_scores(w, query, base, tile, 0)
+            yield from self.issue_scores(w, query, base, tile, skipped)
             self.pass_turn(w)
             if self.early and tile:
                 self.q.release(query - self.groups)
             yield None  # the matmul runs
-            self.k.check(base, ("k", tile, 0))
+            self.k.check(base, ("k", tile, skipped))
             self.k.release(base)
             yield None
             yield self.v.wait(base)
-            for j in range(1, n_blocks):
-                n = base + j
+            for j in range(skipped + 1, n_blocks):
+                n = base + j - skipped
                 yield from self.issue_scores(w, query, n, tile, j)
                 self.v.check(n - 1, ("v", tile, j - 1))
                 self.pass_turn(w)
@@ -144,7 +168,7 @@ class Program:
                 self.v.check(n - 1, ("v", tile, j - 1))
                 self.v.release(n - 1)
                 yield None
-            base += n_blocks
+            base += n_blocks - skipped
             self.v.check(base - 1, ("v", tile, n_blocks - 1))
             yield None
             self.v.check(base - 1, ("v", tile, n_blocks - 1))
@@ -200,9 +224,14 @@ def main() -> None:
     for _ in range(args.schedules):
         blocks = [generator.choice([1, 1, 2, 3, 4, 7]) for _ in range(generator.randint(1, 5))]
         stages, groups = generator.choice([2, 3, 4]), generator.choice([2, 3])
-        program = Program(
-            blocks, stages, groups, generator.random() < 0.7, generator.choice([1, 2])
-        )
+        skips = {
+            (tile, w): generator.randrange(n_blocks)
+            for tile, n_blocks in enumerate(blocks)
+            for w in range(groups - 1)  # the last warpgroup sees all
+            if generator.random() < 0.5
+        }
+        turns, queries = generator.random() < 0.7, generator.choice([1, 2])
+        program = Program(blocks, stages, groups, turns, queries, skips)
         steps += run(program, generator)
     print(f"{args.schedules} schedules, {steps} steps: no deadlock, no race")
 

@@ -66,8 +66,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         (128, 1024, None, HEADS, {}),
         (128, 1000, None, 8, {"is_causal": True, "scale": 0.3}),
         (128, 999, 333, HEADS, {}),
-        (128, 1000, 1500, 4, {"is_causal": True, "causal_align": "bottom-right"}),
-        (128, 1500, 1000, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
+        (128, 1000, 1512, 4, {"is_causal": True, "causal_align": "bottom-right"}),
+        (128, 1500, 1052, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
         (128, 1500, 1, HEADS, {"is_causal": True, "causal_align": "top-left"}),
         (64, 1152, None, HEADS, {}),
         (64, 1024, None, 8, {"scale": 0.3}),
@@ -75,6 +75,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         (64, 1000, 129, 4, {}),
         (64, 1500, 1, HEADS, {}),
         (64, 1500, 128, HEADS, {}),
+        (64, 1152, None, HEADS, {"is_causal": True}),
+        (64, 1000, None, 8, {"is_causal": True, "scale": 0.3}),
+        (64, 1000, 1064, 4, {"is_causal": True, "causal_align": "bottom-right"}),
+        (64, 1500, 1052, HEADS, {"is_causal": True, "causal_align": "bottom-right"}),
+        (64, 1500, 333, HEADS, {"is_causal": True, "causal_align": "top-left"}),
+        (64, 1500, 1, HEADS, {"is_causal": True, "causal_align": "top-left"}),
     ],
 )
 def test_output_and_gradients(dtype, d, rows, keys, key_heads, how) -> None:
@@ -83,18 +89,19 @@ def test_output_and_gradients(dtype, d, rows, keys, key_heads, how) -> None:
     check_against_float64(ours, *tensors, **how)
 
 
-def test_log_sum_exp_is_that_of_the_plain_kernel() -> None:
+@pytest.mark.parametrize("d", [64, 128])
+def test_log_sum_exp_is_that_of_the_plain_kernel(d: int) -> None:
     from stepscope.attention.triton import launch as triton_launch
 
-    q, k, v, _ = draw(1100, 1000)
-    how = {"scale": 0.1, "causal": True, "shift": -100}
+    q, k, v, _ = draw(1100, 1000, d=d)
+    how = {"scale": 0.1, "causal": True, "shift": -128}
     out, lse = triton_launch.forward(q, k, v, **how)
-    with triton_launch.forced_tiles({"forward": tiles("forward", D, 2, (9, 0))[0]}):
+    with triton_launch.forced_tiles({"forward": tiles("forward", d, 2, (9, 0))[0]}):
         expected, expected_lse = triton_launch.forward(q, k, v, **how)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-    assert torch.isinf(lse[:, :, :100]).all()
-    assert not out[:, :, :100].any()
+    assert torch.isinf(lse[:, :, :128]).all()
+    assert not out[:, :, :128].any()
 
 
 def test_log_sum_exp_at_head_dimension_64_with_a_partial_key_block() -> None:
@@ -117,7 +124,7 @@ def test_log_sum_exp_at_head_dimension_64_with_a_partial_key_block() -> None:
 def test_calls_that_differ_in_one_property(d: int) -> None:
     """Whatever was called before, a call gives the result of the plain kernel."""
     q, k, v, _ = draw(1024, d=d)
-    masks = [{}, {"is_causal": True}] if d == 128 else [{}]
+    masks = [{}, {"is_causal": True}]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     packed = torch.randn(BATCH, 1024, 3 * HEADS * d, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[list[Tensor], dict[str, Any]]] = [
@@ -145,7 +152,7 @@ def test_calls_that_differ_in_one_property(d: int) -> None:
         assert out.stride() == torch.empty_like(tensors[0]).stride()
 
 
-@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (128, True)])
+@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (64, True), (128, True)])
 def test_captured_graph_reads_new_inputs(d: int, is_causal: bool) -> None:
     q, k, v, grad = (x.requires_grad_() for x in draw(1024, d=d))
 
@@ -179,7 +186,7 @@ def test_first_call_within_a_capture(d: int) -> None:
     torch.testing.assert_close(out, plain(q, k, v), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (128, True)])
+@pytest.mark.parametrize(("d", "is_causal"), [(64, False), (64, True), (128, True)])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_in_the_compiler_and_under_autograd(compiled: bool, d: int, is_causal: bool) -> None:
     tensors = draw(1024, d=d)
@@ -193,10 +200,10 @@ def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
     shifted = torch.randn(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
     return {
         "few tiles": (small, {}, "too few query tiles"),
-        "causal, head dimension 64": (
-            draw(1024, d=64)[:3],
-            {"is_causal": True},
-            "64 without a causal mask",
+        "diagonal within a tile": (
+            [q, k[:, :, :1000], v[:, :, :1000]],
+            {"is_causal": True, "causal_align": "bottom-right"},
+            "multiple of 64",
         ),
         "head dimension 96": (draw(1024, d=96)[:3], {}, "head dimension 64"),
         "few rows of a tile": ([x.repeat(4, 1, 1, 1) for x in draw(256, d=64)[:3]], {}, "192 rows"),
@@ -211,7 +218,7 @@ def left_out() -> dict[str, tuple[list[Tensor], dict[str, Any], str]]:
     "name",
     [
         "few tiles",
-        "causal, head dimension 64",
+        "diagonal within a tile",
         "head dimension 96",
         "few rows of a tile",
         "float32",

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
 ]
-KINDS = [(64, False), (128, False), (128, True)]
+KINDS = [(64, False), (64, True), (128, False), (128, True)]
 """Head dimensions with and without a causal mask for which there is a forward kernel."""
 SHAPE = (8, 16, 16, 1152)
 FACTOR = 1.25
@@ -176,6 +176,7 @@ def test_auto_chooses_it_where_the_forward_kernel_is_faster() -> None:
     assert explain(*inputs(8, 32, 32, 1024), is_causal=True).chosen == "triton"
     assert explain(*inputs(1, 1, 1, 1024), is_causal=True).chosen == "sdpa"
     assert explain(*inputs(4, 16, 16, 4096, d=64)).chosen == "hopper"
+    assert explain(*inputs(1, 16, 16, 16384, d=64), is_causal=True).chosen == "hopper"
     assert explain(*inputs(4, 16, 16, 4096, d=64), is_causal=True).chosen != "hopper"
     assert explain(*inputs(8, 16, 16, 1024, d=64)).chosen != "hopper"
     assert explain(*inputs(4, 16, 16, 4096, d=96)).chosen != "hopper"

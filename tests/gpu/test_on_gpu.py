@@ -100,6 +100,9 @@ def test_memory_of_a_graph_for_its_replays_is_counted():
     with torch.cuda.graph(graph):
         torch.ones(size, device="cuda", dtype=torch.uint8).add_(1)
     assert device.replayed_bytes() - before >= size
+    device.reset_peak()
+    graph.replay()
+    assert device.peak_with_graphs() >= (device.peak_bytes() or 0) + size
     graph.reset()
     del graph
     device.release()

@@ -55,7 +55,8 @@ def test_turns_change_their_order() -> None:
 
 
 def program(stages: int, groups: int = 2, turns: bool = True, queries: int = 1) -> protocol.Program:
-    return protocol.Program([1, 4, 2, 7], stages, groups, turns, queries)
+    skips = {(1, 0): 1, (2, 0): 1, (3, groups - 2): 2}
+    return protocol.Program([1, 4, 2, 7], stages, groups, turns, queries, skips)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -67,9 +68,11 @@ def test_barriers_have_no_deadlock_and_no_race(stages, groups, turns, queries) -
         assert protocol.run(program(stages, groups, turns, queries), random.Random(seed)) > 0
 
 
-def failures(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> set[str]:
+def failures(
+    monkeypatch: pytest.MonkeyPatch, name: str, function: Any, of: type = protocol.Ring
+) -> set[str]:
     """Return how runs of a program with a planted error end."""
-    monkeypatch.setattr(protocol.Ring, name, function)
+    monkeypatch.setattr(of, name, function)
     ends = set()
     for seed in range(20):
         try:
@@ -89,6 +92,19 @@ def test_model_finds_a_release_of_the_wrong_tile(monkeypatch: pytest.MonkeyPatch
         ring.empty[(n + 1) % ring.size].arrive()
 
     assert failures(monkeypatch, "release", release)
+
+
+def test_model_finds_a_skipped_block_that_is_released_before_it_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def skip_blocks(one: protocol.Program, w: int, base: int, count: int) -> protocol.Process:
+        for n in range(base, base + count):
+            yield from one.await_turn(w, n)
+            one.pass_turn(w)
+            one.k.release(n)
+            one.v.release(n)
+
+    assert failures(monkeypatch, "skip_blocks", skip_blocks, of=protocol.Program)
 
 
 def test_model_finds_a_producer_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
     assert reason(8, 1, 128, 64, False, torch.float32) is None
     assert reason(64, 64, 1024, 128, True) is None
     assert "multiply-adds" in (reason(16, 16, 512, 64, True) or "")
+    assert "from 8192 keys on" in (reason(16, 16, 8192, 64, True) or "")
     assert "from 2048 keys on" in (reason(16, 16, 4096, 128, True) or "")
     assert "fewer than 2560 keys" in (reason(128, 128, 2048, 64, True) or "")
     assert "fewer than 8192 keys" in (reason(16, 16, 4096, 128, False, torch.float32) or "")
@@ -103,7 +104,8 @@ def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monk
         return [hopper.refuses(*inputs, *rest), hopper.leaves(*inputs, *rest)]
 
     assert reasons(16, 4096, 64, False) == reasons(16, 4096, 128, True) == [None, None]
-    assert "64 without a causal mask" in str(reasons(16, 4096, 64, True)[0])
+    assert reasons(16, 16384, 64, True) == [None, None]
+    assert "fewer than 8192 keys" in str(reasons(64, 4096, 64, True)[1])
     refused, left = reasons(32, 1024, 64, False)
     assert refused is None
     assert "cuDNN's forward is faster" in str(left)

@@ -12,16 +12,17 @@ from stepscope.attention.specialized import (
     FORWARD,
     KINDS,
     MIN_TILES_PER_PROGRAM,
-    RATES,
+    Kernel,
     Sizes,
     Variant,
+    forward_kernel_of,
     refusal,
     speed_over,
     tile_order,
 )
 
 PROGRAMS = 132
-FULL, CAUSAL = (FORWARD[128, causal] for causal in (False, True))
+FULL, CAUSAL = (FORWARD[128, causal][0].variant for causal in (False, True))
 LARGE = Sizes(4, 16, 16, 4096, 4096, 128, causal=True)
 NARROW = LARGE._replace(head_dim=64, causal=False)
 SUITABLE: dict[str, Any] = {
@@ -39,8 +40,9 @@ SUITABLE: dict[str, Any] = {
         LARGE,
         LARGE._replace(causal=False),
         LARGE._replace(key_heads=2, keys=777),
-        LARGE._replace(rows=4001, shift=-3),
+        LARGE._replace(rows=4001, shift=-64),
         NARROW,
+        NARROW._replace(causal=True),
         NARROW._replace(key_heads=2, keys=777),
         NARROW._replace(batch=8, rows=1024, keys=1024),
     ],
@@ -56,8 +58,8 @@ def test_large_inputs_are_taken(sizes: Sizes) -> None:
         (LARGE, {"capability": 10}, "compute capability 9"),
         (LARGE, {"rules": True}, "no rules"),
         (LARGE, {"element_bytes": 4}, "16-bit"),
-        (LARGE._replace(head_dim=64), {}, "64 without a causal mask"),
-        (LARGE._replace(head_dim=96), {}, "head dimension 64 without a causal mask and 128"),
+        (LARGE._replace(shift=-3), {}, "multiple of 64"),
+        (LARGE._replace(head_dim=96), {}, "head dimension 64 and 128"),
         (NARROW._replace(batch=128, rows=256), {}, "tiles of 192 rows"),
         (LARGE._replace(batch=1, rows=128), {}, "too few query tiles"),
         (LARGE, {"programs": 2048 // MIN_TILES_PER_PROGRAM + 1}, "too few query tiles"),
@@ -68,23 +70,41 @@ def test_others_are_left_to_the_plain_kernel(sizes: Sizes, change: Any, reason: 
     assert reason in str(refusal(sizes, **SUITABLE | change))
 
 
-def test_every_entry_has_measured_rates_above_those_it_replaces() -> None:
-    assert RATES.keys() == FORWARD.keys()
-    for rates in RATES.values():
-        assert rates.specialized > max(rates.plain, rates.cudnn)
-    assert all(str(head_dim) in KINDS for head_dim, _ in FORWARD)
+def test_every_kernel_is_faster_than_those_it_replaces_where_it_is_used() -> None:
+    for (head_dim, causal), kernels in FORWARD.items():
+        assert str(head_dim) in KINDS
+        assert kernels[0].from_rows == 0
+        for kernel in kernels:
+            assert kernel.specialized > max(kernel.plain, kernel.cudnn)
+            sizes = LARGE._replace(head_dim=head_dim, causal=causal, rows=kernel.rows)
+            assert forward_kernel_of(sizes) is kernel
+
+
+def test_longer_rows_have_taller_tiles() -> None:
+    causal = NARROW._replace(causal=True)
+    tall = [forward_kernel_of(causal._replace(rows=rows)) for rows in (1, 8191, 8192, 65536)]
+    assert [one and one.variant.groups for one in tall] == [2, 2, 3, 3]
+    assert forward_kernel_of(causal._replace(head_dim=96)) is None
 
 
 def test_predicted_speed_is_the_measured_one_less_rows_that_fill_tiles() -> None:
-    assert speed_over("cudnn", NARROW) == pytest.approx(507 / 473)
-    assert speed_over("plain", NARROW) == pytest.approx(507 / 434)
+    kernel = Kernel(Variant(128, 3, groups=3), 4096, specialized=500, plain=400, cudnn=450)
+    assert speed_over("cudnn", NARROW, kernel) == pytest.approx(500 / 450)
+    assert speed_over("plain", NARROW, kernel) == pytest.approx(500 / 400)
     # 22 tiles of 192 rows for 4096, 6 for 1024: one row in 33 and one in 9 is empty.
     small = NARROW._replace(rows=1024)
-    assert speed_over("cudnn", small) == pytest.approx(507 / 473 * (33 / 32) / (9 / 8))
-    assert speed_over("cudnn", small) < 1 < speed_over("plain", small)
-    # At head dimension 128 a tile has 128 rows, as the rates of the others.
+    assert speed_over("cudnn", small, kernel) == pytest.approx(500 / 450 * (33 / 32) / (9 / 8))
+    # A tile of 128 rows is as full as those of the others.
+    kernel = Kernel(FULL, 4096, specialized=500, plain=400, cudnn=450)
     for rows in (1, 1000, 4096):
-        assert speed_over("cudnn", LARGE._replace(rows=rows)) == pytest.approx(633 / 579)
+        assert speed_over("cudnn", LARGE._replace(rows=rows), kernel) == pytest.approx(500 / 450)
+
+
+def test_tiles_of_192_rows_are_left_out_where_too_many_are_empty() -> None:
+    small = NARROW._replace(rows=1024)
+    kernel = forward_kernel_of(small)
+    assert kernel is not None
+    assert speed_over("cudnn", small, kernel) < 1 < speed_over("plain", small, kernel)
 
 
 def loads(sizes: Sizes, variant: Variant, programs: int) -> list[list[int]]:

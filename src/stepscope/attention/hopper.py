@@ -16,7 +16,7 @@ from torch import Tensor
 from stepscope.attention import ops, sdpa
 from stepscope.attention.inputs import as_four_dims, default_scale, heads_per_key_head
 from stepscope.attention.preference import kind_of, reason_against
-from stepscope.attention.specialized import FORWARD, KINDS, speed_over
+from stepscope.attention.specialized import FORWARD, KINDS, forward_kernel_of, speed_over
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def leaves(
     q, k = as_four_dims(q), as_four_dims(k)
     # Strides and addresses are not part of a cached decision: the forward decides on them.
     reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)
-    if reason is None and speed_over("cudnn", specialized.sizes_of(q, k, is_causal, 0)) < 1:
+    sizes = specialized.sizes_of(q, k, is_causal, 0)
+    kernel = forward_kernel_of(sizes)
+    if reason is None and kernel is not None and speed_over("cudnn", sizes, kernel) < 1:
         return "cuDNN's forward is faster: too many rows of the last query tile would be empty"
     return reason
 

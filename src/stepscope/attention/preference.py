@@ -32,6 +32,7 @@ FASTEST: dict[str, dict[Kind, Range]] = {
             for head_dim in (64, 128)
             for grouped in (True, False)
         },
+        **{(2, 64, True, grouped): Range(1 << 34, keys=8192) for grouped in (True, False)},
         **{(2, 128, True, grouped): Range(1 << 34, keys=2048) for grouped in (True, False)},
     },
     "triton": {
@@ -40,7 +41,10 @@ FASTEST: dict[str, dict[Kind, Range]] = {
             for head_dim in (64, 128)
             for grouped in (True, False)
         },
-        **{(2, 64, True, grouped): Range(3 << 32, keys=2560) for grouped in (True, False)},
+        **{
+            (2, 64, True, grouped): Range(3 << 32, keys=2560, keys_below=8192)
+            for grouped in (True, False)
+        },
         (2, 80, True, False): Range(5 << 31),
         (2, 80, False, True): Range(3 << 33, keys_below=4096),
         **{(2, 128, True, grouped): Range(5 << 31, keys_below=2048) for grouped in (True, False)},

@@ -48,30 +48,30 @@ class Variant(NamedTuple):
         return self.groups * ROWS
 
 
-FORWARD: dict[tuple[int, bool], Variant] = {
-    (64, False): Variant(128, 3, groups=3, registers=160),
-    (128, False): Variant(128, 3),
-    (128, True): Variant(128, 3, heads=4),
-}
-"""The fastest variant by head dimension and causal mask, where it is faster than the plain kernel
-and than cuDNN's."""
+class Kernel(NamedTuple):
+    """A variant, and TFLOP/s of it and of other forward kernels at `rows` query rows and keys, in
+    bfloat16 on an H200."""
 
-
-class Rates(NamedTuple):
-    """TFLOP/s of forward kernels at 4 × 16 × `MEASURED_ROWS` in bfloat16 on an H200."""
-
+    variant: Variant
+    rows: int
     specialized: int
     plain: int
     cudnn: int
+    from_rows: int = 0
+    """Fewest query rows for which this variant is used."""
 
 
-MEASURED_ROWS = 4096
-RATES: dict[tuple[int, bool], Rates] = {
-    (64, False): Rates(507, 434, 473),
-    (128, False): Rates(692, 532, 677),
-    (128, True): Rates(633, 508, 579),
+FORWARD: dict[tuple[int, bool], tuple[Kernel, ...]] = {
+    (64, False): (Kernel(Variant(128, 3, groups=3, registers=160), 4096, 513, 436, 475),),
+    (64, True): (
+        Kernel(Variant(128, 3, heads=4), 4096, 416, 389, 406),
+        Kernel(Variant(128, 3, 3, 160, heads=4), 16384, 488, 465, 455, from_rows=8192),
+    ),
+    (128, False): (Kernel(Variant(128, 3), 4096, 697, 540, 679),),
+    (128, True): (Kernel(Variant(128, 3, heads=4), 4096, 647, 513, 582),),
 }
-"""Rates of the entries of `FORWARD`. The log of the attention kernels has the measurements."""
+"""The fastest kernels by head dimension and causal mask, in the order of `from_rows`, where they
+are faster than the plain kernel and than cuDNN's (`results/gluon-attention_h200.jsonl`)."""
 
 
 class Sizes(NamedTuple):
@@ -108,18 +108,17 @@ class Sizes(NamedTuple):
         return -(-visible // variant.n)
 
 
-def forward_variant_of(sizes: Sizes) -> Variant | None:
-    return FORWARD.get((sizes.head_dim, sizes.causal))
+def forward_kernel_of(sizes: Sizes) -> Kernel | None:
+    kernels = FORWARD.get((sizes.head_dim, sizes.causal), ())
+    return next((one for one in reversed(kernels) if sizes.rows >= one.from_rows), None)
 
 
-def speed_over(rival: Literal["plain", "cudnn"], sizes: Sizes) -> float:
-    """Predict the speed of the forward kernel in relation to another one, for sizes that it has a
-    variant for: the measured ratio, less what these sizes lose to rows that only fill a tile."""
-    key = (sizes.head_dim, sizes.causal)
-    variant, rates = FORWARD[key], RATES[key]
-    measured = sizes._replace(rows=MEASURED_ROWS).padding(variant)
-    rate = rates.plain if rival == "plain" else rates.cudnn
-    return rates.specialized / rate * measured / sizes.padding(variant)
+def speed_over(rival: Literal["plain", "cudnn"], sizes: Sizes, kernel: Kernel) -> float:
+    """Predict the speed of a forward kernel in relation to another one: the measured ratio, less
+    what these sizes lose to rows that only fill a tile."""
+    measured = sizes._replace(rows=kernel.rows).padding(kernel.variant)
+    rate = kernel.plain if rival == "plain" else kernel.cudnn
+    return kernel.specialized / rate * measured / sizes.padding(kernel.variant)
 
 
 def _kinds() -> str:
@@ -142,14 +141,16 @@ def refusal(
         return f"it is for GPUs of compute capability {CAPABILITY}"
     if rules:
         return "it has no rules"
-    variant = forward_variant_of(sizes)
-    if element_bytes != 2 or variant is None:
+    kernel = forward_kernel_of(sizes)
+    if element_bytes != 2 or kernel is None:
         return f"it is faster for {KINDS} only"
-    tiles = sizes.batch * sizes.heads * sizes.tiles(variant)
+    if sizes.shift % ROWS:
+        return f"the diagonal of its causal mask begins at a multiple of {ROWS} keys"
+    tiles = sizes.batch * sizes.heads * sizes.tiles(kernel.variant)
     if tiles < MIN_TILES_PER_PROGRAM * programs:
         return "there are too few query tiles to occupy the GPU evenly"
-    if speed_over("plain", sizes) < 1:
-        return f"too many rows of its tiles of {variant.rows} rows would be empty"
+    if speed_over("plain", sizes, kernel) < 1:
+        return f"too many rows of its tiles of {kernel.variant.rows} rows would be empty"
     if not aligned:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
     return None

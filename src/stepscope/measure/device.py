@@ -75,6 +75,12 @@ class Device(ABC):
         """Memory in the private pools of captured graphs that no live tensor accounts for."""
         return 0
 
+    def peak_with_graphs(self) -> int | None:
+        """Peak memory since `reset_peak`, with what replays of captured graphs use: they allocate
+        nothing, so that the allocator's peak does not include it."""
+        peak = self.peak_bytes()
+        return None if peak is None else peak + self.replayed_bytes()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all issued work is done."""

@@ -387,7 +387,7 @@ class Recorder:
         self.done = True
 
     def _peak(self) -> int | None:
-        return self.device.peak_bytes() if self.device.kind == "cuda" else None
+        return self.device.peak_with_graphs() if self.device.kind == "cuda" else None
 
     def _conclude(self) -> None:
         if self.trace.running:

@@ -162,7 +162,7 @@ class InterleavedRun:
             on_device = self._device.device_ms(self._turn_start, end)
             on_host = 1e3 * (end.host_s - self._turn_start.host_s)
             took = on_host if on_device is None else on_device
-            peak = self._device.peak_bytes() if self._device.kind == "cuda" else None
+            peak = self._device.peak_with_graphs() if self._device.kind == "cuda" else None
             self._send(
                 TurnResult(
                     step_ms=took / self._turn, losses=self._backwards.take(), peak_bytes=peak

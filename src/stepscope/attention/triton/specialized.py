@@ -17,7 +17,7 @@ from stepscope.attention.specialized import (
     ROWS,
     Sizes,
     Variant,
-    forward_variant_of,
+    forward_kernel_of,
     refusal,
     tile_order,
 )
@@ -102,7 +102,9 @@ def first_launch(
     the tiles is not in memory yet. Without `launch` it is compiled only."""
     q, k, v = read
     sizes = sizes_of(q, k, causal, shift)
-    variant = variant or forward_variant_of(sizes)
+    if variant is None:
+        kernel = forward_kernel_of(sizes)
+        variant = None if kernel is None else kernel.variant
     order = None if variant is None else _order_of(q.device, sizes, variant)
     if variant is None or order is None:
         return None
@@ -121,13 +123,13 @@ def first_launch(
         module.describe(x, rows)
         for x, rows in ((q, ROWS), (k, variant.n), (v, variant.n), (out, ROWS))
     ]
-    kernel = module.specialized_forward_kernel
+    function = module.specialized_forward_kernel
     arguments = (*sources, lse, order, float(scale), *fixed)
     try:
         if launch:
-            compiled = kernel[(programs,)](*arguments, num_warps=4)
+            compiled = function[(programs,)](*arguments, num_warps=4)
         else:
-            compiled = kernel.warmup(*arguments, num_warps=4, grid=(programs,))
+            compiled = function.warmup(*arguments, num_warps=4, grid=(programs,))
     except (CompilationError, OutOfResources) as error:
         _failures.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
         return None

@@ -6,8 +6,9 @@ the last one before the softmax of the next, and warpgroups take turns in issuin
 units work while others compute exponentials. The grid is persistent.
 
 B batch, H query heads, G query heads per key head, M query rows, N key rows, D head dimension.
-Row i sees key j iff j <= i + shift. `order` is `tile_order` of `specialized.py`. Barriers (see
-`benchmarks/gluon_protocol.py` for a model of them):
+Row i sees key j iff j <= i + shift; the shift is a multiple of 64, so that of the key blocks that a
+warpgroup visits only the last one has a mask. `order` is `tile_order` of `specialized.py`. Barriers
+(see `benchmarks/gluon_protocol.py` for a model of them):
 
 - q_full[i], k_full[s], v_full[s]: the copy of a tile has arrived (one arrival with its bytes);
 - q_empty[i], k_empty[s], v_empty[s]: every warpgroup that reads the tile is done with it;
@@ -120,10 +121,9 @@ class Work:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     CAUSAL: gl.constexpr
-    PARTIAL: gl.constexpr  # the last key block is partial and is visited first
 
     @gluon.constexpr_function
-    def __init__(self, order, H, G, M, N, shift, n_tiles, BLOCK_M, BLOCK_N, CAUSAL, PARTIAL):
+    def __init__(self, order, H, G, M, N, shift, n_tiles, BLOCK_M, BLOCK_N, CAUSAL):
         self.order = order
         self.H = H
         self.G = G
@@ -134,7 +134,6 @@ class Work:
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CAUSAL = gl.constexpr(CAUSAL)
-        self.PARTIAL = gl.constexpr(PARTIAL)
 
     @gluon.jit
     def tiles(self):
@@ -149,28 +148,19 @@ class Work:
         return head // self.H, head % self.H, number % self.n_tiles * self.BLOCK_M
 
     @gluon.jit
-    def key_blocks(self, start_m):
-        """Return (n_full, n_blocks): the tile visits n_blocks blocks, at least one. Every row sees
-        all keys of those before the n_full-th, except of the first one if that is partial."""
-        n_full = self.N // self.BLOCK_N
-        n_blocks = (self.N + self.BLOCK_N - 1) // self.BLOCK_N
-        if self.PARTIAL:
-            n_full = n_blocks
+    def key_blocks(self, start_m, ROWS: gl.constexpr):
+        """Return the number of key blocks that one of these rows sees, at least one."""
+        visible = self.N
         if self.CAUSAL:
-            visible = gl.maximum(start_m + self.shift + 1, 0)
-            n_full = gl.minimum(n_full, visible // self.BLOCK_N)
-            visible = gl.maximum(start_m + self.BLOCK_M + self.shift, 1)
-            n_blocks = gl.minimum(n_blocks, (visible + self.BLOCK_N - 1) // self.BLOCK_N)
-        return n_full, n_blocks
+            visible = gl.minimum(visible, gl.maximum(start_m + ROWS + self.shift, 1))
+        return (visible + self.BLOCK_N - 1) // self.BLOCK_N
 
     @gluon.jit
     def start_n(self, j, n_blocks):
-        """Return the first key of the j-th block that a tile visits. A partial block is visited
-        first, where the softmax is outside of the loop: a second loop with a mask would need more
-        registers than three warpgroups have."""
-        if self.PARTIAL:
-            j = n_blocks - 1 - j
-        return j * self.BLOCK_N
+        """Return the first key of the j-th block that a tile visits. The last block is visited
+        first: it is the one with a mask, and its softmax is outside of the loop, where a mask would
+        need more registers than three warpgroups have."""
+        return (n_blocks - 1 - j) * self.BLOCK_N
 
 
 @gluon.jit
@@ -184,7 +174,7 @@ def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS: gl.
     for position in range(first, last):
         batch, head, start_m = work.tile(position)
         key_head = head // work.G
-        _, n_blocks = work.key_blocks(start_m)
+        n_blocks = work.key_blocks(start_m, work.BLOCK_M)
         k_ring.load(keys, k_desc, batch, key_head, work.start_n(0, n_blocks))
         if n_blocks > 1:
             k_ring.load(keys + 1, k_desc, batch, key_head, work.start_n(1, n_blocks))
@@ -200,15 +190,16 @@ def load_tiles(work, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, GROUPS: gl.
 
 
 @gluon.jit
-def softmax(s, top, sums, limits, start_n, factor, LAYOUT: gl.constexpr, MASKED: gl.constexpr):
+def softmax(s, top, sums, limits, factor, LAYOUT: gl.constexpr):
     """Return the probabilities of a block in float32, the new maxima and sums of the rows, and the
-    factor by which what was summed before shrinks. `limits` are the keys that each row sees."""
-    if MASKED:
+    factor by which what was summed before shrinks. `limits` are the keys of the block that each row
+    sees, None for all of them."""
+    if limits is not None:
         columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        s = gl.where(columns[None, :] < (limits - start_n)[:, None], s, float("-inf"))
+        s = gl.where(columns[None, :] < limits[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     base = new
-    if MASKED:
+    if limits is not None:
         # A row without a visible key so far: any finite base keeps -inf - base from being NaN.
         base = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * factor - (base * factor)[:, None])
@@ -217,13 +208,18 @@ def softmax(s, top, sums, limits, start_n, factor, LAYOUT: gl.constexpr, MASKED:
 
 
 @gluon.jit
+def await_turn(turn, n, W: gl.constexpr, TURNS: gl.constexpr):
+    """Wait for the n-th turn. The first warpgroup begins: it waits for the phase before."""
+    if TURNS:
+        mbarrier.wait(turn.index(W), (n & 1) ^ (1 if W == 0 else 0))
+
+
+@gluon.jit
 def issue_scores(q, k_ring, turn, n, W: gl.constexpr, LAYOUT: gl.constexpr, TURNS: gl.constexpr):
     """Issue QKᵀ with the n-th key block once it has arrived and it is this warpgroup's turn."""
     k_ring.wait(n)
     k = k_ring.tile(n)
-    if TURNS:
-        # The n-th turn. The first warpgroup begins: it waits for the phase before.
-        mbarrier.wait(turn.index(W), (n & 1) ^ (1 if W == 0 else 0))
+    await_turn(turn, n, W, TURNS)
     zero = gl.full([q.shape[0], k.shape[0]], 0.0, gl.float32, LAYOUT)
     return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
@@ -235,14 +231,26 @@ def pass_turn(turn, W: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
+def skip_blocks(k_ring, v_ring, turn, base, count, W: gl.constexpr, TURNS: gl.constexpr):
+    """Leave key blocks to the warpgroups that see them, and return the number of the next one. A
+    release before the tile has arrived would count for its last use."""
+    for n in range(base, base + count):
+        k_ring.wait(n)
+        await_turn(turn, n, W, TURNS)
+        pass_turn(turn, W, TURNS)
+        k_ring.release(n)
+        v_ring.wait(n)
+        v_ring.release(n)
+    return base + count
+
+
+@gluon.jit
 def visit_blocks(
     q,
     o,
     p,
     top,
     sums,
-    limits,
-    base,
     first,
     last,
     factor,
@@ -253,20 +261,16 @@ def visit_blocks(
     S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr,
     TURNS: gl.constexpr,
-    MASKED: gl.constexpr,
 ):
-    """Visit the key blocks from first to last of a tile, whose block 0 is the base-th of all; `p`
-    are the probabilities of the block before `first`, whose V block has arrived."""
-    for j in range(first, last):
-        n = base + j
+    """Visit the key blocks from first to last; `p` are the probabilities of the block before
+    `first`, whose V block has arrived."""
+    for n in range(first, last):
         s = issue_scores(q, k_ring, turn, n, W, S_LAYOUT, TURNS)
         o = warpgroup_mma(p, v_ring.tile(n - 1), o, is_async=True)
         pass_turn(turn, W, TURNS)
         s = warpgroup_mma_wait(1, deps=(s,))
         k_ring.release(n)
-        p32, top, sums, rescale = softmax(
-            s, top, sums, limits, j * s.shape[1], factor, S_LAYOUT, MASKED
-        )
+        p32, top, sums, rescale = softmax(s, top, sums, None, factor, S_LAYOUT)
         # A wait between the two, or ptxas moves the softmax behind the wait for the matmul, where
         # the matrix units have nothing to do.
         v_ring.wait(n)
@@ -308,12 +312,13 @@ def attend(
     first, last = work.tiles()
     for position in range(first, last):
         batch, head, start_m = work.tile(position)
-        n_full, n_blocks = work.key_blocks(start_m)
+        n_blocks = work.key_blocks(start_m, work.BLOCK_M)
         start_m += W * ROWS
         offs_m = start_m + offs_row
-        limits = gl.full([ROWS], 0, gl.int32, ROW_LAYOUT) + work.N
         if work.CAUSAL:
-            limits = gl.minimum(limits, offs_m + work.shift + 1)
+            own = work.key_blocks(start_m, ROWS)
+            base = skip_blocks(k_ring, v_ring, turn, base, n_blocks - own, W, TURNS)
+            n_blocks = own
 
         q_ring.wait(query)
         q = q_ring.tile(query)
@@ -326,8 +331,13 @@ def attend(
         k_ring.release(base)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
         sums = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-        start_n = work.start_n(0, n_blocks)
-        p32, top, sums, _ = softmax(s, top, sums, limits, start_n, factor, S_LAYOUT, MASKED)
+        limits = None
+        if MASKED:
+            limits = gl.full([ROWS], 0, gl.int32, ROW_LAYOUT) + work.N
+            if work.CAUSAL:
+                limits = gl.minimum(limits, offs_m + work.shift + 1)
+            limits -= work.start_n(0, n_blocks)
+        p32, top, sums, _ = softmax(s, top, sums, limits, factor, S_LAYOUT)
         p = gl.convert_layout(p32.to(o_desc.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
         v_ring.wait(base)
         o = gl.full([ROWS, D], 0.0, gl.float32, O_LAYOUT)
@@ -337,10 +347,8 @@ def attend(
             p,
             top,
             sums,
-            limits,
-            base,
-            1,
-            n_full,
+            base + 1,
+            base + n_blocks,
             factor,
             k_ring,
             v_ring,
@@ -349,29 +357,7 @@ def attend(
             S_LAYOUT,
             O_LAYOUT,
             TURNS,
-            False,
         )
-        if work.CAUSAL:
-            o, p, top, sums = visit_blocks(
-                q,
-                o,
-                p,
-                top,
-                sums,
-                limits,
-                base,
-                gl.maximum(n_full, 1),
-                n_blocks,
-                factor,
-                k_ring,
-                v_ring,
-                turn,
-                W,
-                S_LAYOUT,
-                O_LAYOUT,
-                TURNS,
-                True,
-            )
         base += n_blocks
         o = warpgroup_mma(p, v_ring.tile(base - 1), o, is_async=True)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
@@ -431,7 +417,6 @@ def specialized_forward_kernel(
         GROUPS * q_desc.block_type.shape[2],
         k_desc.block_type.shape[2],
         CAUSAL,
-        MASKED and not CAUSAL,
     )
     q_ring = allocate_ring(q_desc, GROUPS * QUERIES, 1)
     k_ring = allocate_ring(k_desc, STAGES, GROUPS)
