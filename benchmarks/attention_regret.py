@@ -41,8 +41,8 @@ RULED = ("auto", "triton", "sdpa")
 """Always timed: what auto does, and what it chooses from."""
 FAR_BEHIND = 1.3
 """Others this much slower than the fastest at first sight are not timed further."""
-TURNS = 12
-TURN_SECONDS = 0.006
+TURNS = 24
+TURN_SECONDS = 0.005
 """Short turns in changing order: the fastest one is little affected by what else the host does."""
 COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
@@ -133,6 +133,8 @@ def synchronize() -> None:
 
 
 def seconds(call: Callable[[], object], calls: int) -> float:
+    """Return the time of a call. One before them is not timed: the caches have another form."""
+    call()
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -142,8 +144,11 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def rotated(forms: Sequence[str], by: int) -> list[str]:
+    """Return the forms of a turn: another one begins each time, and every second turn goes
+    backwards, so that a form does not always follow the same one."""
     start = by % len(forms)
-    return [*forms[start:], *forms[:start]]
+    order = [*forms[start:], *forms[:start]]
+    return order[::-1] if by % 2 else order
 
 
 def measure(shape: Shape, device: str) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
     reasons: dict[str, str] = {}
     for form in FORMS:
         try:
-            seconds(functools.partial(case.call, form), 2)
+            seconds(functools.partial(case.call, form), 1)
             first[form] = seconds(functools.partial(case.call, form), 3)
         except Exception as error:
             # Whatever a form raises, among others a failed compilation, the others are measured.

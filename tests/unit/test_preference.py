@@ -57,19 +57,32 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
         inputs = tensors(heads, key_heads, length, head_dim, dtype)
         return ops.leaves(*inputs, causal, None, None)
 
-    assert reason(16, 16, 4096, 64, True) is None
+    assert reason(64, 32, 1024, 64, True) is None
     assert reason(32, 32, 2048, 80, True) is None
     assert reason(32, 32, 2048, 96, True) is not None
     assert reason(16, 16, 4096, 64, False, torch.float32) is None
     assert reason(8, 1, 128, 64, False, torch.float32) is None
+    assert reason(8, 1, 128, 128, True, torch.float32) is None
+    assert reason(8, 1, 128, 128, False, torch.float32) is not None
     assert reason(64, 64, 1024, 128, True) is None
-    assert "multiply-adds" in (reason(16, 16, 512, 64, True) or "")
-    assert "from 8192 keys on" in (reason(16, 16, 8192, 64, True) or "")
+    assert "multiply-adds" in (reason(16, 8, 512, 64, True) or "")
+    assert "from 5632 keys on" in (reason(16, 8, 8192, 64, True) or "")
     assert "from 2048 keys on" in (reason(16, 16, 4096, 128, True) or "")
-    assert "fewer than 2560 keys" in (reason(128, 128, 2048, 64, True) or "")
+    assert "others were faster" in (reason(16, 16, 4096, 64, True) or "")
     assert "fewer than 8192 keys" in (reason(16, 16, 4096, 128, False, torch.float32) or "")
     assert "full" in (reason(16, 16, 4096, 80, False) or "")
     assert "grouped" in (reason(32, 8, 2048, 80, True) or "")
+
+
+def test_kernels_are_preferred_where_gradients_must_repeat(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for head_dim, causal in itertools.product((64, 80, 128), (True, False)):
+        inputs = tensors(16, 16, 4096, head_dim, torch.bfloat16)
+        assert ops.leaves(*inputs, causal, None, None) is None
+    short = tensors(16, 16, 256, 64, torch.bfloat16)
+    assert "multiply-adds" in str(ops.leaves(*short, True, None, None))
+    assert ops.leaves(*tensors(16, 16, 4096, 96, torch.bfloat16), True, None, None) is not None
 
 
 def test_a_token_at_a_time_is_left_to_torch() -> None:
@@ -105,18 +118,18 @@ def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monk
 
     assert reasons(16, 4096, 64, False) == reasons(16, 4096, 128, True) == [None, None]
     assert reasons(16, 16384, 64, True) == [None, None]
-    assert "fewer than 8192 keys" in str(reasons(64, 4096, 64, True)[1])
-    refused, left = reasons(32, 1024, 64, False)
+    assert "fewer than 5632 keys" in str(reasons(64, 4096, 64, True)[1])
+    refused, left = reasons(256, 1024, 64, False)
     assert refused is None
     assert "cuDNN's forward is faster" in str(left)
-    assert "too few query tiles" in str(reasons(4, 4096, 64, False)[1])
+    assert "too few query tiles" in str(reasons(1, 16384, 64, False)[1])
     assert "multiply-adds" in str(reasons(16, 768, 64, False)[1])
     assert "fewer than 2048 keys" in str(reasons(64, 1024, 128, True)[1])
 
 
 def test_compiler_traces_the_rule_without_a_graph_break() -> None:
     def left(x: Tensor, causal: bool) -> Tensor:
-        kind = kind_of(x.element_size(), x.shape[-1], causal, False)
+        kind = kind_of(x.element_size(), x.shape[-1], causal, True)
         reason = reason_against("triton", kind, x.numel() << 30, x.shape[0])
         return x + 1 if reason is None else x + 2
 

@@ -471,7 +471,9 @@ def leaves(
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
     kind = kind_of(q.element_size(), q.shape[-1], is_causal, heads_per_key_head(q, k) > 1)
-    return reason_against("triton", kind, q.numel() * k.shape[-2], k.shape[-2])
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    sizes = (q.numel() * k.shape[-2], k.shape[-2])
+    return reason_against("triton", kind, *sizes, repeatable=repeatable)
 
 
 def details(
