@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import math
 import os
@@ -37,13 +38,13 @@ from stepscope.errors import one_line
 
 RIVALS = ("triton", "hopper", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 FORMS = ("auto", *RIVALS)
-RULED = ("auto", "triton", "sdpa")
-"""Always timed: what auto does, and what it chooses from."""
 FAR_BEHIND = 1.3
-"""Others this much slower than the fastest at first sight are not timed further."""
-TURNS = 24
-TURN_SECONDS = 0.005
+"""Implementations this much slower than the fastest at first sight are not timed further."""
+TURN_SECONDS = 0.003
 """Short turns in changing order: the fastest one is little affected by what else the host does."""
+FORM_SECONDS = 0.16
+TURNS = (12, 48)
+"""Fewest and most turns of a form; between them, as many as take `FORM_SECONDS`."""
 COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
 """Longest forward and backward pass of a shape, at a rate of 400 TFLOP/s."""
@@ -167,11 +168,12 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
     if not first:
         return {"shape": shape._asdict(), "us": {}, "chosen": None, "not_supported": reasons}
     fastest = min(first.values())
-    timed = [f for f in first if f in RULED or first[f] < FAR_BEHIND * fastest]
+    timed = [f for f in first if f == "auto" or first[f] < FAR_BEHIND * fastest]
     counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
+    longest = max(counts[form] * first[form] for form in timed)
     turns = [
         {f: seconds(functools.partial(case.call, f), counts[f]) for f in rotated(timed, turn)}
-        for turn in range(TURNS)
+        for turn in range(min(max(round(FORM_SECONDS / longest), TURNS[0]), TURNS[1]))
     ]
     us = {f: 1e6 * min(t[f] for t in turns) if f in timed else 1e6 * first[f] for f in first}
     return {"shape": shape._asdict(), "us": us, "chosen": case.chosen(), "not_supported": reasons}
@@ -279,6 +281,7 @@ def main(words: Sequence[str] | None = None) -> None:
         machine["device"] = torch.cuda.get_device_name()
         print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     lines = []
+    gc.disable()  # as timeit does
     for shape in drawn:
         if time.monotonic() - start > args.seconds:
             break
@@ -288,6 +291,7 @@ def main(words: Sequence[str] | None = None) -> None:
             # After an illegal access nothing runs in this process any more.
             print(f"stopped at {shape}: {one_line(error)}", flush=True)
             break
+        gc.collect()
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(lines[-1] | machine) + "\n")
