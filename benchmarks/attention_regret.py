@@ -281,6 +281,7 @@ def main(words: Sequence[str] | None = None) -> None:
         machine["device"] = torch.cuda.get_device_name()
         print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     lines = []
+    gc.freeze()
     gc.disable()  # as timeit does
     for shape in drawn:
         if time.monotonic() - start > args.seconds:
