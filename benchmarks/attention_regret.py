@@ -8,9 +8,12 @@
 A shape has a dtype, head dimension, length, heads, key heads and a causal mask or none. The time is
 that of a forward and a backward pass through the public call; calls follow each other without
 synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret
-is the time of auto over that of the fastest implementation, less one. After `--seconds` no further
-shape is measured; shapes are in random order, so that fewer are a smaller sample of the same. A
-process that is stuck ends itself after twice that time; records are written one by one.
+is the time of auto over that of the fastest implementation, less one. A call of auto runs the code
+of the implementation that it chooses, and differs in the key of the dispatch cache alone: the
+regret of the choice counts the turns of both as those of the implementation, and how far the two
+are apart is what the host adds. After `--seconds` no further shape is measured; shapes are in
+random order, so that fewer are a smaller sample of the same. A process that is stuck ends itself
+after twice that time; records are written one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,16 @@ from parallel_compilation import run_in_processes
 
 from stepscope.attention import attention, explain
 from stepscope.attention.preference import Kind, kind_of, reason_against
+from stepscope.attention.specialized import (
+    CAPABILITY,
+    Sizes,
+    forward_kernel_of,
+    refusal,
+    speed_over,
+)
 from stepscope.errors import one_line
+from stepscope.measure.device import pick_device
+from stepscope.measure.environment import describe
 
 RIVALS = ("triton", "hopper", "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 FORMS = ("auto", *RIVALS)
@@ -49,6 +61,8 @@ COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
 """Longest forward and backward pass of a shape, at a rate of 400 TFLOP/s."""
 RATE = 400e12
+MULTIPROCESSORS = 132
+"""Of an H200."""
 CPU_RATE = 1e10
 
 
@@ -160,13 +174,16 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
     for form in FORMS:
         try:
             seconds(functools.partial(case.call, form), 1)
-            first[form] = seconds(functools.partial(case.call, form), 3)
+            first[form] = min(seconds(functools.partial(case.call, form), 3) for _ in range(3))
         except Exception as error:
             # Whatever a form raises, among others a failed compilation, the others are measured.
             reasons[form] = one_line(error)
             synchronize()
     if not first:
-        return {"shape": shape._asdict(), "us": {}, "chosen": None, "not_supported": reasons}
+        return {
+            "shape": shape._asdict(), "us": {}, "timed": [], "chosen": None,
+            "not_supported": reasons,
+        }  # fmt: skip
     fastest = min(first.values())
     timed = [f for f in first if f == "auto" or first[f] < FAR_BEHIND * fastest]
     counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
@@ -176,7 +193,10 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
         for turn in range(min(max(round(FORM_SECONDS / longest), TURNS[0]), TURNS[1]))
     ]
     us = {f: 1e6 * min(t[f] for t in turns) if f in timed else 1e6 * first[f] for f in first}
-    return {"shape": shape._asdict(), "us": us, "chosen": case.chosen(), "not_supported": reasons}
+    return {
+        "shape": shape._asdict(), "us": us, "timed": timed, "chosen": case.chosen(),
+        "not_supported": reasons,
+    }  # fmt: skip
 
 
 def compile_kernels(part: Sequence[Shape]) -> None:
@@ -197,14 +217,27 @@ def compile_in_parallel(drawn: Sequence[Shape], processes: int, limit: float) ->
     run_in_processes(compile_kernels, parts, limit)
 
 
-def regrets(lines: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
-    """Return auto's regret of each shape, largest first."""
+class Regret(NamedTuple):
+    of_the_choice: float
+    of_auto: float
+    """The same by the time of auto's own calls."""
+    host: float
+    """Time of auto's calls over that of the same implementation, less one."""
+    line: dict[str, Any]
+
+
+def regrets(lines: Sequence[dict[str, Any]]) -> list[Regret]:
+    """Return the regret of each shape, the largest of a choice first."""
     found = []
     for line in lines:
-        rivals = [us for form, us in line["us"].items() if form != "auto"]
-        if rivals and "auto" in line["us"]:
-            found.append((max(0.0, line["us"]["auto"] / min(rivals) - 1), line))
-    return sorted(found, key=lambda entry: -entry[0])
+        rivals = {form: us for form, us in line["us"].items() if form != "auto"}
+        if line["chosen"] in rivals and "auto" in line["us"]:
+            auto, chosen = line["us"]["auto"], rivals[line["chosen"]]
+            of_auto = max(0.0, auto / min(rivals.values()) - 1)
+            own = min(auto, chosen)
+            of_choice = own / min(own, *rivals.values()) - 1
+            found.append(Regret(of_choice, of_auto, auto / chosen - 1, line))
+    return sorted(found, key=lambda one: -one.of_the_choice)
 
 
 def quantiles(values: Sequence[float]) -> str:
@@ -223,20 +256,35 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     found = regrets(lines)
     if not found:
         return "no shape was measured with auto and another implementation"
-    out = [f"{len(found)} shapes: regret {quantiles([r for r, _ in found])}", "largest:"]
-    for regret, line in found[:12]:
-        times = "  ".join(f"{form} {us:.0f}" for form, us in sorted(line["us"].items()))
-        out.append(f"  {regret:6.1%}  {Shape(**line['shape'])}  µs: {times}")
+    hosts = sorted(one.host for one in found)
+    out = [
+        f"{len(found)} shapes: regret of the choice {quantiles([r.of_the_choice for r in found])}",
+        f"by the calls of auto itself {quantiles([r.of_auto for r in found])}",
+        "time of auto over that of the implementation that it runs, less one, from the 5th to the"
+        f" 95th percentile: {hosts[len(hosts) // 20]:.1%} to {hosts[-1 - len(hosts) // 20]:.1%}",
+        "largest:",
+    ]
+    for one in found[:12]:
+        times = "  ".join(f"{form} {us:.0f}" for form, us in sorted(one.line["us"].items()))
+        shape = Shape(**one.line["shape"])
+        out.append(f"  {one.of_the_choice:6.1%}  {shape}  {one.line['chosen']}  µs: {times}")
     return "\n".join(out)
 
 
 def by_rule(shape: Shape, us: Mapping[str, float]) -> str:
     """Return what the rule of auto chooses among the implementations that were measured."""
-    sizes = (shape.kind(), shape.multiply_adds(), shape.length)
-    for name in ("hopper", "triton"):
-        if name in us and reason_against(name, *sizes) is None:
-            return name
-    return "sdpa"
+    given = (shape.kind(), shape.multiply_adds(), shape.length)
+    sizes = Sizes(
+        shape.batch, shape.heads, shape.key_heads, shape.length, shape.length, shape.d_head,
+        shape.causal,
+    )  # fmt: skip
+    if "hopper" in us and reason_against("hopper", *given) is None:
+        kernel = forward_kernel_of(sizes)
+        on_h200 = {"element_bytes": 2, "capability": CAPABILITY, "programs": MULTIPROCESSORS}
+        refused = refusal(sizes, **on_h200, aligned=True, rules=False)
+        if not refused and kernel is not None and speed_over("cudnn", sizes, kernel) >= 1:
+            return "hopper"
+    return "triton" if "triton" in us and reason_against("triton", *given) is None else "sdpa"
 
 
 def ruled(lines: Sequence[dict[str, Any]]) -> str:
@@ -246,10 +294,14 @@ def ruled(lines: Sequence[dict[str, Any]]) -> str:
     for line in lines:
         shape, us = Shape(**line["shape"]), line["us"]
         rivals = {form: time for form, time in us.items() if form != "auto"}
-        if "sdpa" in rivals:
-            found.append(rivals[by_rule(shape, rivals)] / min(rivals.values()) - 1)
+        if line["chosen"] in rivals and "auto" in us:
+            rivals[line["chosen"]] = min(rivals[line["chosen"]], us["auto"])
+        choice = by_rule(shape, rivals)
+        # The time of one that was far behind at first sight is of few calls.
+        if choice in rivals and choice in line.get("timed", rivals):
+            found.append(rivals[choice] / min(rivals.values()) - 1)
     if not found:
-        return "no shape was measured with sdpa"
+        return "no shape was measured with what the rule chooses"
     return f"the present rule, applied to the times of {len(found)} shapes: {quantiles(found)}"
 
 
@@ -275,7 +327,8 @@ def main(words: Sequence[str] | None = None) -> None:
     stuck.daemon = True
     stuck.start()
     drawn = shapes(args.shapes, args.seed, RATE if args.device == "cuda" else CPU_RATE)
-    machine = {"device": "cpu", "torch": torch.__version__}
+    commit = describe(pick_device(args.device)).commit
+    machine = {"device": "cpu", "torch": torch.__version__, "seed": args.seed, "commit": commit}
     if args.device == "cuda":
         compile_in_parallel(drawn, args.compilers, min(COMPILE_SECONDS, args.seconds / 2))
         machine["device"] = torch.cuda.get_device_name()

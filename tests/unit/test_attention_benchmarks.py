@@ -19,8 +19,8 @@ LONG = regret.Shape("bfloat16", 4, 16, 8, 4096, 64, causal=True)
 SHORT = LONG._replace(batch=1, length=128)
 
 
-def record(shape: regret.Shape, **us: float) -> dict[str, Any]:
-    return {"shape": shape._asdict(), "us": us}
+def record(shape: regret.Shape, chosen: str = "sdpa", **us: float) -> dict[str, Any]:
+    return {"shape": shape._asdict(), "us": us, "chosen": chosen}
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,19 @@ def test_rule_chooses_by_shape_among_what_was_measured(
 
 def test_regret_of_auto_and_of_the_rule() -> None:
     lines = [
-        record(LONG, auto=99.0, triton=90.0, sdpa=100.0),
-        record(SHORT, auto=100.0, triton=80.0, sdpa=100.0),
+        record(LONG, auto=99.0, triton=90.0, sdpa=110.0),
+        record(SHORT, auto=120.0, triton=80.0, sdpa=100.0),
+        record(SHORT, auto=90.0, triton=120.0, sdpa=100.0),
     ]
-    assert [share for share, _ in regret.regrets(lines)] == pytest.approx([0.25, 0.1])
-    assert "2 shapes" in regret.summary(lines)
-    assert "12.5% median" in regret.ruled(lines)
+    found = regret.regrets(lines)
+    assert [one.of_the_choice for one in found] == pytest.approx([0.25, 0.1, 0.0])
+    assert [one.of_auto for one in found] == pytest.approx([0.5, 0.1, 0.0])
+    assert [one.host for one in found] == pytest.approx([0.2, -0.1, -0.1])
+    assert "3 shapes: regret of the choice 10.0% median" in regret.summary(lines)
+    assert "-10.0% to 20.0%" in regret.summary(lines)
+    assert "0.0% median, 22.5% at the 95th percentile, 25.0% at worst" in regret.ruled(lines)
     assert "no shape" in regret.summary([])
-    assert "no shape" in regret.ruled([record(LONG, triton=90.0)])
+    assert "no shape" in regret.ruled([record(SHORT, triton=90.0)])
 
 
 def test_turns_change_their_order() -> None:

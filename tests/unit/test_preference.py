@@ -67,7 +67,9 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
     assert reason(64, 64, 1024, 128, True) is None
     assert "multiply-adds" in (reason(16, 8, 512, 64, True) or "")
     assert "from 5632 keys on" in (reason(16, 8, 8192, 64, True) or "")
-    assert "from 2048 keys on" in (reason(16, 16, 4096, 128, True) or "")
+    assert "from 1280 keys on" in (reason(16, 16, 4096, 128, True) or "")
+    assert "from 6.9e+10 multiply-adds on" in (reason(16, 16, 8192, 64, True) or "")
+    assert reason(2, 2, 8192, 64, True) is None
     assert "others were faster" in (reason(16, 16, 4096, 64, True) or "")
     assert "fewer than 8192 keys" in (reason(16, 16, 4096, 128, False, torch.float32) or "")
     assert "full" in (reason(16, 16, 4096, 80, False) or "")
@@ -124,7 +126,8 @@ def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monk
     assert "cuDNN's forward is faster" in str(left)
     assert "too few query tiles" in str(reasons(1, 16384, 64, False)[1])
     assert "multiply-adds" in str(reasons(16, 768, 64, False)[1])
-    assert "fewer than 2048 keys" in str(reasons(64, 1024, 128, True)[1])
+    assert reasons(64, 1024, 128, True)[1] is None
+    assert "fewer than 896 keys" in str(reasons(128, 768, 128, True)[1])
 
 
 def test_compiler_traces_the_rule_without_a_graph_break() -> None:
