@@ -1,0 +1,70 @@
+"""The comparison of a replacement with the original: what it accepts, and when it needs the
+original in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepscope.acceleration.checks import difference
+
+
+class Scaled(nn.Module):
+    """Multiplies by a weight, and records the dtypes that it is called with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 256).to(dtype))
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes.append(x.dtype)
+        return x * self.weight
+
+
+def found(dtype: torch.dtype, factor: float, **more: Any) -> tuple[str, list[torch.dtype]]:
+    """Return the difference of a replacement whose result is off by a factor, and the dtypes that
+    the original ran in."""
+    module = Scaled(dtype)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x.requires_grad_()
+    why = difference(
+        module,
+        module.forward,
+        lambda x: (x.double() * module.weight.double() * factor).to(dtype),
+        (x,),
+        {},
+        **more,
+    )
+    return why, module.dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_that_agree_need_no_reference(dtype: torch.dtype) -> None:
+    assert found(dtype, 1.0) == ("", [dtype])
+
+
+def test_a_reference_decides_about_larger_differences() -> None:
+    # Twice the error of bfloat16 is more than the difference that is always accepted.
+    why, dtypes = found(torch.bfloat16, 1 + 9e-3)
+    assert (why, dtypes) == ("", [torch.bfloat16, torch.float32])
+    why, dtypes = found(torch.bfloat16, 1.05)
+    assert "relative error 0.05" in why
+    assert dtypes == [torch.bfloat16, torch.float32]
+    why, _ = found(torch.float32, 1 + 1e-4)
+    assert "relative error 0.0001" in why
+
+
+def test_a_tolerance_is_accepted_without_a_reference() -> None:
+    assert found(torch.bfloat16, 1.05, tolerance=0.1) == ("", [torch.bfloat16])
+    assert "the outputs differ" in found(torch.bfloat16, 1.3, tolerance=0.1)[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_differ(value: float) -> None:
+    why, dtypes = found(torch.float32, value)
+    assert "the outputs differ" in why
+    assert len(dtypes) == 2
