@@ -216,10 +216,15 @@ class Built:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        started = time.perf_counter()
         self.step = bench.step(form)
+        self.made_s = time.perf_counter() - started
         self._batches = [bench.data.batch(number) for number in range(4)]
         started = time.perf_counter()
-        self._run(1 if bench.args.tiny else WARM_UP)
+        self._run(1)
+        synchronize(bench.device)
+        self.first_step_s = time.perf_counter() - started
+        self._run(0 if bench.args.tiny else WARM_UP - 1)
         synchronize(bench.device)
         self.build_s = time.perf_counter() - started
         if on_gpu:
@@ -319,6 +324,8 @@ class Turns:
             "median_ms": statistics.median(samples),
             "steps": len(samples),
             "quartiles_ms": statistics.quantiles(samples, n=4)[::2],
+            "made_s": built.made_s,
+            "first_step_s": built.first_step_s,
             "build_s": built.build_s,
             **built.gib,
             **energy,
