@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.timeline import gain_ms
 
 WORTH = 0.03
 """Smallest share of the step time, or of the peak memory, that a change must gain."""
@@ -52,12 +53,30 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return bool(settings & others or others & {*self.excludes} or settings & {*other.excludes})
 
 
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule that applies says of its change; the fields are those of `Advice`."""
+
+    after: Facts
+    """The step with the change applied."""
+    gain_ms: float | None = None
+    """None: the gain that the timeline predicts for `after`."""
+    gain_bytes: int = 0
+    why: str
+    risk: str
+    lines: tuple[str, ...]
+    setting: dict[str, str] = {}
+    excludes: tuple[str, ...] = ()
+    by_author: str = ""
+    code: str = ""
+    title: str = ""
+    """Code and title, where they differ from those of the rule."""
+
+
 class Prediction(NamedTuple):
-    """Result of a rule that applies."""
+    """A change that applies, as advice, and the step with it."""
 
     advice: Advice
     after: Facts
-    """The step with the change applied."""
 
 
 class NotApplicable(NamedTuple):
@@ -81,12 +100,23 @@ class Registered(NamedTuple):
 REGISTRY: list[Registered] = []
 
 
-def rule(code: str, title: str) -> Callable[[Rule], Rule]:
+def rule(code: str, title: str) -> Callable[[Callable[[Facts], Change | str]], Rule]:
     """Register a rule under the code and the title of its change."""
 
-    def register(function: Rule) -> Rule:
-        REGISTRY.append(Registered(code, title, function))
-        return function
+    def register(function: Callable[[Facts], Change | str]) -> Rule:
+        def predict(facts: Facts) -> Prediction | str:
+            change = function(facts)
+            if isinstance(change, str):
+                return change
+            fields = msgspec.structs.asdict(change)
+            after = fields.pop("after")
+            if change.gain_ms is None:
+                fields["gain_ms"] = gain_ms(facts, after)
+            fields |= {"code": change.code or code, "title": change.title or title}
+            return Prediction(Advice(**fields), after)
+
+        REGISTRY.append(Registered(code, title, predict))
+        return predict
 
     return register
 
