@@ -8,7 +8,7 @@ contain is empty. `describe` takes the name of a kernel, `describe_operator` tha
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from stepscope.analysis.kernels.matmuls import matmul
 from stepscope.analysis.kernels.operators import (
@@ -21,25 +21,15 @@ from stepscope.analysis.kernels.words import demangled, library, word_class
 Class = Literal[
     "matmul",
     "attention",
-    "elementwise",
-    "reduction",
     "softmax",
+    "reduction",
+    "elementwise",
     "copy/cast",
     "optimizer",
     "communication",
     "other",
 ]
-CLASSES: tuple[Class, ...] = (
-    "matmul",
-    "attention",
-    "softmax",
-    "reduction",
-    "elementwise",
-    "copy/cast",
-    "optimizer",
-    "communication",
-    "other",
-)
+CLASSES: tuple[Class, ...] = get_args(Class)
 MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
 """Classes of memory-bound kernels."""
 FILL = "Memset"
