@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -61,6 +62,10 @@ class CommandLine:
             text=True,
             timeout=timeout,
         )
+
+    def line(self, text: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line that is written as in a shell."""
+        return self(*shlex.split(text))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start in a new session, so that a signal reaches only this process."""
