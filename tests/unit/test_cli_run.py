@@ -6,15 +6,13 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from command_line import CommandLine
+from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 
 ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
@@ -143,9 +141,7 @@ def test_interrupt_inside_dataclass_creation_has_exit_code_130(tmp_path: Path) -
         sys.exit(stepscope.cli.main([]))
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True, timeout=400
-    )
+    done = python("-m", "stopped", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "stepscope: interrupted\n")
 
 

@@ -6,13 +6,12 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from command_line import CommandLine
+from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.trusted import banner
@@ -44,9 +43,7 @@ def command(tmp_path: Path, script: Path) -> CommandLine:
 
 
 def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=400
-    )
+    return python(str(script), *words)
 
 
 def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
