@@ -16,7 +16,23 @@ TIGHT = 0.8
 """Share of the device's memory above which memory counts as scarce."""
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule says of its change, besides the gain in time."""
+
+    gain_bytes: int = 0
+    why: str
+    risk: str
+    lines: tuple[str, ...]
+    """Code to write."""
+    setting: dict[str, str] = {}
+    """Settings that apply the change from outside; empty if only the author can apply it."""
+    excludes: tuple[str, ...] = ()
+    """Settings of other changes with which it cannot be combined."""
+    by_author: str = ""
+    """Reason why only the author can apply it."""
+
+
+class Advice(Proposal, frozen=True, kw_only=True):
     """One suggested change with its predicted gain."""
 
     code: str
@@ -29,17 +45,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     the step; None in advice that was recorded without one."""
     ranked: bool = True
     """The range lies above zero. A gain that may be noise has no rank."""
-    gain_bytes: int = 0
-    why: str
-    risk: str
-    lines: tuple[str, ...]
-    """Code to write."""
-    setting: dict[str, str] = {}
-    """Settings that apply the change from outside; empty if only the author can apply it."""
-    excludes: tuple[str, ...] = ()
-    """Settings of other changes with which it cannot be combined."""
-    by_author: str = ""
-    """Reason why only the author can apply it."""
     best_after: str = ""
     """Title of the change without which this one gains no time."""
     gain_after_ms: float = 0.0
@@ -53,20 +58,13 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return bool(settings & others or others & {*self.excludes} or settings & {*other.excludes})
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule that applies says of its change; the fields are those of `Advice`."""
+class Change(Proposal, frozen=True, kw_only=True):
+    """Result of a rule that applies; the registry makes it an advice."""
 
     after: Facts
     """The step with the change applied."""
     gain_ms: float | None = None
     """None: the gain that the timeline predicts for `after`."""
-    gain_bytes: int = 0
-    why: str
-    risk: str
-    lines: tuple[str, ...]
-    setting: dict[str, str] = {}
-    excludes: tuple[str, ...] = ()
-    by_author: str = ""
     code: str = ""
     title: str = ""
     """Code and title, where they differ from those of the rule."""
