@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,20 @@ STUDIES = "planted_study,planted_fresh_study"
 GONE_WITHIN_S = 20.0
 HANGS_AFTER_S = 400.0
 """Far above the time of any command here, even with all tests running on two cores."""
+
+
+def python(
+    *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with the words of a command line; return its output as text."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_AFTER_S,
+    )
 
 
 class CommandLine:
@@ -61,6 +76,10 @@ class CommandLine:
             text=True,
             timeout=timeout,
         )
+
+    def line(self, text: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line that is written as in a shell."""
+        return self(*shlex.split(text))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start in a new session, so that a signal reaches only this process."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from stepscope.acceleration.graphs.arguments import tensors_in
+from torch.utils._pytree import tree_leaves
 
 
 class FakeGraphs:
@@ -80,8 +79,9 @@ class FakeGraph:
             # A graph reads the gradients of the capture, whatever Python has set meanwhile.
             parameter.grad = gradient
         result = self._run(_cut_nothing)
-        for old, new in zip(tensors_in(self._result), tensors_in(result), strict=True):
-            old.copy_(new)
+        for old, new in zip(*map(tree_leaves, (self._result, result)), strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
         for parameter, old_gradient in zip(parameters, self._exit, strict=True):
             gradient = parameter.grad
             if gradient is not None and old_gradient is not None and gradient is not old_gradient:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sample_records import record, times
+from sample_records import planted, times
 from stepscope.records.schema import Quantity, Record
 from stepscope.studies.registry import find_study
 
@@ -38,19 +38,17 @@ def collective_record(
         for size in SIZES
         for rank in range(ranks)
     )
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="allreduce",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else series,
+    return planted(
+        "allreduce",
+        case,
+        changes,
+        known={
             "quantities": tuple(
                 Quantity(name="wrong", size=size, value=wrong, unit="elements") for size in SIZES
-            ),
-            "notes": {} if failed else {"backend": "gloo"},
-        }
-        | changes,
+            )
+        },
+        series=series,
+        notes={"backend": "gloo"},
     )
 
 
@@ -89,18 +87,14 @@ def ddp_record(
                     times(name, ms, "host", variant=strategy, rank=rank, seed=len(series))
                 )
     lanes = {"naive": {"compute": [(0.0, 30.0, "forward")], "reductions": [(90.0, 95.0, "2 MiB")]}}
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="ddp",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
-            "quantities": (Quantity(name="gradient_bytes", value=2**29, unit="B"),),
-            "notes": {} if failed else {"backend": "gloo"},
-            "attachments": {} if failed else {"timeline": lanes},
-        }
-        | changes,
+    return planted(
+        "ddp",
+        case,
+        changes,
+        known={"quantities": (Quantity(name="gradient_bytes", value=2**29, unit="B"),)},
+        series=tuple(series),
+        notes={"backend": "gloo"},
+        attachments={"timeline": lanes},
     )
 
 
@@ -130,17 +124,13 @@ def sharding_record(
                 quantities.append(
                     Quantity(name=kind, variant=variant, rank=rank, value=size, unit="B")
                 )
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="sharding",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
-            "quantities": () if failed else tuple(quantities),
-            "notes": {} if failed else {"backend": "gloo"},
-        }
-        | changes,
+    return planted(
+        "sharding",
+        case,
+        changes,
+        series=tuple(series),
+        quantities=tuple(quantities),
+        notes={"backend": "gloo"},
     )
 
 

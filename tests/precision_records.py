@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sample_records import record, times
+from sample_records import planted, times
 from stepscope.records.schema import Quantity, Record, Series
 from stepscope.studies.autocast.cases import OperatorDtypes
 from stepscope.studies.registry import find_study
@@ -26,18 +26,16 @@ def _case(**wanted: Any) -> Any:
 def _record(
     case: Any, series: Sequence[Series], values: dict[str, float], **changes: Any
 ) -> Record:
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="accumulation",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
+    return planted(
+        "accumulation",
+        case,
+        changes,
+        known={
             "quantities": tuple(
                 Quantity(name=name, value=v, unit="1") for name, v in values.items()
-            ),
-        }
-        | changes,
+            )
+        },
+        series=tuple(series),
     )
 
 
@@ -95,25 +93,21 @@ def autocast_record(
         OperatorDtypes(operator="_to_copy", inputs=("float32",), output=(dtype,), count=3),
         OperatorDtypes(operator="pow", inputs=("float32",), output=("float32",), count=1),
     )
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="autocast",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else (times("step", 10.0, "host"), times("casts", 1.0, "host")),
+    return planted(
+        "autocast",
+        case,
+        changes,
+        known={
             "quantities": (
                 Quantity(name="casts", value=7.0, unit="1"),
                 Quantity(name="cast_bytes", value=4096.0, unit="1"),
                 Quantity(name="norm_error", variant="float16", value=0.01, unit="1"),
-            ),
-            "attachments": {}
-            if failed
-            else {
-                "formats": formats or named,
-                "forward": msgspec.to_builtins(listed),
-                "backward": msgspec.to_builtins(listed[:1]),
-            },
-        }
-        | changes,
+            )
+        },
+        series=(times("step", 10.0, "host"), times("casts", 1.0, "host")),
+        attachments={
+            "formats": formats or named,
+            "forward": msgspec.to_builtins(listed),
+            "backward": msgspec.to_builtins(listed[:1]),
+        },
     )

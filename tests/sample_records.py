@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -164,6 +164,22 @@ def record(**changes: Any) -> Record:
         "-".join((fields["run"], fields["study"], fields["case"], str(fields.get("attempt", 1)))),
     )
     return Record(**fields)
+
+
+def planted(
+    study: str,
+    case: Any,
+    changes: Mapping[str, Any],
+    *,
+    known: Mapping[str, Any] | None = None,
+    **measured: Any,
+) -> Record:
+    """A record of a case of a study with the fields `known`, those that were `measured`, which a
+    failed case does not have, and the changes of a test."""
+    if changes.get("status", "ok") != "ok":
+        measured = {"series": ()}
+    fields = {"case": case.key, "config": case.config, **(known or {}), **measured}
+    return record(study=study, **fields | dict(changes))
 
 
 def run(**changes: Any) -> Run:

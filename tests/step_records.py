@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sample_records import record, times
+from sample_records import planted, times
 from stepscope.analysis.energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
@@ -38,14 +38,7 @@ def _cases(part: str, **flags: Any) -> tuple[Any, ...]:
 
 
 def _record(case: StepCase, changes: dict[str, Any], **parts: Any) -> Record:
-    failed = changes.get("status", "ok") != "ok"
-    measured = {"series": ()} if failed else parts
-    return record(
-        study="step",
-        case=case.key,
-        config=case.config,
-        **{"ceilings": CEILINGS} | measured | changes,
-    )
+    return planted("step", case, changes, known={"ceilings": CEILINGS}, **parts)
 
 
 def rung_record(
@@ -181,24 +174,19 @@ def compile_record(
         for name, size in by_name.items()
     )
     shares = {"step": 1.0, "forward": 0.3, "backward": 0.6}
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="compile",
-        config=case.config,
-        **{
-            "series": ()
-            if failed
-            else tuple(
-                times(phase, ms * share, variant=variant)
-                for variant, ms in {"eager": eager, "compiled": compiled}.items()
-                for phase, share in shares.items()
-            ),
-            "quantities": ()
-            if failed
-            else (*(Quantity(name=name, value=v, unit="1") for name, v in values.items()), *memory),
-            "case": case.key,
-        }
-        | changes,
+    return planted(
+        "compile",
+        case,
+        changes,
+        series=tuple(
+            times(phase, ms * share, variant=variant)
+            for variant, ms in {"eager": eager, "compiled": compiled}.items()
+            for phase, share in shares.items()
+        ),
+        quantities=(
+            *(Quantity(name=name, value=v, unit="1") for name, v in values.items()),
+            *memory,
+        ),
     )
 
 

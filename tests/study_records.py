@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sample_records import environment, merged, record, times
+from sample_records import environment, merged, planted, times
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.model.config import precision
 from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, Point, SavedTensor
@@ -45,17 +45,15 @@ def benchmark_record(
         series = [times(name, value) for name, value in named.items()]
         series += [times(name, value, "host") for name, value in on_host.items()]
         series += [times("step", step, "host"), times("issue", step * issue_share, "host")]
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="benchmark",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
+    return planted(
+        "benchmark",
+        case,
+        changes,
+        known={
             "quantities": (Quantity(name="flops", value=flops, unit="FLOP"),),
             "ceilings": (matrix_ceiling(precision(dtype).compute, ceiling),),
-        }
-        | changes,
+        },
+        series=tuple(series),
     )
 
 
@@ -68,17 +66,15 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         Series(name=name, unit="ms", values=tuple(steps[warmup:]), warmup=tuple(steps[:warmup]))
         for name in ("step", "forward", "backward")
     )
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="warmup",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else series,
+    return planted(
+        "warmup",
+        case,
+        changes,
+        known={
             "quantities": (Quantity(name="flops", value=1e12, unit="FLOP"),),
             "ceilings": (matrix_ceiling("float32", 50e12),),
-        }
-        | changes,
+        },
+        series=series,
     )
 
 
@@ -103,27 +99,23 @@ def profile_record(
     on_cpu = changes.get("environment", environment()).device_kind == "cpu"
     if trace is None:
         trace = operator_step() if on_cpu else training_step(blocks=2)
-    failed = changes.get("status", "ok") != "ok"
     clock: Clock = "host" if on_cpu else "device"
     phases = {"forward": 0.3, "backward": 0.5} if mode != "forward" else {}
     series = [times("step", step, "host"), times("step", step, clock)]
     series += [times(name, step * share, clock) for name, share in phases.items()]
     series += [times(name, ms, clock) for name, ms in (experiments or {}).items()]
-    return record(
-        study="profile",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
-            "attachments": {}
-            if failed
-            else {"profile": msgspec.to_builtins(summarize(trace.read()))},
+    return planted(
+        "profile",
+        case,
+        changes,
+        known={
             "ceilings": (
                 matrix_ceiling("float32", 50e12),
                 Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured"),
-            ),
-        }
-        | changes,
+            )
+        },
+        series=tuple(series),
+        attachments={"profile": msgspec.to_builtins(summarize(trace.read()))},
     )
 
 
@@ -156,33 +148,29 @@ def memory_record(
     if changes.get("environment", environment()).device_kind == "cuda":
         on_device = {"context_bytes": 1 << 29, "reserved_bytes": peak + (1 << 28)}
         values = on_device | {"driver_bytes": peak + (1 << 28) + (1 << 29)} | values
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="memory",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else (times("step", 10.0, "host"), times("recorded", 20.0)),
+    return planted(
+        "memory",
+        case,
+        changes,
+        known={
             "quantities": merged(
                 (Quantity(name=name, value=value, unit="B") for name, value in values.items()),
                 (Quantity(name="peak_bytes", phase=name, value=peak, unit="B") for name in names),
                 extra,
-            ),
-            "notes": {} if failed else {"largest": "aten.bmm.default at reference.py:31"},
-            "attachments": {}
-            if failed
-            else msgspec.to_builtins(
-                {
-                    "ledger": phases,
-                    "saved": saved,
-                    "course": [
-                        Point(phase=name, operator=10 * index, kinds={PARAMETERS: peak // index})
-                        for index, name in enumerate(names, start=1)
-                    ],
-                }
-            ),
-        }
-        | changes,
+            )
+        },
+        series=(times("step", 10.0, "host"), times("recorded", 20.0)),
+        notes={"largest": "aten.bmm.default at reference.py:31"},
+        attachments=msgspec.to_builtins(
+            {
+                "ledger": phases,
+                "saved": saved,
+                "course": [
+                    Point(phase=name, operator=10 * index, kinds={PARAMETERS: peak // index})
+                    for index, name in enumerate(names, start=1)
+                ],
+            }
+        ),
     )
 
 
@@ -203,26 +191,20 @@ def checkpointing_record(
     )
     case = study.cases(flags)[-1]
     peaks = {"": peak, "forward": 0.5 * peak, "loss": 0.6 * peak, "backward": peak}
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="checkpointing",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else (times("step", step),),
-            "quantities": ()
-            if failed
-            else merged(
-                (
-                    Quantity(name="peak_bytes", phase=phase, value=at, unit="B")
-                    for phase, at in peaks.items()
-                ),
-                (Quantity(name="predicted_bytes", value=1.01 * peak, unit="B"),),
-                extra,
+    return planted(
+        "checkpointing",
+        case,
+        changes,
+        series=(times("step", step),),
+        quantities=merged(
+            (
+                Quantity(name="peak_bytes", phase=phase, value=at, unit="B")
+                for phase, at in peaks.items()
             ),
-            "notes": {} if failed else {"strategy": strategy},
-        }
-        | changes,
+            (Quantity(name="predicted_bytes", value=1.01 * peak, unit="B"),),
+            extra,
+        ),
+        notes={"strategy": strategy},
     )
 
 
@@ -246,18 +228,14 @@ def attention_record(
         quantities.append(Quantity(name="saved_bytes", value=saved, unit="B"))
     if peak is not None:
         quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
-    failed = changes.get("status", "ok") != "ok"
     series = (times("step", step), times("step", step, "host"), times("issue", step / 4, "host"))
-    return record(
-        study="attention",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else series,
-            "quantities": () if failed else tuple(quantities),
-            "ceilings": (matrix_ceiling("float32", 50e12),),
-        }
-        | changes,
+    return planted(
+        "attention",
+        case,
+        changes,
+        known={"ceilings": (matrix_ceiling("float32", 50e12),)},
+        series=series,
+        quantities=tuple(quantities),
     )
 
 
@@ -330,17 +308,13 @@ def flash_record(
     series += [times(name, ms * early, "host") for name, ms in took.items()]
     if changes.get("environment", environment()).device_kind == "cpu":
         series = [times(name, ms, "host") for name, ms in took.items()]
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="flash",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
-            "quantities": () if failed else tuple(quantities),
-            "ceilings": (matrix_ceiling(dtype, 700e12 if dtype == "bfloat16" else 50e12),),
-        }
-        | changes,
+    return planted(
+        "flash",
+        case,
+        changes,
+        known={"ceilings": (matrix_ceiling(dtype, 700e12 if dtype == "bfloat16" else 50e12),)},
+        series=tuple(series),
+        quantities=tuple(quantities),
     )
 
 
@@ -363,16 +337,12 @@ def race_record(
         ),
         *(times("wall", ms, "host", variant=name) for name, ms in (in_a_row or {}).items()),
     ]
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="flash",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": () if failed else tuple(series),
-            "attachments": {"excluded": dict(out or {})},
-        }
-        | changes,
+    return planted(
+        "flash",
+        case,
+        changes,
+        known={"attachments": {"excluded": dict(out or {})}},
+        series=tuple(series),
     )
 
 
@@ -404,21 +374,17 @@ def tiles_record(
             "spills": (spills or {}).get(name, 0),
             "shared_bytes": 98304,
         }
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="flash",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": ()
-            if failed
-            else tuple(times("step", ms, variant=name, count=7) for name, ms in took.items()),
+    return planted(
+        "flash",
+        case,
+        changes,
+        known={
             "quantities": tuple(
                 Quantity(name=fact, variant=name, value=value, unit="1")
                 for name, values in facts.items()
                 for fact, value in values.items()
             ),
             "attachments": {"refused": dict(out or {})},
-        }
-        | changes,
+        },
+        series=tuple(times("step", ms, variant=name, count=7) for name, ms in took.items()),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sample_records import record, times
+from sample_records import planted, record, times
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.studies.registry import find_study
 
@@ -42,20 +42,14 @@ def technique_record(
             Quantity(name=name, variant=variant, value=value, unit=unit)
             for name, (value, unit) in facts.items()
         ]
-    failed = changes.get("status", "ok") != "ok"
-    return record(
-        study="techniques",
-        case=case.key,
-        config=case.config,
-        **{
-            "series": ()
-            if failed
-            else (times("step", slow, variant="slow"), times("step", fast, variant="fast")),
-            "quantities": () if failed else tuple(quantities),
-            "attachments": {} if failed else {"dtypes": {"slow": formats[0], "fast": formats[1]}},
-            "ceilings": CEILINGS,
-        }
-        | changes,
+    return planted(
+        "techniques",
+        case,
+        changes,
+        known={"ceilings": CEILINGS},
+        series=(times("step", slow, variant="slow"), times("step", fast, variant="fast")),
+        quantities=tuple(quantities),
+        attachments={"dtypes": {"slow": formats[0], "fast": formats[1]}},
     )
 
 

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _NEAR = 0.65
@@ -39,6 +39,12 @@ def printable(text: str) -> str:
 def in_one_line(text: object) -> str:
     """Escape untrusted text, such as a decoder's error that quotes its input, for a message."""
     return printable(str(text)).replace("\n", "\\n")
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """List the first names, and the number of further ones."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

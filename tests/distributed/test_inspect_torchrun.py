@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
+from command_line import python
 from stepscope.records.jsonl import read_records
 from stepscope.studies.program.rows import programs, slowest
 
@@ -29,27 +29,11 @@ raise SystemExit(3 if dist.is_initialized() else 0)
 
 def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "stepscope",
-            "inspect",
-            "--warmup",
-            "2",
-            "--steps",
-            "2",
-            "--profiled-steps",
-            "2",
-            "--out",
-            str(tmp_path / "out"),
-            "train.py",
-        ],
+    done = python(
+        *shlex.split(
+            "-m torch.distributed.run --standalone --nproc-per-node 2 -m stepscope inspect"
+            f" --warmup 2 --steps 2 --profiled-steps 2 --out {tmp_path / 'out'} train.py"
+        ),
         cwd=tmp_path,
         env=os.environ
         | {
@@ -57,9 +41,6 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
             "TMPDIR": str(tmp_path),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         },
-        capture_output=True,
-        text=True,
-        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("stepscope: page:") == 1

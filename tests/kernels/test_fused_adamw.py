@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,23 @@ def groups(params: list[nn.Parameter]) -> list[dict[str, object]]:
     ]
 
 
+def trained(
+    rule: Callable[..., AdamW],
+    dtype: torch.dtype = torch.float32,
+    grouping: Callable[[list[nn.Parameter]], list[Any]] = groups,
+    steps: int = 8,
+) -> dict[str, Tensor]:
+    """Parameters and state after some steps; one tensor has no gradient in the second."""
+    params = parameters(dtype)
+    optimizer = rule(grouping(params))
+    train(params, optimizer, steps, skip=3)
+    return {
+        f"{name} of {number}": tensor.cpu()
+        for number, parameter in enumerate(params)
+        for name, tensor in {"parameter": parameter.detach(), **optimizer.state[parameter]}.items()
+    }
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of tensors of each launch."""
@@ -66,23 +85,10 @@ def test_twenty_steps_match_naive_adamw(
     grouping: Callable[[list[nn.Parameter]], list[object]], launches: list[int]
 ) -> None:
     """One tensor has no gradient in the second step, so its step count differs from then on."""
-
-    def trained(rule: type[AdamW], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        params = parameters(dtype)
-        optimizer = rule(grouping(params))
-        train(params, optimizer, 20, skip=3)
-        return {
-            f"{name} of {number}": tensor
-            for number, parameter in enumerate(params)
-            for name, tensor in {
-                "parameter": parameter.detach(),
-                **optimizer.state[parameter],
-            }.items()
-        }
-
-    ours = trained(FusedAdamW)
+    run = functools.partial(trained, grouping=grouping, steps=20)
+    ours = run(FusedAdamW)
     assert launches == [5, 4, *[5] * 18], "one launch a step takes all tensors"
-    hold_to_policy(trained(AdamW, torch.float64), trained(AdamW), ours)
+    hold_to_policy(run(AdamW, torch.float64), run(AdamW), ours)
     assert [ours[f"step of {number}"].item() for number in (2, 3)] == [20, 19]
 
 
@@ -204,23 +210,9 @@ def test_stochastic_rounding_is_reproducible_and_continues_after_a_load() -> Non
 
 class TestCapturable:
     def test_matches_naive_adamw_with_a_step_count_per_tensor(self, launches: list[int]) -> None:
-        def trained(rule: Callable[..., AdamW], dtype: torch.dtype) -> dict[str, Tensor]:
-            params = parameters(dtype)
-            optimizer = rule(groups(params))
-            train(params, optimizer, 8, skip=3)
-            return {
-                f"{name} of {number}": tensor.cpu()
-                for number, parameter in enumerate(params)
-                for name, tensor in {
-                    "parameter": parameter.detach(),
-                    **optimizer.state[parameter],
-                }.items()
-            }
-
-        ours = trained(lambda params: FusedAdamW(params, capturable=True), torch.float32)
+        ours = trained(lambda params: FusedAdamW(params, capturable=True))
         assert launches == [5, 4, *[5] * 6]
-        plain = trained(AdamW, torch.float32)
-        hold_to_policy(trained(AdamW, torch.float64), plain, ours)
+        hold_to_policy(trained(AdamW, torch.float64), trained(AdamW), ours)
         assert [ours[f"step of {number}"].item() for number in (2, 3)] == [8, 7]
 
     def test_buffers_of_a_replay_keep_their_addresses(self) -> None:

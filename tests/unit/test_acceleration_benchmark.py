@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
+
+from command_line import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,13 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(*arguments: str) -> str:
     # Kernels would run in Triton's interpreter, which takes minutes.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "benchmarks/acceleration.py", "--tiny", "--device", "cpu", *arguments],
+    done = python(
+        *shlex.split("benchmarks/acceleration.py --tiny --device cpu"),
+        *arguments,
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from command_line import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,13 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_trials_are_predicted_again_from_their_records() -> None:
     """With the current rules, which scale the trace to the timed step and limit a fused update on
     a CPU by its arithmetic."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/own_step_backtest.py", "results/advise-slow_cpu.jsonl"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = python("benchmarks/own_step_backtest.py", "results/advise-slow_cpu.jsonl", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     by_code = {row[0].removeprefix("| "): row for row in rows}
@@ -32,13 +26,7 @@ def test_trials_are_predicted_again_from_their_records() -> None:
 
 def test_four_of_five_first_pieces_of_advice_are_right_on_an_h200() -> None:
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("results/advise-*_h200.jsonl"))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/own_step_backtest.py", *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = python("benchmarks/own_step_backtest.py", *files, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     right, tried = map(int, re.findall(r"^(\d+) of (\d+) of the first", done.stderr)[0])
     assert tried >= 8
@@ -46,13 +34,7 @@ def test_four_of_five_first_pieces_of_advice_are_right_on_an_h200() -> None:
 
 
 def test_four_of_five_changes_are_predicted_within_a_third() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/advice_backtest.py", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = python("benchmarks/advice_backtest.py", "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result["summary"]) >= {"tf32", "bfloat16", "compile-blocks", "graph", "larger-batch"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_advice_rules import facts
 
+from command_line import python
 from own_records import advice, attached, coded, tried
 from stepscope.advisor.advise.facts import block_list, facts_of
 from stepscope.advisor.advise.outcome import Tried
@@ -79,13 +78,7 @@ def test_gpu_kernels_take_no_longer_than_the_step() -> None:
 
 
 def test_the_backtest_file_matches_the_records() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/make_advice_ranges.py", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = python("scripts/make_advice_ranges.py", "--check", cwd=ROOT)
     assert done.returncode == 0, f"run scripts/make_advice_ranges.py {done.stderr}"
 
 

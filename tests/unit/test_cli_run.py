@@ -6,15 +6,13 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from command_line import CommandLine
+from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 
 ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
@@ -61,19 +59,8 @@ def test_run_prints_one_line_of_json_and_stores_everything(cli: CommandLine) -> 
     assert lines[0].startswith(f"run {facts['run']}: 3 cases, about ")
     assert lines[2].startswith("[2/3] planted raise-0: error: RuntimeError: planted (0:")
 
-    again = cli(
-        "run",
-        "planted",
-        "--does",
-        "ok",
-        "raise",
-        "skip",
-        "--device",
-        "cpu",
-        "--json",
-        "--resume",
-        "--retry",
-        "--no-report",
+    again = cli.line(
+        "run planted --does ok raise skip --device cpu --json --resume --retry --no-report"
     )
     assert json.loads(again.stdout)["run"] == facts["run"]
     assert ANNOUNCED.findall(again.stderr) == ["raise-0"]
@@ -94,23 +81,9 @@ def test_run_without_success_preserves_the_existing_report(cli: CommandLine) -> 
 
 
 def test_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine) -> None:
-    done = cli(
-        "run",
-        "benchmark",
-        "--size",
-        "tiny",
-        "--context",
-        "8",
-        "--batch",
-        "1",
-        "--steps",
-        "3",
-        "--min-seconds",
-        "0",
-        "--vocab",
-        "9",
-        "--device",
-        "cpu",
+    done = cli.line(
+        "run benchmark --size tiny --context 8 --batch 1 --steps 3 --min-seconds 0 --vocab 9"
+        " --device cpu"
     )
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
@@ -168,9 +141,7 @@ def test_interrupt_inside_dataclass_creation_has_exit_code_130(tmp_path: Path) -
         sys.exit(stepscope.cli.main([]))
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True, timeout=400
-    )
+    done = python("-m", "stopped", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "stepscope: interrupted\n")
 
 
@@ -196,19 +167,7 @@ def test_interrupt_before_the_first_case_leaves_no_records(cli: CommandLine) -> 
 
 
 def test_two_concurrent_runs_do_not_share_a_run(cli: CommandLine) -> None:
-    words = (
-        "run",
-        "planted",
-        "--times",
-        "2",
-        "--does",
-        "ok",
-        "hang",
-        "--device",
-        "cpu",
-        "--no-report",
-        "--resume",
-    )
+    words = shlex.split("run planted --times 2 --does ok hang --device cpu --no-report --resume")
     first = cli.start(*words)
     assert first.stderr is not None
     try:

@@ -166,25 +166,9 @@ def test_a_slower_compiled_case_is_never_amortized() -> None:
 def test_the_model_is_one_graph_without_breaks(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    done = cli(
-        "run",
-        "compile",
-        "--part",
-        "trace",
-        "--size",
-        "tiny",
-        "--context",
-        "8",
-        "--batch",
-        "1",
-        "--vocab",
-        "32",
-        "--compile",
-        "model",
-        "--attention",
-        "sdpa",
-        "--device",
-        "cpu",
+    done = cli.line(
+        "run compile --part trace --size tiny --context 8 --batch 1 --vocab 32 --compile model"
+        " --attention sdpa --device cpu"
     )
     assert done.returncode == 0, done.stderr
     (record,) = cli.records()

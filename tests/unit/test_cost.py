@@ -131,7 +131,7 @@ def test_causal_halves_only_attention() -> None:
     half = cost.flops(SHAPE, BATCH, 64)
     assert half.forward_linear == full.forward_linear
     assert 2 * half.forward_attention == full.forward_attention == 4 * 4 * 64 * 64 * 128 * 3
-    assert half.step == half.step_linear + half.step_attention
+    assert half.step == half.step_linear + 3 * half.forward_attention
 
 
 def test_flops_of_a_published_size() -> None:

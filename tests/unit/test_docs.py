@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import python
 from precision_records import autocast_record
 from step_records import (
     compile_record,
@@ -337,13 +338,7 @@ def test_the_library_examples_run(tmp_path: Path) -> None:
     script = "\n".join(code_blocks("python")[:-1])
     # As on a reader's machine, where kernels do not run in Triton's interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = python("-c", script, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "matmul host ms" in done.stdout
     assert (tmp_path / "page.html").exists()

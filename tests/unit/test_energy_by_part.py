@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from command_line import python
 from quiet_bench import QuietBench
 from step_records import energy_lines
 from stepscope.analysis import matmuls as listing
@@ -380,13 +381,7 @@ def test_a_missing_part_leaves_no_sum() -> None:
 
 
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/energy_by_part.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return python("benchmarks/energy_by_part.py", *arguments, cwd=ROOT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure on this machine")

@@ -83,19 +83,17 @@ def test_nonfinite_values_stay_visible_and_local(dtype: str) -> None:
     rounding = 0.07 if dtype == E4M3 else 0.14
     smallest = result.inverse_scale * torch.finfo(DTYPES[dtype]).tiny
     torch.testing.assert_close(back[finite], x[finite], rtol=rounding, atol=float(smallest))
-    assert counts(x, result, dtype).nonfinite == 3
 
 
 def test_counts_of_saturation_and_underflow() -> None:
     x = torch.tensor([[1000.0, 448.0, 463.0, 465.0, 1e-9, 0.0, -500.0, 1.0]])
-    counted = counts(x, cast(x, E4M3, scale=torch.tensor(1.0)), E4M3)
-    assert (counted.saturated, counted.underflowed, counted.elements) == (3, 1, 8)
+    assert counts(x, cast(x, E4M3, scale=torch.tensor(1.0)), E4M3) == (3, 1)
     zeros = torch.zeros(2, 16)
     of_zeros = cast(zeros)
     assert counts(zeros, of_zeros).underflowed == 0
     assert torch.equal(of_zeros.dequantized(), zeros)
-    tiny = torch.full((2, 16), 1e-37)
-    assert counts(tiny, cast(tiny)).clamped_scales == 1
+    # The scale of tiny values is limited: float32 could not represent it.
+    assert cast(torch.full((2, 16), 1e-37)).inverse_scale > 0
     # With its own amax nothing saturates, although amax times scale may round above the largest.
     own = torch.rand(1000, 1) * 10
     assert counts(own, cast(own, scaling=ROWWISE, dim=1)).saturated == 0

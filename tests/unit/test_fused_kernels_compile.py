@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from command_line import python
 
 COMPILE = r"""
 import pathlib
@@ -170,10 +170,7 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=400,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    done = python(str(script), env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     assert len(loads) == 73

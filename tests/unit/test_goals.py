@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from command_line import python
 from parallel_records import ddp_record
 from rehearsal_records import check_record
 from sample_records import record as sample_record
@@ -231,12 +232,7 @@ def test_committed_records_are_judged_by_committed_goals() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "goals.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return python(str(ROOT / "benchmarks" / "goals.py"), *arguments)
 
 
 def test_strict_exits_with_1_only_if_a_goal_is_missed(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from command_line import CommandLine
+from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.trusted import banner
@@ -44,27 +43,16 @@ def command(tmp_path: Path, script: Path) -> CommandLine:
 
 
 def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=400
-    )
+    return python(str(script), *words)
 
 
 def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING)
-    words = (
-        "--warmup",
-        "2",
-        "--steps",
-        "5",
-        "--profiled-steps",
-        "2",
-        "--keep-traces",
-        str(script),
-        "14",
+    done = command.line(
+        f"inspect --warmup 2 --steps 5 --profiled-steps 2 --keep-traces {script} 14"
     )
-    done = command("inspect", *words)
     assert done.returncode == 7
     assert done.stdout == "False __main__ ['14'] True\n"
     page = command.out / "train.html"
@@ -181,18 +169,9 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
     command: CommandLine, script: Path
 ) -> None:
     script.write_text(TRAINING)
-    words = (
-        "--json",
-        "--warmup",
-        "2",
-        "--steps",
-        "5",
-        "--profiled-steps",
-        "2",
-        "--out",
-        str(command.out),
+    done = command.line(
+        f"inspect --json --warmup 2 --steps 5 --profiled-steps 2 --out {command.out} {script} 14"
     )
-    done = command("inspect", *words, str(script), "14")
     assert (done.returncode, done.stdout) == (7, "False __main__ ['14'] True\n")
     threads, line = done.stderr.splitlines()
     text = json.loads(line)
@@ -292,18 +271,7 @@ def test_steps_that_change_during_the_recording_are_reported(
 ) -> None:
     slow = "    import time; time.sleep(0.2 if _ < 8 else 0.0)\n"
     script.write_text(TRAINING.replace('print("threads', f'{slow}print("threads'))
-    words = (
-        "--no-memory",
-        "--warmup",
-        "1",
-        "--steps",
-        "5",
-        "--profiled-steps",
-        "2",
-        str(script),
-        "14",
-    )
-    done = command("inspect", *words)
+    done = command.line(f"inspect --no-memory --warmup 1 --steps 5 --profiled-steps 2 {script} 14")
     (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]
     assert "so they differ from the timed steps)" in short
 

@@ -29,6 +29,18 @@ from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload
 
 GIB = 1 << 30
+FORWARD = Workload(
+    size="tiny",
+    table="2025",
+    context=8,
+    batch=1,
+    dtype="float32",
+    attention="sdpa",
+    compile="no",
+    optimizer="torch",
+    mode="forward",
+    overrides={"vocab": 32},
+)
 
 
 def test_a_case_on_this_machine_is_predicted_and_attributed() -> None:
@@ -101,23 +113,11 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
 
     monkeypatch.setenv(TRACES, str(tmp_path))
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
-    work = Workload(
-        size="tiny",
-        table="2025",
-        context=8,
-        batch=1,
-        dtype="float32",
-        attention="sdpa",
-        compile="no",
-        optimizer="torch",
-        mode="forward",
-        overrides={"vocab": 32},
-    )
     device = pick_device("cpu")
-    step = TransformerStep(work, device)
-    assert measure._snapshot(step, device, work) == ({}, [])
+    step = TransformerStep(FORWARD, device)
+    assert measure._snapshot(step, device, FORWARD) == ({}, [])
     device.kind = "cuda"
-    noted, turns = measure._snapshot(step, device, work)
+    noted, turns = measure._snapshot(step, device, FORWARD)
     assert noted == {
         "snapshot_missing": "RuntimeError: cudaMallocAsync does not yet support recordHistory"
     }
@@ -125,18 +125,6 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
 
 
 def test_steps_are_interleaved_in_an_order_that_changes() -> None:
-    work = Workload(
-        size="tiny",
-        table="2025",
-        context=8,
-        batch=1,
-        dtype="float32",
-        attention="sdpa",
-        compile="no",
-        optimizer="torch",
-        mode="forward",
-        overrides={"vocab": 32},
-    )
     device, order = pick_device("cpu"), []
 
     def context(name: str) -> Callable[[], AbstractContextManager[None]]:
@@ -148,6 +136,6 @@ def test_steps_are_interleaved_in_an_order_that_changes() -> None:
         return entered
 
     contexts = {name: context(name) for name in "ab"}
-    took = interleaved_steps(TransformerStep(work, device), device, contexts, rounds=3)
+    took = interleaved_steps(TransformerStep(FORWARD, device), device, contexts, rounds=3)
     assert order == [*"ab", *"ba", *"ab"]
     assert {name: len(samples) for name, samples in took.items()} == {"a": 3, "b": 3}

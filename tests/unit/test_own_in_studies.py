@@ -264,19 +264,9 @@ def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[st
 def test_ranks_train_a_user_s_model(tmp_path: Path) -> None:
     command = CommandLine(tmp_path)
     command.know_ceilings()
-    for study, more in (("ddp", ("--bucket-mb", "1")), ("fsdp", ())):
-        done = command(
-            "run",
-            study,
-            "--model",
-            "own_models:causal_lm",
-            "--ranks",
-            "2",
-            "--rounds",
-            "2",
-            "--device",
-            "cpu",
-            *more,
+    for study in ("ddp --bucket-mb 1", "fsdp"):
+        done = command.line(
+            f"run {study} --model own_models:causal_lm --ranks 2 --rounds 2 --device cpu"
         )
         assert done.returncode == 0, done.stderr
     ddp, fsdp = command.records()

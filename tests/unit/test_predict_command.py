@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -37,21 +38,9 @@ def test_several_cases_make_one_table(capsys: pytest.CaptureFixture[str]) -> Non
         assert prediction["peak_bytes"] == max(p["allocated"] for p in prediction["phases"])
 
 
-FAST = (
-    "--size",
-    "2.7b",
-    "--context",
-    "2048",
-    "--dtype",
-    "bf16",
-    "--attention",
-    "auto",
-    "--loss",
-    "fused",
-    "--fused",
-    "--fused-projections",
-    "--optimizer",
-    "stepscope-in-backward",
+FAST = shlex.split(
+    "--size 2.7b --context 2048 --dtype bf16 --attention auto --loss fused --fused"
+    " --fused-projections --optimizer stepscope-in-backward"
 )
 
 

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from command_line import python
 from stepscope.analysis.plain_pickle import MAX_NESTED_TUPLES, UnsafePickleError, check, load_plain
 from stepscope.analysis.snapshot import read_snapshot, summarize
 from stepscope.cli import main
@@ -252,13 +251,7 @@ codes = {main(["snapshot", path]) for path in sys.argv[1:]}
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(codes, grown < 200_000, grown)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    done = python("-c", program, *map(str, sorted(tmp_path.iterdir())))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{1} True"), done.stdout
     assert len(done.stderr.strip().splitlines()) == len(HOSTILE)

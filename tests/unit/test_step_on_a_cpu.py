@@ -49,27 +49,10 @@ def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
 def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    words = (
-        "run",
-        "step",
-        "--part",
-        "ladder",
-        "--size",
-        "tiny",
-        "--context",
-        "8",
-        "--batch",
-        "1",
-        "--vocab",
-        "32",
-        "--layers",
-        "1",
-        "--min-seconds",
-        "0",
-        "--device",
-        "cpu",
+    done = cli.line(
+        "run step --part ladder --size tiny --context 8 --batch 1 --vocab 32 --layers 1"
+        " --min-seconds 0 --device cpu --rungs tf32 flash --no-report"
     )
-    done = cli(*words, "--rungs", "tf32", "flash", "--no-report")
     assert done.returncode == 0, done.stderr
     statuses = {record.config["rung"]: record.status for record in cli.records()}
     assert statuses == {"start": "ok", "tf32": "skipped", "flash": "ok"}
@@ -80,51 +63,11 @@ def test_ladder_loss_and_race_run_from_the_command_line(tmp_path: Path) -> None:
     cli.know_ceilings()
     # In Triton's interpreter, which users do not have, the loss of the race takes 20 s.
     cli.environment.pop("TRITON_INTERPRET", None)
-    done = cli(
-        "run",
-        "step",
-        "--device",
-        "cpu",
-        "--part",
-        "ladder",
-        "loss",
-        "race",
-        "--size",
-        "tiny",
-        "--context",
-        "8",
-        "--batch",
-        "1",
-        "--vocab",
-        "32",
-        "--rungs",
-        "flash",
-        "fused-optimizer",
-        "--race",
-        "tiny-64",
-        "--blocks",
-        "2",
-        "--block-seconds",
-        "0.05",
-        "--rounds",
-        "1",
-        "--warmup",
-        "0",
-        "--steps",
-        "1",
-        "--min-seconds",
-        "0",
-        "--loss-size",
-        "tiny",
-        "--loss-context",
-        "8",
-        "--loss-steps",
-        "4",
-        "--loss-rungs",
-        "flash",
-        "--seeds",
-        "0",
-        "--json",
+    done = cli.line(
+        "run step --device cpu --part ladder loss race --size tiny --context 8 --batch 1 --vocab"
+        " 32 --rungs flash fused-optimizer --race tiny-64 --blocks 2 --block-seconds 0.05 --rounds"
+        " 1 --warmup 0 --steps 1 --min-seconds 0 --loss-size tiny --loss-context 8 --loss-steps 4"
+        " --loss-rungs flash --seeds 0 --json"
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from command_line import python
 
 COMPILE = """
 import json
@@ -66,13 +66,7 @@ def test_every_kernel_compiles_to_the_instructions_of_its_technique(tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )
+    done = python(str(script), env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert len(counts) == 11

@@ -262,19 +262,8 @@ def test_the_figure_shows_measured_and_predicted_gains() -> None:
 def test_the_command_prints_the_table(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()
-    done = cli(
-        "run",
-        "techniques",
-        "--technique",
-        "card",
-        "coalescing",
-        "fusion",
-        "--mib",
-        "1",
-        "--rounds",
-        "2",
-        "--device",
-        "cpu",
+    done = cli.line(
+        "run techniques --technique card coalescing fusion --mib 1 --rounds 2 --device cpu"
     )
     assert done.returncode == 0, done.stderr
     assert "Coalesced access" in done.stdout

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stepscope.acceleration.patches import Patch
 from stepscope.acceleration.replacement import Left
+from stepscope.errors import some
 from stepscope.kernels.fp8.layers import Fp8Layers
 
 FP8 = "fp8"
@@ -127,8 +128,7 @@ def name_pattern(name: str) -> str:
 def _patterns(names: Sequence[str]) -> str:
     """Return the names with `*` for the index of a block, the first few of them."""
     patterns = list(dict.fromkeys(name_pattern(name) or "(model)" for name in names))
-    more = f" and {len(patterns) - _MAX_NAMES} more" if len(patterns) > _MAX_NAMES else ""
-    return ", ".join(patterns[:_MAX_NAMES]) + more
+    return some(patterns, _MAX_NAMES)
 
 
 def excluded(piece: str, name: str, kind: type, patterns: Iterable[str | type]) -> bool:

@@ -9,7 +9,7 @@ no part is longer than the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from stepscope.analysis.ideal import Kind, Rates, ideal_ms, operations
 from stepscope.analysis.trace.summary import LedgerLine, Summary
@@ -26,16 +26,7 @@ Cause = Literal[
     "communication",
     "unattributed",
 ]
-CAUSES: tuple[Cause, ...] = (
-    "matmuls below the ceiling",
-    "memory-bound operations",
-    "casts and copies",
-    "launch gaps",
-    "optimizer",
-    "recomputation",
-    "communication",
-    "unattributed",
-)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 RECOVERABLE: tuple[Cause, ...] = CAUSES[:-1]
 _MATRIX = ("matmul", "attention")
 _CORE = "attention/core"

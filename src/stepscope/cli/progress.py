@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from stepscope.analysis.limits import step_ms
@@ -59,12 +58,7 @@ class _Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if skipped := sum(self._skipped.values()):
             self._write(f"{counted(skipped, 'case')} skipped:")
             for reason, times in self._skipped.most_common():
@@ -144,18 +138,13 @@ class LiveLine(_Progress):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
         if self._total:
             self._write(
                 f"{self._done} of {counted(self._total, 'case')} in {_clock(self._elapsed_s)}"
             )
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
     def calibrating(self, progress: Progress) -> None:
         self._what = f"measuring this machine's ceilings (once): {progress.what}"

@@ -22,6 +22,7 @@ import torch
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import Device
 from stepscope.records.decoding import from_json
+from stepscope.records.jsonl import replace_file
 from stepscope.records.schema import Ceiling, Environment
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16", "fp8")
@@ -247,11 +248,6 @@ def _cached(path: Path) -> tuple[Ceiling, ...] | None:
 
 def _write_cache(path: Path, measured: tuple[Ceiling, ...]) -> None:
     """Write the cache atomically. Without a writable cache, the next call measures again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(measured))
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+        replace_file(path, [msgspec.json.encode(measured)])

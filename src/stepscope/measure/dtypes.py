@@ -10,59 +10,36 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_VIEWS = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "expand",
-        "transpose",
-        "permute",
-        "slice",
-        "split",
-        "detach",
-        "t",
-        "alias",
-        "as_strided",
-        "select",
-        "unsqueeze",
-        "squeeze",
-    ]
-)
+from stepscope.measure.dispatch import Observer
+
 _CAST = "_to_copy"
 
 Dtypes = tuple[str, ...]
 
 
-class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DtypeRecorder(Observer):  # type: ignore[no-untyped-call]
     """Counts operators by the floating-point dtypes that they read and write, except views."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operators: Counter[tuple[str, Dtypes, Dtypes]] = Counter()
         self.casts: Counter[tuple[tuple[int, ...], str, str]] = Counter()
         """Count of casts by shape, source dtype and target dtype."""
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        result = function(*arguments, **(keywords or {}))
+    def after(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
         name = function._schema.name.removeprefix("aten::")
-        if name not in _VIEWS:
-            read, written = _floating_dtypes((arguments, keywords)), _floating_dtypes(result)
-            if written:
-                self.operators[name, read, written] += 1
-            if name == _CAST and read and read != written:
-                self.casts[tuple(arguments[0].shape), read[0], written[0]] += 1
-        return result
+        # Matmuls reshape their result by `_unsafe_view`, which is not declared as a view.
+        if function.is_view or name == "_unsafe_view":
+            return
+        read, written = _floating_dtypes((arguments, keywords)), _floating_dtypes(result)
+        if written:
+            self.operators[name, read, written] += 1
+        if name == _CAST and read and read != written:
+            self.casts[tuple(arguments[0].shape), read[0], written[0]] += 1
 
 
 def _floating_dtypes(tree: Any) -> Dtypes:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from stepscope.measure.dispatch import Observer
 from stepscope.torch_tools.triton_available import tf32_is_enabled
 
 Count = Callable[..., int]
@@ -131,21 +131,14 @@ class FlopCount:
         return "tf32" if name == "float32" and fast else name
 
 
-class CountingFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountingFlops(Observer):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of all operators that run inside; kernels of torch.compile are not seen."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counted = FlopCount()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        result = function(*arguments, **(keywords or {}))
-        self.counted.add(function, arguments, keywords or {}, result)
-        return result
+    def after(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
+        self.counted.add(function, arguments, keywords, result)

@@ -8,12 +8,14 @@ created, and its storage is counted until it is freed; tensors that existed befo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from stepscope.measure.dispatch import Observer
 
 
 class LiveStorage:
@@ -47,14 +49,14 @@ def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
-class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorBytes(Observer):  # type: ignore[no-untyped-call]
     """Counts the live storages on one device while it is active.
 
     A tensor that an operator creates and frees internally is not seen.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kind = device.type
         self._live: dict[int, LiveStorage] = {}
         self.now = 0
@@ -76,26 +78,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The counted storages of a tensor."""
         keys = (part.untyped_storage()._cdata for part in stored(tensor))
         return [self._live[key] for key in keys if key in self._live]
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        self.aside(self.before)
-        result = function(*arguments, **(keywords or {}))
-        self.aside(self.after, function, arguments, keywords or {}, result)
-        return result
-
-    def aside(self, note: Callable[..., None], *given: Any) -> None:
-        """Run the bookkeeping of the counter; overridden to handle its errors."""
-        note(*given)
-
-    def before(self) -> None:
-        """Called before every operator."""
 
     def after(
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any

@@ -77,10 +77,6 @@ class Flops(msgspec.Struct, frozen=True, kw_only=True):
     def step_linear(self) -> int:
         return 3 * self.forward_linear
 
-    @property
-    def step_attention(self) -> int:
-        return 3 * self.forward_attention
-
 
 def flops(config: ModelConfig, batch: int, context: int, causal: bool = True) -> Flops:
     """Return the FLOPs of one step over `batch` sequences of `context` tokens."""

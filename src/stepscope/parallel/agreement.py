@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from stepscope.errors import some
 from stepscope.parallel.collective_order import HINT, Order, require_same_pasts
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
@@ -192,9 +193,8 @@ class Agreement:
                 ]
                 if not missing:
                     continue
-                more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
                 raise ParallelError(
-                    f"rank {without} has no gradient for {', '.join(missing[:_NAMED])}{more},"
+                    f"rank {without} has no gradient for {some(missing, _NAMED)},"
                     f" but rank {with_} does",
                     "pass missing_gradients='zero' if ranks may use different parameters",
                 )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from stepscope.errors import one_line
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.supervisor import Limits
@@ -100,11 +101,10 @@ class Crew:
 
     def _first_failure(self, error: Exception) -> RankFailed:
         """Return the first failure in this task; the others are consequences of it."""
-        text = (str(error).strip().splitlines() or [""])[0]
         failure = {
             "rank": self.rank,
             "step": HEARTBEAT.step_number,
-            "what": f"raised {type(error).__name__}: {text}",
+            "what": f"raised {one_line(error)}",
         }
         index = self._store.add(f"failures/{self._task}", 1)
         self._store.set(f"failure/{self._task}/{index}", json.dumps(failure))

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, one_line
 from stepscope.parallel.heartbeat import HEARTBEAT, Page, State
 from stepscope.parallel.main_module import GUARD
 from stepscope.parallel.pickling import Received, Result, dumps, why_not
@@ -94,7 +94,7 @@ def _import_main(main: dict[str, str]) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise CannotStart(
-            f"a rank cannot import {_importing}: {_summary(error)}",
+            f"a rank cannot import {_importing}: {one_line(error)}",
             f"if it starts the job, {GUARD}",
         ) from error
     finally:
@@ -107,7 +107,7 @@ def _opened(task: Received) -> tuple[Any, tuple[Any, ...]]:
         function, arguments = task.open()
     except Exception as error:
         raise CannotStart(
-            f"a rank cannot load the function or its arguments: {_summary(error)}",
+            f"a rank cannot load the function or its arguments: {one_line(error)}",
             "define them in a module that a rank can import, or at the top level of the script",
         ) from error
     return function, arguments
@@ -117,7 +117,7 @@ def _pickled(result: Any) -> bytes:
     try:
         return dumps(result, "all")
     except Exception as error:
-        raise _Unsendable(why_not(result, "all") or _summary(error)) from error
+        raise _Unsendable(why_not(result, "all") or one_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def _reported(path: Path, *, connected: bool) -> Iterator[None]:
 
 def _write_report(path: Path, error: BaseException, *, connected: bool) -> None:
     """Write atomically what ended this rank and when."""
-    what, cause = f"raised {_summary(error)}", error
+    what, cause = f"raised {one_line(error)}", error
     if isinstance(error, _Unsendable):
         what = f"finished, but its return value cannot be sent: {error}"
     if isinstance(error, CannotStart) and error.__cause__ is not None:
@@ -150,8 +150,3 @@ def _write_report(path: Path, error: BaseException, *, connected: bool) -> None:
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(report))
     unfinished.rename(path)
-
-
-def _summary(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

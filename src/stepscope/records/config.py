@@ -16,85 +16,47 @@ from stepscope.errors import StepscopeError, in_one_line
 _MAX_DEPTH = 32
 """Maximum levels of nesting; the studies record less than 10."""
 
-Counted = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
-OptionalCount = Counted | UnsetType
-OptionalPositiveInt = Annotated[int, msgspec.Meta(ge=1, le=10**15)] | UnsetType
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
-Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
-Positive = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-OptionalNumber = Positive | UnsetType
-OptionalText = str | UnsetType
-OptionalFlag = bool | UnsetType
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass"}):
-    """All settings of the studies, with type and range."""
-
-    accumulator: OptionalText = UNSET
-    arguments: list[str] | UnsetType = UNSET
-    attention: OptionalText = UNSET
-    back_to_back: OptionalCount = UNSET
-    backend: OptionalText = UNSET
-    batch: OptionalPositiveInt | None = UNSET
-    bucket_mb: list[Positive] | UnsetType = UNSET
-    budget_bytes: OptionalCount = UNSET
-    causal: OptionalFlag = UNSET
-    checkpoint: OptionalText = UNSET
-    collective: OptionalText = UNSET
-    compile: OptionalText = UNSET
-    compile_mode: OptionalText = UNSET
-    compute: OptionalText = UNSET
-    context: OptionalCount = UNSET
-    count: OptionalCount = UNSET
-    dtype: OptionalText = UNSET
-    format: OptionalText = UNSET
-    fused: OptionalFlag = UNSET
-    graph: OptionalFlag = UNSET
-    head: OptionalPositiveInt = UNSET
-    heads: OptionalPositiveInt = UNSET
-    how: OptionalText = UNSET
-    fused_projections: OptionalFlag = UNSET
-    activation_policy: OptionalText = UNSET
-    kind: OptionalText = UNSET
-    length: list[Counted] | UnsetType = UNSET
-    technique: OptionalText = UNSET
-    link: list[str] | UnsetType = UNSET
-    loss: OptionalText = UNSET
-    loss_steps: OptionalCount = UNSET
-    mib: OptionalCount = UNSET
-    min_seconds: OptionalNumber = UNSET
-    mode: OptionalText = UNSET
-    model: OptionalText = UNSET
-    optimizer: OptionalText = UNSET
-    overrides: dict[str, Any] | UnsetType = UNSET
-    own: OptionalText = UNSET
-    part: OptionalText = UNSET
-    pass_: OptionalText = UNSET
-    race: OptionalText = UNSET
-    racers: list[Any] | UnsetType = UNSET
-    rank: Rank | UnsetType = UNSET
-    ranks: Ranks | list[Ranks] | UnsetType = UNSET
-    rounds: OptionalCount = UNSET
-    rows: OptionalCount = UNSET
-    rung: OptionalText = UNSET
-    samples: OptionalCount = UNSET
-    script: OptionalText = UNSET
-    autotune_gemms: OptionalFlag = UNSET
-    seq: OptionalPositiveInt = UNSET
-    size: OptionalText = UNSET
-    sizes: list[Counted] | UnsetType = UNSET
-    snapshot: OptionalText = UNSET
-    step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType | None = UNSET
-    steps: OptionalCount = UNSET
-    subject: OptionalText = UNSET
-    table: OptionalText = UNSET
-    term: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType = UNSET
-    terms: OptionalText = UNSET
-    timed: OptionalCount = UNSET
-    together_ms: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)] | UnsetType | None = UNSET
-    traced: OptionalCount = UNSET
-    warmup: OptionalCount = UNSET
-    warps: OptionalCount = UNSET
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+_PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+_Signed = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+_SETTINGS: tuple[tuple[Any, str], ...] = (
+    (bool, "autotune_gemms causal fused fused_projections graph"),
+    (
+        str,
+        "accumulator activation_policy attention backend checkpoint collective compile compile_mode"
+        " compute dtype format how kind loss mode model optimizer own part pass race rung script"
+        " size snapshot subject table technique terms",
+    ),
+    (
+        _Count,
+        "back_to_back budget_bytes context count loss_steps mib rounds rows samples steps timed"
+        " traced warmup warps",
+    ),
+    (_PositiveInt, "head heads seq"),
+    (_PositiveInt | None, "batch"),
+    (_Number, "min_seconds"),
+    (_Positive, "term"),
+    (_Positive | None, "step_ms"),
+    (_Signed | None, "together_ms"),
+    (_Rank, "rank"),
+    (_Ranks | list[_Ranks], "ranks"),
+    (list[str], "arguments link"),
+    (list[_Number], "bucket_mb"),
+    (list[_Count], "length sizes"),
+    (list[Any], "racers"),
+    (dict[str, Any], "overrides"),
+)
+"""Type and range of the settings of all studies."""
+# Field names end with an underscore, because `pass` is a keyword of Python.
+_Settings = msgspec.defstruct(
+    "Settings",
+    [(f"{name}_", kind | UnsetType, UNSET) for kind, names in _SETTINGS for name in names.split()],
+    rename=lambda name: name.removesuffix("_"),
+)
 
 
 class Named(dict[str, Any]):
@@ -129,7 +91,7 @@ def check_config(config: dict[str, Any]) -> None:
     """Raise StepscopeError for settings of the wrong type or range."""
     _check_numbers(config)
     try:
-        msgspec.convert(config, Settings)
+        msgspec.convert(config, _Settings)
     except msgspec.ValidationError as error:
         raise StepscopeError(f"not a record: in its config: {in_one_line(error)}") from error
 

@@ -8,12 +8,11 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from stepscope.errors import StepscopeError, UsageError, in_one_line
+from stepscope.errors import StepscopeError, UsageError, in_one_line, some
 from stepscope.records.database import open_database
 from stepscope.records.failures import plain_errors
 from stepscope.records.lock import locked
@@ -38,12 +37,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -222,11 +216,8 @@ def _matching_id(kind: str, text: str, ids: list[str]) -> str:
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        shown = f"one of: {_listed(ids)}" if ids else ""
+        shown = f"one of: {some(ids, _CANDIDATES_SHOWN)}" if ids else ""
         raise UsageError(f"no {kind} has an id that begins with {text!r}", shown)
-    raise UsageError(f"{len(matches)} {kind}s begin with {text!r}", f"one of: {_listed(matches)}")
-
-
-def _listed(ids: list[str]) -> str:
-    more = len(ids) - _CANDIDATES_SHOWN
-    return ", ".join(ids[:_CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    raise UsageError(
+        f"{len(matches)} {kind}s begin with {text!r}", f"one of: {some(matches, _CANDIDATES_SHOWN)}"
+    )

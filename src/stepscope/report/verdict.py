@@ -168,10 +168,6 @@ def range_text(one: Estimate, digits: int = 3) -> str:
     return f"{number} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
 
 
-def step_text(verdict: Verdict) -> str:
-    return "" if verdict.step is None else _with_range(verdict.step)
-
-
 def bar_parts(verdict: Verdict) -> Sequence[BarPart]:
     """The segments of the bar: of time, or of memory in a verdict on memory."""
     return verdict.memory or verdict.parts

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -72,13 +71,8 @@ class _Range(AbstractContextManager[None]):
         if _nvtx_on:
             self._handle = torch.cuda.nvtx.range_start(self._name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._handle is not None:
             torch.cuda.nvtx.range_end(self._handle)
         if self._record is not None:
-            self._record.__exit__(kind, error, trace)
+            self._record.__exit__(*raised)

@@ -215,11 +215,6 @@ class DeferredMatmul:
         return self._value is None
 
     @property
-    def are_weights(self) -> bool:
-        """True if softmax has been applied: these are probabilities, not scores."""
-        return self._has_softmax
-
-    @property
     def read(self) -> list[torch.Tensor]:
         """Tensors that it reads."""
         return [one for one, _ in self._versions]

@@ -121,18 +121,6 @@ def _filled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return filled
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """List the tensors of nested containers, in order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    with_tensors(value, keep)
-    return found
-
-
 def fresh(value: Any) -> Any:
     """Copy a result: its tensors are new, detached and never written again."""
     return with_tensors(value, lambda tensor: tensor.detach().clone())

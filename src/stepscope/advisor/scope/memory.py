@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.allocator import CudaAllocator
+from stepscope.measure.dispatch import Observer
 from stepscope.measure.flops import FlopCount
 from stepscope.measure.ledger import FunctionNames, StorageLedger
 from stepscope.measure.saving import seen_while_allowed
@@ -120,23 +121,15 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 yield tensor
 
 
-class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorCount(Observer):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts operators."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operators = 0
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def before(self) -> None:
         self.operators += 1
-        return function(*arguments, **(keywords or {}))
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:

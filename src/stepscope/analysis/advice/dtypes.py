@@ -8,8 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import CONVOLUTION, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
-from stepscope.analysis.advice.timeline import gain_ms
+from stepscope.analysis.advice.rule import Change, rule
 
 FUSED_OVER_NAIVE_MATMULS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
 """Time of fused causal attention over that of the matmuls of naive attention, on a GPU. The fused
@@ -42,7 +41,7 @@ def with_faster_matmuls(facts: Facts, to: str) -> Facts | None:
 
 
 @rule("tf32", "TF32 matmuls (tensor cores for float32)")
-def _tf32(facts: Facts) -> Prediction | str:
+def _tf32(facts: Facts) -> Change | str:
     if not facts.on_gpu:
         return "a CPU has no TF32"
     if facts.dtype != "float32":
@@ -50,21 +49,18 @@ def _tf32(facts: Facts) -> Prediction | str:
     after = with_faster_matmuls(facts, "tf32")
     if after is None:
         return "this GPU has no TF32" if "tf32" in facts.lacks else ""
-    advice = Advice(
-        code="tf32",
-        title="TF32 matmuls (tensor cores for float32)",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"float32 matmuls take {facts.class_ms('matmul'):.3g} ms; TF32 is"
         f" {facts.rates['tf32'] / facts.rates['float32']:.3g}× as fast {facts.rates_basis}",
         risk="numerics: matmul inputs are rounded to 10 mantissa bits",
         lines=('torch.set_float32_matmul_precision("high")',),
         setting={"dtype": "tf32"},
     )
-    return Prediction(advice, after)
 
 
 @rule("bfloat16", "bfloat16 autocast")
-def bfloat16(facts: Facts) -> Prediction | str:
+def bfloat16(facts: Facts) -> Change | str:
     if facts.dtype not in ("float32", "tf32"):
         return f"the matmuls are in {facts.dtype} already"
     after = with_faster_matmuls(facts, "bfloat16")
@@ -81,10 +77,8 @@ def bfloat16(facts: Facts) -> Prediction | str:
     after = after.with_work(cast, tuple(_CAST_LAUNCHES))
     after = replace(after, attention=attention, autocast=True)
     kind = "cuda" if facts.on_gpu else "cpu"
-    advice = Advice(
-        code="bfloat16",
-        title="bfloat16 autocast",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         gain_bytes=_saved_bytes_freed(facts),
         why=f"{facts.dtype} matmuls take {facts.class_ms('matmul'):.3g} ms; bfloat16 is"
         f" {facts.rates['bfloat16'] / facts.rates[facts.dtype]:.3g}× as fast {facts.rates_basis}",
@@ -92,11 +86,10 @@ def bfloat16(facts: Facts) -> Prediction | str:
         lines=(f'with torch.autocast("{kind}", torch.bfloat16):', "    loss = model(…)"),
         setting={"dtype": "bfloat16"},
     )
-    return Prediction(advice, after)
 
 
 @rule("float32", "float32 instead of autocast")
-def _float32(facts: Facts) -> Prediction | str:
+def _float32(facts: Facts) -> Change | str:
     """float32 in place of an emulated dtype.
 
     A machine without hardware for a 16-bit dtype converts every number. Some machines have
@@ -123,17 +116,14 @@ def _float32(facts: Facts) -> Prediction | str:
         if now < wide
         else f"they reach 1/{facts.matmuls_over_rate:.3g} of its matmul rate"
     )
-    advice = Advice(
-        code="float32",
-        title="float32 instead of autocast",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"matmuls and convolutions take {takes:.3g} ms in {facts.dtype}, which is slow on this"
         f" machine: {slow}",
         risk="memory: activations take twice the bytes",
         lines=(f'with torch.autocast("{kind}", enabled=False):', "    loss = model(…)"),
         setting={"dtype": "float32"},
     )
-    return Prediction(advice, after)
 
 
 def _saved_bytes_freed(facts: Facts) -> int:

@@ -13,22 +13,21 @@ from msgspec.structs import replace
 from stepscope.analysis.advice.dtypes import bfloat16
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.pieces import COMPILED, GROUPS, with_all_pieces
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
+from stepscope.analysis.advice.rule import Change, rule
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.recipe import DEFAULT
 
 FP8 = "fp8"
 """Value of the setting `dtype`, for which `stepscope.accelerate` is called."""
-_TITLE = "FP8 linear layers (stepscope.accelerate; changes numerics)"
 _GEMMS = {"forward": 1.0, "backward": 2.0}
 """GEMMs of a linear layer over that of its forward pass."""
 _LAUNCHES = {"forward": 4.0, "backward": 6.0}
 """Kernels that cast the operands of a layer."""
 
 
-@rule("fp8", _TITLE)
-def _fp8(facts: Facts) -> Prediction | str:
+@rule("fp8", "FP8 linear layers (stepscope.accelerate; changes numerics)")
+def _fp8(facts: Facts) -> Change | str:
     if reason := _refused(facts):
         return reason
     in_bf16 = facts
@@ -47,10 +46,8 @@ def _fp8(facts: Facts) -> Prediction | str:
     if estimate.gain < choice.MINIMUM_GAIN or gain_ms(before, after) <= 0:
         return "the casts of its linear layers would take longer than FP8 GEMMs gain"
     rates = facts.rates
-    advice = Advice(
-        code="fp8",
-        title=_TITLE,
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"the GEMMs of {facts.linear_matmuls / facts.micro_batches:.4g} linear layers take"
         f" {sum(_GEMMS.values()) * in_bf16.linear_ms:.3g} ms in bfloat16; FP8 is"
         f" {rates[FP8] / rates['bfloat16']:.3g}× as fast {facts.rates_basis}, and casts take"
@@ -62,7 +59,6 @@ def _fp8(facts: Facts) -> Prediction | str:
         setting={"dtype": FP8},
         excludes=(*GROUPS, "compile"),
     )
-    return Prediction(advice, after)
 
 
 def _refused(facts: Facts) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import AT_COPIES, MODEL_PHASES, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
-from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
+from stepscope.analysis.advice.rule import Change, rule
+from stepscope.analysis.advice.timeline import host_limits_ms
 
 _OUTSIDE = ("outside",)
 _MEMORY_SHARE = 0.9
@@ -18,7 +18,7 @@ _PINNED = (
 
 
 @rule("no-read-back", "no device value read within the step")
-def _no_wait(facts: Facts) -> Prediction | str:
+def _no_wait(facts: Facts) -> Change | str:
     """No device value read within the step.
 
     A copy from pageable memory also synchronises: with only one of the two removed, the other
@@ -40,27 +40,24 @@ def _no_wait(facts: Facts) -> Prediction | str:
         setting["copies"] = "pinned"
         lines += _PINNED
         also = " Copies from pageable memory synchronise as well, so pin the batches too."
-    advice = Advice(
-        code="no-read-back",
-        title="no device value read within the step",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why="in every step the CPU waits for the device (.item(), .cpu(), print of a tensor, a"
         f" GradScaler's check) and then has to refill an empty launch queue.{also}",
         risk="none; values are printed some steps later",
         lines=lines,
         setting=setting,
     )
-    return Prediction(advice, after)
 
 
 @rule("data-ahead", "DataLoader workers that load batches ahead")
-def _workers(facts: Facts) -> Prediction | str:
+def _workers(facts: Facts) -> Change | str:
     if not facts.data_ms:
         return "no time is spent in a DataLoader"
     return _workers_on_gpu(facts) if facts.on_gpu else _workers_on_cpu(facts)
 
 
-def _workers_on_cpu(facts: Facts) -> Prediction | str:
+def _workers_on_cpu(facts: Facts) -> Change | str:
     """DataLoader workers for a step on the CPU.
 
     With all cores busy, loading still costs `data_ms / cores` of the step. On cores that PyTorch
@@ -79,27 +76,23 @@ def _workers_on_cpu(facts: Facts) -> Prediction | str:
         if free
         else f"PyTorch computes on all {facts.cores} cores, so workers take theirs from the step"
     )
-    advice = Advice(
-        code="data-ahead",
-        title="DataLoader workers that load batches ahead",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=replace(after, data_ms=0.0),
         why=f"the loop spends {facts.data_ms:.3g} ms of a step in its DataLoader; {shared}",
         risk="time: workers compete with the step for cores and each batch is copied between"
         " processes, so the step may get slower; CPU memory",
         lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
         setting={"data": "workers"},
     )
-    return Prediction(advice, replace(after, data_ms=0.0))
 
 
-def _workers_on_gpu(facts: Facts) -> Prediction:
+def _workers_on_gpu(facts: Facts) -> Change:
     after = facts.with_work(
         lambda work: replace(work, host_ms=max(0.0, work.host_ms - facts.data_ms)), _OUTSIDE
     )
-    advice = Advice(
-        code="data-ahead",
+    return Change(
+        after=replace(after, data_ms=0.0),
         title="DataLoader workers that prepare batches ahead",
-        gain_ms=gain_ms(facts, after),
         why=f"the CPU spends {facts.data_ms:.3g} ms of a step in its DataLoader, and the device"
         f" waits {host_limits_ms(facts):.3g} ms for the host",
         risk="time: workers need idle cores, other than the one that launches the step's kernels;"
@@ -107,11 +100,10 @@ def _workers_on_gpu(facts: Facts) -> Prediction:
         lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
         setting={"data": "workers"},
     )
-    return Prediction(advice, replace(after, data_ms=0.0))
 
 
 @rule("pinned-data", "batches in pinned memory, copied asynchronously")
-def _pinned(facts: Facts) -> Prediction | str:
+def _pinned(facts: Facts) -> Change | str:
     """Pinned batches. If values are read back too, that advice includes this one."""
     if not facts.on_gpu:
         return "the step runs on a CPU"
@@ -120,34 +112,28 @@ def _pinned(facts: Facts) -> Prediction | str:
     if facts.reads_back:
         return "values are read from the device in every step: see the change that avoids it"
     after = replace(facts, pageable_ms=0.0, waits="" if facts.waits == AT_COPIES else facts.waits)
-    advice = Advice(
-        code="pinned-data",
-        title="batches in pinned memory, copied asynchronously",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"copies from pageable memory take {facts.pageable_ms:.3g} ms and block the CPU until"
         " the device has finished all earlier work",
         risk="CPU memory",
         lines=_PINNED,
         setting={"copies": "pinned"},
     )
-    return Prediction(advice, after)
 
 
 @rule("set-to-none", "gradients set to None instead of zeroed")
-def _set_to_none(facts: Facts) -> Prediction | str:
+def _set_to_none(facts: Facts) -> Change | str:
     if not facts.cleared_ms:
         return "no gradient is filled with zeros"
     after = facts.with_work(lambda work: work.less(facts.cleared_ms), ("optimizer",))
-    advice = Advice(
-        code="set-to-none",
-        title="gradients set to None instead of zeroed",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=replace(after, cleared_ms=0.0),
         why=f"filling gradients with zeros takes {facts.cleared_ms:.3g} ms",
         risk="none, unless code reads .grad between steps",
         lines=("optimizer.zero_grad(set_to_none=True)",),
         setting={"gradients": "none"},
     )
-    return Prediction(advice, replace(after, cleared_ms=0.0))
 
 
 def with_batch_times(facts: Facts, times: int) -> Facts:
@@ -171,7 +157,7 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
 
 
 @rule("larger-batch", "twice the batch size")
-def _larger_batch(facts: Facts) -> Prediction | str:
+def _larger_batch(facts: Facts) -> Change | str:
     if not facts.on_gpu:
         return "the step runs on a CPU"
     if not facts.memory_bytes:
@@ -181,10 +167,8 @@ def _larger_batch(facts: Facts) -> Prediction | str:
         return "the memory has no room for twice the activations"
     after = with_batch_times(facts, 2)
     larger = None if facts.batch is None else 2 * facts.batch
-    advice = Advice(
-        code="larger-batch",
-        title="twice the batch size",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=replace(after, batch=larger),
         gain_bytes=-facts.saved_bytes,
         why="launches and the update cost half as much per sample; the gain is stated for the"
         f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free",
@@ -193,4 +177,3 @@ def _larger_batch(facts: Facts) -> Prediction | str:
         setting={"batch": str(larger)} if larger else {},
         by_author="" if larger else "no DataLoader was found that sets the batch size",
     )
-    return Prediction(advice, replace(after, batch=larger))

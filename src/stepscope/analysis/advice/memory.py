@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import TIGHT, Advice, Prediction, rule
+from stepscope.analysis.advice.rule import TIGHT, Change, rule
 
 _CHECKPOINTED_SHARE = 0.75
 """Share of the bytes saved for backward that lies inside blocks, and is freed by checkpointing."""
 
 
 @rule("checkpoint", "activation checkpointing of each block")
-def _checkpoint(facts: Facts) -> Prediction | str:
+def _checkpoint(facts: Facts) -> Change | str:
     if facts.recomputed_bytes:
         return "activation checkpointing is used already"
     if not facts.is_tight(TIGHT):
@@ -21,9 +21,8 @@ def _checkpoint(facts: Facts) -> Prediction | str:
     if not gain:
         return "the peak is that of the optimizer, not of saved activations"
     forward = facts.phase_ms("forward")
-    advice = Advice(
-        code="checkpoint",
-        title="activation checkpointing of each block",
+    return Change(
+        after=facts,
         gain_ms=-forward,
         gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
@@ -36,7 +35,6 @@ def _checkpoint(facts: Facts) -> Prediction | str:
         ),
         setting={"checkpoint": "blocks"},
     )
-    return Prediction(advice, facts)
 
 
 def _block_list_comment(facts: Facts) -> str:
@@ -44,16 +42,15 @@ def _block_list_comment(facts: Facts) -> str:
 
 
 @rule("no-checkpoint", "fewer checkpointed blocks")
-def _no_checkpoint(facts: Facts) -> Prediction | str:
+def _no_checkpoint(facts: Facts) -> Change | str:
     free_bytes = facts.memory_bytes * TIGHT - facts.peak_bytes
     if not facts.recomputed_bytes:
         return "no activation checkpointing is used"
     if free_bytes < facts.recomputed_bytes:
         return "the memory has no room for the activations that are recomputed now"
     forward = facts.phase_ms("forward")
-    advice = Advice(
-        code="no-checkpoint",
-        title="fewer checkpointed blocks",
+    return Change(
+        after=facts,
         gain_ms=forward,
         gain_bytes=-facts.recomputed_bytes,
         why=f"the backward pass recomputes activations for up to {forward:.3g} ms, and"
@@ -63,4 +60,3 @@ def _no_checkpoint(facts: Facts) -> Prediction | str:
         lines=("x = block(x)  # instead of checkpoint(block, x)",),
         setting={"checkpoint": "no"},
     )
-    return Prediction(advice, facts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import MODEL_PHASES, Facts, PhaseWork, PieceWork
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
+from stepscope.analysis.advice.rule import Change, rule
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.advice.work import with_fused_attention
 from stepscope.analysis.limits import ADAMW_BYTES
@@ -51,7 +51,6 @@ COMPILED = "the model is compiled: torch.compile traces the original layers"
 _NOTHING = "stepscope.accelerate replaces no such part of this model"
 _NO_LOSS = "no cross-entropy loss is traced"
 _ON_CPU = "on a CPU the replaced layers run in plain PyTorch"
-_FUSED_LOSS_TITLE = "fused linear cross-entropy (chunked, without full logits)"
 _FUSED_LOSS = 0.6
 """Share of the time from logits to loss, forward and backward, that a chunked loss saves."""
 _NEAR_BANDWIDTH = 1.1
@@ -232,9 +231,7 @@ def _call(facts: Facts, groups: Collection[str]) -> str:
     return f"stepscope.accelerate(model{optimizer}{exclude})"
 
 
-def _one(
-    facts: Facts, group: str, code: str, title: str, why: Callable[[Facts, Facts], str]
-) -> Prediction | str:
+def _one(facts: Facts, group: str, why: Callable[[Facts, Facts], str]) -> Change | str:
     """Predict one piece alone."""
     reason = _not_applicable(facts, [group])
     if reason is not None:
@@ -242,10 +239,8 @@ def _one(
     after = _APPLY[group](facts, group)
     if isinstance(after, str):
         return after
-    advice = Advice(
-        code=code,
-        title=title,
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         gain_bytes=_bytes(facts, after),
         why=why(facts, after),
         risk=_NUMERICS,
@@ -253,7 +248,6 @@ def _one(
         setting={group: ACCELERATE},
         excludes=("compile",) if group in IN_BLOCKS else (),
     )
-    return Prediction(advice, after)
 
 
 def _bytes(facts: Facts, after: Facts) -> int:
@@ -276,24 +270,20 @@ def _replaced_work(group: str, what: str) -> Callable[[Facts, Facts], str]:
 
 
 @rule("accelerate-norms", "fused norms and residual adds (stepscope.accelerate)")
-def _norms(facts: Facts) -> Prediction | str:
-    title = "fused norms and residual adds (stepscope.accelerate)"
-    return _one(facts, NORM, "accelerate-norms", title, _replaced_work(NORM, "norms"))
+def _norms(facts: Facts) -> Change | str:
+    return _one(facts, NORM, _replaced_work(NORM, "norms"))
 
 
 @rule("accelerate-mlp", "fused gated MLPs (stepscope.accelerate)")
-def _mlps(facts: Facts) -> Prediction | str:
-    title = "fused gated MLPs (stepscope.accelerate)"
-    return _one(facts, MLP, "accelerate-mlp", title, _replaced_work(MLP, "activations of the MLPs"))
+def _mlps(facts: Facts) -> Change | str:
+    return _one(facts, MLP, _replaced_work(MLP, "activations of the MLPs"))
 
 
 @rule("accelerate-linear", "weight casts cached from step to step (stepscope.accelerate)")
-def _linear(facts: Facts) -> Prediction | str:
+def _linear(facts: Facts) -> Change | str:
     return _one(
         facts,
         LINEAR,
-        "accelerate-linear",
-        "weight casts cached from step to step (stepscope.accelerate)",
         lambda facts, _: (
             "autocast casts every weight in the forward and its gradient in the backward:"
             f" {2 * facts.casts_ms:.3g} ms at the bandwidth measured here; the fused update writes"
@@ -304,7 +294,7 @@ def _linear(facts: Facts) -> Prediction | str:
 
 @rule("accelerate-attention", "fused projections, rotary positions and attention"
       " (stepscope.accelerate)")  # fmt: skip
-def _attention(facts: Facts) -> Prediction | str:
+def _attention(facts: Facts) -> Change | str:
     if not facts.on_gpu:
         return f"{_ON_CPU}: see fused attention"
 
@@ -316,20 +306,17 @@ def _attention(facts: Facts) -> Prediction | str:
         parts += [f"rotary positions and copies of the heads take {rotary:.3g} ms"]
         return ", ".join(parts) + "; Q, K and V are separate matmuls"
 
-    title = "fused projections, rotary positions and attention (stepscope.accelerate)"
-    return _one(facts, ATTENTION, "accelerate-attention", title, why)
+    return _one(facts, ATTENTION, why)
 
 
-@rule("fused-loss", _FUSED_LOSS_TITLE)
-def _fused_loss(facts: Facts) -> Prediction | str:
+@rule("fused-loss", "fused linear cross-entropy (chunked, without full logits)")
+def _fused_loss(facts: Facts) -> Change | str:
     """The chunked loss, which `accelerate` applies where the model's forward computes the loss."""
     if facts.loss_ms <= 0:
         return _NO_LOSS
     after = _with_fused_loss(facts)
-    advice = Advice(
-        code="fused-loss",
-        title=_FUSED_LOSS_TITLE,
-        gain_ms=gain_ms(facts, after),
+    change = Change(
+        after=after,
         gain_bytes=_bytes(facts, after),
         why=f"from logits to loss, forward and backward, takes {facts.loss_ms:.3g} ms, and"
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are saved for backward",
@@ -337,28 +324,26 @@ def _fused_loss(facts: Facts) -> Prediction | str:
         lines=(_call(facts, [LOSS]),),
         setting={LOSS: ACCELERATE},
     )
-    if not _found(facts, LOSS):
-        advice = replace(
-            advice,
-            lines=(
-                "from stepscope.kernels import linear_cross_entropy",
-                "loss = linear_cross_entropy(hidden, head.weight, targets)",
-            ),
-            setting={},
-            by_author="the loss function has to take the head's input instead of its logits",
-        )
-    return Prediction(advice, after)
+    if _found(facts, LOSS):
+        return change
+    return replace(
+        change,
+        lines=(
+            "from stepscope.kernels import linear_cross_entropy",
+            "loss = linear_cross_entropy(hidden, head.weight, targets)",
+        ),
+        setting={},
+        by_author="the loss function has to take the head's input instead of its logits",
+    )
 
 
 @rule("accelerate-embedding", "fused gradient of the embedding (stepscope.accelerate)")
-def _embedding(facts: Facts) -> Prediction | str:
-    title = "fused gradient of the embedding (stepscope.accelerate)"
-    why = _replaced_work(EMBEDDING, "gradients of embeddings")
-    return _one(facts, EMBEDDING, "accelerate-embedding", title, why)
+def _embedding(facts: Facts) -> Change | str:
+    return _one(facts, EMBEDDING, _replaced_work(EMBEDDING, "gradients of embeddings"))
 
 
 @rule("accelerate-optimizer", "optimizer in one launch (stepscope.accelerate)")
-def _one_launch(facts: Facts) -> Prediction | str:
+def _one_launch(facts: Facts) -> Change | str:
     def why(facts: Facts, after: Facts) -> str:
         launches = sum(work.launches for work in facts.phases if work.name == OPTIMIZER)
         return (
@@ -366,8 +351,7 @@ def _one_launch(facts: Facts) -> Prediction | str:
             f" kernel takes about {after.phase_ms(OPTIMIZER):.3g} ms at the bandwidth measured here"
         )
 
-    title = "optimizer in one launch (stepscope.accelerate)"
-    return _one(facts, OPTIMIZER, "accelerate-optimizer", title, why)
+    return _one(facts, OPTIMIZER, why)
 
 
 def _paying(facts: Facts) -> tuple[list[str], Facts]:
@@ -411,15 +395,13 @@ def _parts(groups: Sequence[str]) -> str:
 
 
 @rule("accelerate", "stepscope.accelerate (fused layers, loss and optimizer)")
-def _accelerate(facts: Facts) -> Prediction | str:
+def _accelerate(facts: Facts) -> Change | str:
     whole = with_all_pieces(facts)
     if isinstance(whole, str):
         return whole
     groups, after = whole
-    advice = Advice(
-        code="accelerate",
-        title="stepscope.accelerate (fused layers, loss and optimizer)",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         gain_bytes=_bytes(facts, after),
         why=f"fused kernels replace {_parts(groups)}: fewer launches, and each tensor is read and"
         " written once"
@@ -430,7 +412,6 @@ def _accelerate(facts: Facts) -> Prediction | str:
         setting=dict.fromkeys(groups, ACCELERATE),
         excludes=("compile",) if set(groups) & {*IN_BLOCKS} else (),
     )
-    return Prediction(advice, after)
 
 
 def _as_graph(facts: Facts) -> Facts | str:
@@ -462,17 +443,15 @@ def _step_setting(facts: Facts) -> tuple[dict[str, str], str]:
 
 
 @rule("train-step", "stepscope.TrainStep (the step as a CUDA graph)")
-def _train_step(facts: Facts) -> Prediction | str:
+def _train_step(facts: Facts) -> Change | str:
     after = _as_graph(facts)
     if isinstance(after, str):
         return after
     if wall_ms(after) > _GRAPH_SHOWS * wall_ms(facts):
         return "the step does not wait for launches"
     setting, by_author = _step_setting(facts)
-    advice = Advice(
-        code="train-step",
-        title="stepscope.TrainStep (the step as a CUDA graph)",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"the device waits {host_limits_ms(facts):.3g} ms for launches, and a graph is one"
         " launch",
         risk=_FIXED_SHAPES,
@@ -480,11 +459,10 @@ def _train_step(facts: Facts) -> Prediction | str:
         setting=setting,
         by_author=by_author,
     )
-    return Prediction(advice, after)
 
 
 @rule("accelerate-step", "stepscope.accelerate and TrainStep (fused, as a CUDA graph)")
-def _accelerated_step(facts: Facts) -> Prediction | str:
+def _accelerated_step(facts: Facts) -> Change | str:
     """Both together: fused kernels are so short that the host limits the step without a graph."""
     whole, graph = with_all_pieces(facts), _as_graph(facts)
     if isinstance(whole, str):
@@ -496,10 +474,8 @@ def _accelerated_step(facts: Facts) -> Prediction | str:
     assert isinstance(after, Facts)
     setting, by_author = _step_setting(facts)
     late = host_limits_ms(fused)
-    advice = Advice(
-        code="accelerate-step",
-        title="stepscope.accelerate and TrainStep (fused, as a CUDA graph)",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         gain_bytes=_bytes(facts, after),
         why=f"fused kernels replace {_parts(groups)}; the device would wait {late:.3g} ms for"
         " their launches, and a graph is one launch",
@@ -509,4 +485,3 @@ def _accelerated_step(facts: Facts) -> Prediction | str:
         by_author=by_author,
         excludes=("compile",) if set(groups) & {*IN_BLOCKS} else (),
     )
-    return Prediction(advice, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
+from stepscope.analysis.advice.rule import Change, rule
 
 _LARGE = 4 << 20
 """Message size from which the bytes determine the time; below it, latency does."""
@@ -15,7 +15,7 @@ _SEVERAL = "a job of several ranks cannot run interleaved with itself"
 
 
 @rule("bucket-size", "another size of gradient buckets")
-def _buckets(facts: Facts) -> Prediction | str:
+def _buckets(facts: Facts) -> Change | str:
     if facts.ranks < 2:
         return _ONE_PROCESS
     if not facts.messages or facts.exposed_ms <= 0:
@@ -35,11 +35,10 @@ def _buckets(facts: Facts) -> Prediction | str:
     return _bucket_advice(facts, each, larger, facts.exposed_ms * (1 - each / larger))
 
 
-def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Prediction:
-    kind = "larger" if then > now else "smaller"
-    advice = Advice(
-        code="bucket-size",
-        title=f"{kind} gradient buckets",
+def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Change:
+    return Change(
+        after=facts,
+        title=f"{'larger' if then > now else 'smaller'} gradient buckets",
         gain_ms=gain_ms,
         why=f"{facts.exposed_ms:.3g} ms of communication are not overlapped; a step sends"
         f" {facts.messages:.3g} messages of {now / 2**20:.3g} MiB",
@@ -47,11 +46,10 @@ def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Pre
         lines=(f"DistributedDataParallel(model, bucket_cap_mb={max(1, round(then / 2**20))})",),
         by_author=_SEVERAL,
     )
-    return Prediction(advice, facts)
 
 
 @rule("sharded-optimizer", "sharded optimizer state (ZeRO stage 1)")
-def _sharded(facts: Facts) -> Prediction | str:
+def _sharded(facts: Facts) -> Change | str:
     if facts.ranks < 2:
         return _ONE_PROCESS
     if not facts.state_bytes:
@@ -60,9 +58,8 @@ def _sharded(facts: Facts) -> Prediction | str:
     update = facts.phase_ms("optimizer")
     # Each rank updates its part and gathers the others: about half the cost of an all-reduce.
     gathers = _GATHERED * facts.exposed_ms
-    advice = Advice(
-        code="sharded-optimizer",
-        title="sharded optimizer state (ZeRO stage 1)",
+    return Change(
+        after=facts,
         gain_ms=update * share - gathers,
         gain_bytes=int(facts.state_bytes * share),
         why=f"each of {facts.ranks} ranks stores the full optimizer state,"
@@ -75,4 +72,3 @@ def _sharded(facts: Facts) -> Prediction | str:
         ),
         by_author=_SEVERAL,
     )
-    return Prediction(advice, facts)

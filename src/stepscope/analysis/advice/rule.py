@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.timeline import gain_ms
 
 WORTH = 0.03
 """Smallest share of the step time, or of the peak memory, that a change must gain."""
@@ -15,7 +16,23 @@ TIGHT = 0.8
 """Share of the device's memory above which memory counts as scarce."""
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule says of its change, besides the gain in time."""
+
+    gain_bytes: int = 0
+    why: str
+    risk: str
+    lines: tuple[str, ...]
+    """Code to write."""
+    setting: dict[str, str] = {}
+    """Settings that apply the change from outside; empty if only the author can apply it."""
+    excludes: tuple[str, ...] = ()
+    """Settings of other changes with which it cannot be combined."""
+    by_author: str = ""
+    """Reason why only the author can apply it."""
+
+
+class Advice(Proposal, frozen=True, kw_only=True):
     """One suggested change with its predicted gain."""
 
     code: str
@@ -28,17 +45,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     the step; None in advice that was recorded without one."""
     ranked: bool = True
     """The range lies above zero. A gain that may be noise has no rank."""
-    gain_bytes: int = 0
-    why: str
-    risk: str
-    lines: tuple[str, ...]
-    """Code to write."""
-    setting: dict[str, str] = {}
-    """Settings that apply the change from outside; empty if only the author can apply it."""
-    excludes: tuple[str, ...] = ()
-    """Settings of other changes with which it cannot be combined."""
-    by_author: str = ""
-    """Reason why only the author can apply it."""
     best_after: str = ""
     """Title of the change without which this one gains no time."""
     gain_after_ms: float = 0.0
@@ -52,12 +58,23 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return bool(settings & others or others & {*self.excludes} or settings & {*other.excludes})
 
 
+class Change(Proposal, frozen=True, kw_only=True):
+    """Result of a rule that applies; the registry makes it an advice."""
+
+    after: Facts
+    """The step with the change applied."""
+    gain_ms: float | None = None
+    """None: the gain that the timeline predicts for `after`."""
+    code: str = ""
+    title: str = ""
+    """Code and title, where they differ from those of the rule."""
+
+
 class Prediction(NamedTuple):
-    """Result of a rule that applies."""
+    """A change that applies, as advice, and the step with it."""
 
     advice: Advice
     after: Facts
-    """The step with the change applied."""
 
 
 class NotApplicable(NamedTuple):
@@ -81,12 +98,23 @@ class Registered(NamedTuple):
 REGISTRY: list[Registered] = []
 
 
-def rule(code: str, title: str) -> Callable[[Rule], Rule]:
+def rule(code: str, title: str) -> Callable[[Callable[[Facts], Change | str]], Rule]:
     """Register a rule under the code and the title of its change."""
 
-    def register(function: Rule) -> Rule:
-        REGISTRY.append(Registered(code, title, function))
-        return function
+    def register(function: Callable[[Facts], Change | str]) -> Rule:
+        def predict(facts: Facts) -> Prediction | str:
+            change = function(facts)
+            if isinstance(change, str):
+                return change
+            fields = msgspec.structs.asdict(change)
+            after = fields.pop("after")
+            if change.gain_ms is None:
+                fields["gain_ms"] = gain_ms(facts, after)
+            fields |= {"code": change.code or code, "title": change.title or title}
+            return Prediction(Advice(**fields), after)
+
+        REGISTRY.append(Registered(code, title, predict))
+        return predict
 
     return register
 

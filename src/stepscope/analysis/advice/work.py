@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from stepscope.analysis.advice.dtypes import FUSED_OVER_NAIVE_MATMULS
 from stepscope.analysis.advice.facts import BETWEEN, QUEUE, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Advice, Prediction, rule
-from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
+from stepscope.analysis.advice.rule import Change, rule
+from stepscope.analysis.advice.timeline import host_limits_ms, wall_ms
 from stepscope.analysis.kernels.names import MEMORY_BOUND
 from stepscope.analysis.limits import ADAMW_BYTES
 
@@ -50,19 +50,16 @@ _FOREACH = 0.4
 
 
 @rule("fused-attention", "fused attention")
-def _flash(facts: Facts) -> Prediction | str:
+def _flash(facts: Facts) -> Change | str:
     if not facts.attention:
         return _no_naive_attention(facts)
     matmuls = sum(work.classes.get("matmul", 0.0) for work in facts.attention)
     naive = sum(work.device_ms for work in facts.attention)
-    after = with_fused_attention(facts)
     takes = (
         f"{naive:.3g} ms, of which matmuls take {matmuls:.3g} ms; its scores are saved for backward"
     )
-    advice = Advice(
-        code="fused-attention",
-        title="fused attention",
-        gain_ms=gain_ms(facts, after),
+    change = Change(
+        after=with_fused_attention(facts),
         gain_bytes=facts.lower_peak(facts.score_bytes),
         why=f"attention is naive: it takes {takes}",
         risk=_OTHER_ORDER,
@@ -72,9 +69,7 @@ def _flash(facts: Facts) -> Prediction | str:
             "# set is_causal, attn_mask and dropout_p as in your attention",
         ),
     )
-    return Prediction(
-        _on_fast_path(advice, facts, takes) if facts.attention_called else advice, after
-    )
+    return _on_fast_path(change, facts, takes) if facts.attention_called else change
 
 
 def with_fused_attention(facts: Facts) -> Facts:
@@ -106,8 +101,8 @@ def _no_naive_attention(facts: Facts) -> str:
     )
 
 
-def _on_fast_path(advice: Advice, facts: Facts, takes: str) -> Advice:
-    """Advice if PyTorch's attention is called already. The fused GPU kernels support dropout."""
+def _on_fast_path(change: Change, facts: Facts, takes: str) -> Change:
+    """Advise on a call of PyTorch's attention. The fused GPU kernels support dropout."""
     causes = "need_weights=True, or a mask or a dtype that the fused kernels do not support"
     lines: tuple[str, ...] = (
         "attention(q, k, v, need_weights=False)",
@@ -119,7 +114,7 @@ def _on_fast_path(advice: Advice, facts: Facts, takes: str) -> Advice:
         lines = ("layer.self_attn.dropout = 0.0", "# or dropout_p=0.0 where you call it", *lines)
         risk = f"dropout regularises: without it a model may overfit; {risk}"
     return replace(
-        advice,
+        change,
         code="attention-fast-path",
         title="PyTorch's fused attention kernels",
         why="PyTorch's attention is called, but falls back to its naive implementation:"
@@ -145,7 +140,7 @@ def _fused_over_naive(facts: Facts) -> float:
 
 
 @rule("fused-optimizer", "fused optimizer")
-def _optimizer(facts: Facts) -> Prediction | str:
+def _optimizer(facts: Facts) -> Change | str:
     each = _UPDATE_BYTES.get(facts.optimizer)
     if facts.fused_optimizer:
         return "the optimizer is fused already"
@@ -169,10 +164,8 @@ def _optimizer(facts: Facts) -> Prediction | str:
     )
     where = " on the device" if facts.on_gpu else _between(facts)
     name = facts.optimizer_name or {"adam": "AdamW", "sgd": "SGD"}[facts.optimizer]
-    advice = Advice(
-        code="fused-optimizer",
-        title="fused optimizer",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=replace(after, fused_optimizer=True),
         why=f"the update takes {takes:.3g} ms{where}"
         + (f" in {launches:.4g} kernels" if launches else "")
         + f"; moving its bytes once takes {moved:.3g} ms at the bandwidth measured here",
@@ -182,7 +175,6 @@ def _optimizer(facts: Facts) -> Prediction | str:
         lines=(f"optimizer = torch.optim.{name}(model.parameters(), …, fused=True)",),
         setting={"optimizer": "adamw-fused" if facts.optimizer == "adam" else "sgd-fused"},
     )
-    return Prediction(advice, replace(after, fused_optimizer=True))
 
 
 def _between(facts: Facts) -> str:
@@ -204,24 +196,21 @@ def _as_compiled(facts: Facts) -> Facts:
 
 
 @rule("compile", "torch.compile")
-def _compile(facts: Facts) -> Prediction | str:
+def _compile(facts: Facts) -> Change | str:
     if reason := _not_compilable(facts):
         return reason
     after = _as_compiled(facts)
     late = host_limits_ms(facts)
     shown = late >= _SHOWN_WAIT * facts.step_ms
     waits = f", and the device waits {late:.3g} ms for launches" if shown else ""
-    advice = Advice(
-        code="compile",
-        title="torch.compile",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"memory-bound kernels take {facts.class_ms(*MEMORY_BOUND):.3g} ms{waits}:"
         " fusion launches fewer kernels that move fewer bytes",
         risk="compile time at the start and for every new shape; numerics: another summation order",
         lines=("model = torch.compile(model)",),
         setting={"compile": "model"},
     )
-    return Prediction(advice, after)
 
 
 def _not_compilable(facts: Facts) -> str:
@@ -233,15 +222,14 @@ def _not_compilable(facts: Facts) -> str:
 
 
 @rule("compile-blocks", "torch.compile of each block")
-def _compile_blocks(facts: Facts) -> Prediction | str:
+def _compile_blocks(facts: Facts) -> Change | str:
     model = _compile(facts)
     if isinstance(model, str):
         return model
     if facts.blocks < 2:
         return "the model has no nn.ModuleList of repeated blocks"
-    advice = Advice(
-        code="compile-blocks",
-        title="torch.compile of each block",
+    return Change(
+        after=model.after,
         gain_ms=_BLOCKS_OVER_MODEL * model.advice.gain_ms,
         why=f"the {facts.blocks} blocks are alike, so one compilation serves all of them: most of"
         " the gain of compiling the full model, with less compile time",
@@ -249,7 +237,6 @@ def _compile_blocks(facts: Facts) -> Prediction | str:
         lines=(*_each_block(facts), "    block.compile()"),
         setting={"compile": "block"},
     )
-    return Prediction(advice, model.after)
 
 
 def _each_block(facts: Facts) -> tuple[str, ...]:
@@ -259,7 +246,7 @@ def _each_block(facts: Facts) -> tuple[str, ...]:
 
 
 @rule("cuda-graph", "torch.compile with CUDA graphs")
-def _graph(facts: Facts) -> Prediction | str:
+def _graph(facts: Facts) -> Change | str:
     """The compiler's CUDA graphs, if the compiled step is still host-bound.
 
     The next forward pass overwrites the gradients of a graph, which rules out gradient
@@ -279,10 +266,8 @@ def _graph(facts: Facts) -> Prediction | str:
     after = compiled.with_work(lambda work: replace(work, launches=0.0))
     if wall_ms(after) > _GRAPH_OF_COMPILED * wall_ms(compiled):
         return "a compiled step does not wait for the CPU"
-    advice = Advice(
-        code="cuda-graph",
-        title="torch.compile with CUDA graphs",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=replace(after, captured=True),
         why=f"the host takes {facts.host_ms:.3g} ms to launch a step that takes the device"
         f" {facts.device_ms:.3g} ms; a graph is one launch",
         risk="shapes and addresses must not change; the graph has its own memory pool",
@@ -290,11 +275,10 @@ def _graph(facts: Facts) -> Prediction | str:
         setting={"compile": "graphs"},
         excludes=("step",),
     )
-    return Prediction(advice, replace(after, captured=True))
 
 
 @rule("foreach-optimizer", "foreach optimizer (all tensors at once)")
-def _foreach(facts: Facts) -> Prediction | str:
+def _foreach(facts: Facts) -> Change | str:
     if facts.optimizer:
         return "the optimizer has a fused implementation, which is faster"
     if not facts.loops_over_tensors:
@@ -306,13 +290,10 @@ def _foreach(facts: Facts) -> Prediction | str:
         return work.scaled(every, _FUSED_LAUNCHES)
 
     after = replace(facts.with_work(at_once, ("optimizer",)), loops_over_tensors=False)
-    advice = Advice(
-        code="foreach-optimizer",
-        title="foreach optimizer (all tensors at once)",
-        gain_ms=gain_ms(facts, after),
+    return Change(
+        after=after,
         why=f"the update takes {takes:.3g} ms{_between(facts)}, one tensor at a time",
         risk="memory: temporaries as large as the parameters",
         lines=("optimizer = …(model.parameters(), …, foreach=True)",),
         setting={"optimizer": "foreach"},
     )
-    return Prediction(advice, after)

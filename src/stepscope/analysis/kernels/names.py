@@ -8,7 +8,7 @@ contain is empty. `describe` takes the name of a kernel, `describe_operator` tha
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from stepscope.analysis.kernels.matmuls import matmul
 from stepscope.analysis.kernels.operators import (
@@ -16,30 +16,20 @@ from stepscope.analysis.kernels.operators import (
     inductor_parts,
     operator_class,
 )
-from stepscope.analysis.kernels.words import demangled, library, word_class
+from stepscope.analysis.kernels.words import class_in, demangled, library, word_class
 
 Class = Literal[
     "matmul",
     "attention",
-    "elementwise",
-    "reduction",
     "softmax",
+    "reduction",
+    "elementwise",
     "copy/cast",
     "optimizer",
     "communication",
     "other",
 ]
-CLASSES: tuple[Class, ...] = (
-    "matmul",
-    "attention",
-    "softmax",
-    "reduction",
-    "elementwise",
-    "copy/cast",
-    "optimizer",
-    "communication",
-    "other",
-)
+CLASSES: tuple[Class, ...] = get_args(Class)
 MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
 """Classes of memory-bound kernels."""
 FILL = "Memset"
@@ -128,62 +118,20 @@ _ATEN_MARKS = (
     "cub::",
     "thrust::",
 )
-_ATEN: tuple[tuple[Class, tuple[str, ...]], ...] = (
-    ("softmax", ("softmax", "SoftMax", "Softmax", "softMax")),
-    ("optimizer", ("multi_tensor_apply", "FusedAdam", "fused_adam", "_amp_")),
-    (
-        "copy/cast",
-        (
-            "CatArrayBatchedCopy",
-            "_copy_kernel",
-            "split_with_sizes",
-            "index_select",
-            "indexSelect",
-            "gather_kernel",
-            "scatter_gather",
-            "index_elementwise",
-            "index_put",
-            "chunk_cat",
-        ),
+_ATEN: dict[Class, str] = {
+    "softmax": "softmax SoftMax Softmax softMax",
+    "optimizer": "multi_tensor_apply FusedAdam fused_adam _amp_",
+    "copy/cast": (
+        "CatArrayBatchedCopy _copy_kernel split_with_sizes index_select indexSelect gather_kernel"
+        " scatter_gather index_elementwise index_put chunk_cat"
     ),
-    (
-        "reduction",
-        (
-            "reduce_kernel",
-            "layer_norm",
-            "rms_norm",
-            "Rowwise",
-            "GammaBeta",
-            "nll_loss",
-            "embedding_",
-            "cross_entropy",
-            "_norm_",
-            "partials_per_segment",
-            "sum_and_scatter",
-            "tensor_kernel_scan",
-            "_scan_",
-            "max_pool",
-            "avg_pool",
-            "average_pool",
-            "batch_norm",
-            "groupnorm",
-            "InternalGradients",
-            "FusedParams",
-        ),
+    "reduction": (
+        "reduce_kernel layer_norm rms_norm Rowwise GammaBeta nll_loss embedding_ cross_entropy"
+        " _norm_ partials_per_segment sum_and_scatter tensor_kernel_scan _scan_ max_pool avg_pool"
+        " average_pool batch_norm groupnorm InternalGradients FusedParams"
     ),
-    (
-        "elementwise",
-        (
-            "elementwise",
-            "triu_tril",
-            "fill",
-            "arange",
-            "distribution",
-            "dropout",
-            "kernelPointwise",
-        ),
-    ),
-)
+    "elementwise": "elementwise triu_tril fill arange distribution dropout kernelPointwise",
+}
 """Searched in the full name: template arguments say what an elementwise kernel does."""
 
 
@@ -334,12 +282,10 @@ def _matmul(name: str, plain: str) -> Description | None:
 def _aten(name: str, plain: str) -> Description | None:
     if not any(mark in name for mark in _ATEN_MARKS):
         return None
-    for kind, words in _ATEN:
-        for word in words:
-            if word in name:
-                operation = _operation(name)
-                known = operation and operation not in plain
-                return Description(f"{plain} · {operation}" if known else plain, "ATen", kind)
+    if kind := class_in(name, _ATEN):
+        operation = _operation(name)
+        known = operation and operation not in plain
+        return Description(f"{plain} · {operation}" if known else plain, "ATen", kind)
     if "at::native" in name or "at::cuda" in name:
         return Description(plain, "ATen", "other")
     if "cub::" in name or "thrust::" in name:

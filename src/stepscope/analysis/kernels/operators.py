@@ -8,367 +8,62 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope.analysis.kernels.names import Class
 
-MATMUL = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "_scaled_mm",
-    "_grouped_mm",
-    "convolution",
-    "_convolution",
-    "mkldnn_convolution",
-    "convolution_backward",
-    "_int_mm",
-    "einsum",
-    "outer",
-    "cudnn_convolution",
+_NAMES: dict[Class, str] = {
+    "matmul": (
+        "mm addmm bmm baddbmm matmul linear addbmm mv addmv dot _scaled_mm _grouped_mm"
+        " convolution _convolution mkldnn_convolution convolution_backward _int_mm einsum outer"
+        " cudnn_convolution"
+    ),
+    "softmax": (
+        "softmax _softmax log_softmax _log_softmax _softmax_backward_data"
+        " _log_softmax_backward_data _safe_softmax prepare_softmax_online"
+    ),
+    "reduction": (
+        "sum mean max min amax amin argmax argmin var std norm cumsum prod any all var_mean"
+        " std_mean logsumexp sum_to_size native_layer_norm native_layer_norm_backward layer_norm"
+        " rms_norm _fused_rms_norm _fused_rms_norm_backward native_batch_norm linalg_vector_norm"
+        " nll_loss nll_loss_nd nll_loss_forward nll_loss_backward cross_entropy_loss"
+        " embedding_dense_backward embedding_backward isfinite _local_scalar_dense item topk sort"
+        " nonzero group_norm scatter_add scatter_add_ index_add index_add_"
+    ),
+    "copy/cast": (
+        "copy_ copy clone contiguous to _to_copy cat stack slice_backward index_select gather"
+        " index embedding repeat pad constant_pad_nd roll flip scatter scatter_ index_put_"
+        " _index_put_impl_ index_copy_ split select_backward split_with_sizes_copy _chunk_cat"
+        " resize_ unfold_backward repeat_interleave view t transpose permute expand reshape"
+        " unsqueeze squeeze slice select as_strided _unsafe_view detach alias unbind chunk narrow"
+        " flatten unflatten empty empty_like empty_strided _reshape_alias lift_fresh detach_"
+        " new_empty result_type numpy_T mT adjoint requires_grad_ set_ split_with_sizes"
+        " resolve_conj resolve_neg expand_as view_as is_nonzero new_empty_strided promote_types"
+    ),
+    "elementwise": (
+        "__and__ __ilshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__ _conj_physical abs"
+        " acos acosh add addcdiv addcmul angle arange asin asinh atan atan2 atanh bernoulli"
+        " binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits"
+        " bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor"
+        " ceil celu clamp clamp_max clamp_min clip complex conj_physical copysign cos cosh deg2rad"
+        " digamma div dropout elu elu_backward eq equal erf erfc erfinv exp exp2 expm1 exponential"
+        " eye feature_dropout fill float_power floor floor_divide fmax fmin fmod frac frexp full"
+        " full_like gcd ge gelu gelu_backward glu glu_backward gt hardshrink hardshrink_backward"
+        " hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward"
+        " heaviside huber_loss huber_loss_backward hypot i0 igamma igammac isclose isinf isnan"
+        " isneginf isposinf kl_div lcm ldexp le leaky_relu leaky_relu_backward lerp lgamma"
+        " linspace log log10 log1p log2 log_sigmoid log_sigmoid_backward log_sigmoid_forward"
+        " logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logit_backward"
+        " lt masked_fill masked_fill_backward maximum minimum mish mish_backward mse_loss"
+        " mse_loss_backward mul mvlgamma nan_to_num native_dropout native_dropout_backward ne neg"
+        " new_full new_ones new_zeros nextafter normal one_hot ones ones_like polar polygamma"
+        " positive pow prelu rad2deg rand rand_like randint randint_like randn randn_like random"
+        " reciprocal relu relu6 remainder round rrelu rsqrt rsub scalar_tensor selu sgn sigmoid"
+        " sigmoid_backward sign signbit silu silu_backward sin sinc sinh smooth_l1_loss"
+        " smooth_l1_loss_backward softplus softplus_backward softshrink softshrink_backward sqrt"
+        " square sub tan tanh tanh_backward threshold threshold_backward tril tril_indices triu"
+        " triu_indices true_divide trunc uniform where xlogy zero zeros zeros_like"
+    ),
 }
-SOFTMAX = {
-    "softmax",
-    "_softmax",
-    "log_softmax",
-    "_log_softmax",
-    "_softmax_backward_data",
-    "_log_softmax_backward_data",
-    "_safe_softmax",
-    "prepare_softmax_online",
-}
-REDUCTION = {
-    "sum",
-    "mean",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "var",
-    "std",
-    "norm",
-    "cumsum",
-    "prod",
-    "any",
-    "all",
-    "var_mean",
-    "std_mean",
-    "logsumexp",
-    "sum_to_size",
-    "native_layer_norm",
-    "native_layer_norm_backward",
-    "layer_norm",
-    "rms_norm",
-    "_fused_rms_norm",
-    "_fused_rms_norm_backward",
-    "native_batch_norm",
-    "linalg_vector_norm",
-    "nll_loss",
-    "nll_loss_nd",
-    "nll_loss_forward",
-    "nll_loss_backward",
-    "cross_entropy_loss",
-    "embedding_dense_backward",
-    "embedding_backward",
-    "isfinite",
-    "_local_scalar_dense",
-    "item",
-    "topk",
-    "sort",
-    "nonzero",
-    "group_norm",
-    "scatter_add",
-    "scatter_add_",
-    "index_add",
-    "index_add_",
-}
-COPY = {
-    "copy_",
-    "copy",
-    "clone",
-    "contiguous",
-    "to",
-    "_to_copy",
-    "cat",
-    "stack",
-    "slice_backward",
-    "index_select",
-    "gather",
-    "index",
-    "embedding",
-    "repeat",
-    "pad",
-    "constant_pad_nd",
-    "roll",
-    "flip",
-    "scatter",
-    "scatter_",
-    "index_put_",
-    "_index_put_impl_",
-    "index_copy_",
-    "split",
-    "select_backward",
-    "split_with_sizes_copy",
-    "_chunk_cat",
-    "resize_",
-    "unfold_backward",
-    "repeat_interleave",
-}
-VIEWS = {
-    "view",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "as_strided",
-    "_unsafe_view",
-    "detach",
-    "alias",
-    "unbind",
-    "chunk",
-    "narrow",
-    "flatten",
-    "unflatten",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "_reshape_alias",
-    "lift_fresh",
-    "detach_",
-    "new_empty",
-    "result_type",
-    "numpy_T",
-    "mT",
-    "adjoint",
-    "requires_grad_",
-    "set_",
-    "split_with_sizes",
-    "resolve_conj",
-    "resolve_neg",
-    "expand_as",
-    "view_as",
-    "is_nonzero",
-    "new_empty_strided",
-    "promote_types",
-}
-ELEMENTWISE = {
-    "__and__",
-    "__ilshift__",
-    "__ixor__",
-    "__lshift__",
-    "__or__",
-    "__rshift__",
-    "__xor__",
-    "_conj_physical",
-    "abs",
-    "acos",
-    "acosh",
-    "add",
-    "addcdiv",
-    "addcmul",
-    "angle",
-    "arange",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bernoulli",
-    "binary_cross_entropy",
-    "binary_cross_entropy_backward",
-    "binary_cross_entropy_with_logits",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "ceil",
-    "celu",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "complex",
-    "conj_physical",
-    "copysign",
-    "cos",
-    "cosh",
-    "deg2rad",
-    "digamma",
-    "div",
-    "dropout",
-    "elu",
-    "elu_backward",
-    "eq",
-    "equal",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "exponential",
-    "eye",
-    "feature_dropout",
-    "fill",
-    "float_power",
-    "floor",
-    "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "frac",
-    "frexp",
-    "full",
-    "full_like",
-    "gcd",
-    "ge",
-    "gelu",
-    "gelu_backward",
-    "glu",
-    "glu_backward",
-    "gt",
-    "hardshrink",
-    "hardshrink_backward",
-    "hardsigmoid",
-    "hardsigmoid_backward",
-    "hardswish",
-    "hardswish_backward",
-    "hardtanh",
-    "hardtanh_backward",
-    "heaviside",
-    "huber_loss",
-    "huber_loss_backward",
-    "hypot",
-    "i0",
-    "igamma",
-    "igammac",
-    "isclose",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "kl_div",
-    "lcm",
-    "ldexp",
-    "le",
-    "leaky_relu",
-    "leaky_relu_backward",
-    "lerp",
-    "lgamma",
-    "linspace",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "log_sigmoid",
-    "log_sigmoid_backward",
-    "log_sigmoid_forward",
-    "logaddexp",
-    "logaddexp2",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "logit",
-    "logit_backward",
-    "lt",
-    "masked_fill",
-    "masked_fill_backward",
-    "maximum",
-    "minimum",
-    "mish",
-    "mish_backward",
-    "mse_loss",
-    "mse_loss_backward",
-    "mul",
-    "mvlgamma",
-    "nan_to_num",
-    "native_dropout",
-    "native_dropout_backward",
-    "ne",
-    "neg",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "nextafter",
-    "normal",
-    "one_hot",
-    "ones",
-    "ones_like",
-    "polar",
-    "polygamma",
-    "positive",
-    "pow",
-    "prelu",
-    "rad2deg",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "random",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "remainder",
-    "round",
-    "rrelu",
-    "rsqrt",
-    "rsub",
-    "scalar_tensor",
-    "selu",
-    "sgn",
-    "sigmoid",
-    "sigmoid_backward",
-    "sign",
-    "signbit",
-    "silu",
-    "silu_backward",
-    "sin",
-    "sinc",
-    "sinh",
-    "smooth_l1_loss",
-    "smooth_l1_loss_backward",
-    "softplus",
-    "softplus_backward",
-    "softshrink",
-    "softshrink_backward",
-    "sqrt",
-    "square",
-    "sub",
-    "tan",
-    "tanh",
-    "tanh_backward",
-    "threshold",
-    "threshold_backward",
-    "tril",
-    "tril_indices",
-    "triu",
-    "triu_indices",
-    "true_divide",
-    "trunc",
-    "uniform",
-    "where",
-    "xlogy",
-    "zero",
-    "zeros",
-    "zeros_like",
-}
-"""Includes operators that only write values they generate. In-place operators are listed without
-the underscore at the end."""
+"""Operators of each class. Views count as copies. The elementwise ones include those that only
+write values they generate; in-place operators are among them without the underscore at the end."""
+_CLASSES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _RECURRENT = re.compile(r"(?:^|_)(?:rnn|lstm|gru)(?:_|$)")
 _RECURRENT_GATES = re.compile(r"^_thnn_(?:fused|differentiable)_(?:lstm|gru)_cell")
 """Gate arithmetic after the matmuls of a recurrent cell."""
@@ -382,7 +77,7 @@ _COMMUNICATION = re.compile(
     r"^(c10d|_c10d_functional|nccl|gloo|record_param_comms|_allgather_base_|all_?reduce)"
 )
 _INDUCTOR_NAMES = re.compile(r"^triton_\w{3}_fused_?(.*?)_?\d*$")
-_KNOWN = MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS
+_KNOWN = {name for name, kind in _CLASSES.items() if kind != "elementwise"}
 _MAX_WORDS = max(name.count("_") for name in _KNOWN) + 1
 
 
@@ -391,7 +86,8 @@ def operator_class(name: str) -> Class | None:
     named = named_class(name)
     if named is None and name.startswith("aten::"):
         bare = name.removeprefix("aten::").partition(".")[0]
-        if bare.startswith("special_") or bare in ELEMENTWISE or bare.rstrip("_") in ELEMENTWISE:
+        classes = {_CLASSES.get(one) for one in (bare, bare.rstrip("_"))}
+        if bare.startswith("special_") or "elementwise" in classes:
             return "elementwise"
     return named
 
@@ -411,15 +107,7 @@ def named_class(name: str) -> Class | None:
         return "optimizer"
     if space != "aten":
         return None
-    for names, kind in (
-        (MATMUL, "matmul"),
-        (SOFTMAX, "softmax"),
-        (REDUCTION, "reduction"),
-        (COPY | VIEWS, "copy/cast"),
-    ):
-        if bare in names:
-            return kind  # type: ignore[return-value]
-    return _family(bare)
+    return _CLASSES[bare] if bare in _KNOWN else _family(bare)
 
 
 def _family(bare: str) -> Class | None:
@@ -455,16 +143,15 @@ def inductor_parts(name: str) -> list[str]:
 
 def inductor_class(kind: str, parts: list[str]) -> Class:
     """Classify by the kind of kernel (poi, red, per, tem, …) and the operators fused into it."""
-    text = "_".join(parts)
+    text, classes = "_".join(parts), {_CLASSES.get(part) for part in parts}
     if kind == "tem":
         if "attention" in text:
             return "attention"
-        return "matmul" if MATMUL & set(parts) else "other"
+        return "matmul" if "matmul" in classes else "other"
     if "softmax" in text:
         return "softmax"
     if kind in ("red", "per", "spl"):
         return "reduction"
     if kind == "for":
         return "optimizer"
-    moved = COPY | VIEWS
-    return "copy/cast" if parts and set(parts) <= moved else "elementwise"
+    return "copy/cast" if classes == {"copy/cast"} else "elementwise"

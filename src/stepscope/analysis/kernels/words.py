@@ -8,135 +8,41 @@ is a reduction, a convolution that also transposes is a convolution.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepscope.analysis.kernels.names import Class
 
-_WORDS: tuple[tuple[Class, tuple[str, ...]], ...] = (
-    (
-        "communication",
-        (
-            "allreduce",
-            "all_reduce",
-            "reduce_scatter",
-            "reducescatter",
-            "allgather",
-            "all_gather",
-            "alltoall",
-            "all_to_all",
-            "nvshmem",
-            "msccl",
-        ),
+_WORDS: dict[Class, str] = {
+    "communication": (
+        "allreduce all_reduce reduce_scatter reducescatter allgather all_gather alltoall"
+        " all_to_all nvshmem msccl"
     ),
-    (
-        "attention",
-        (
-            "fmha",
-            "sdpa",
-            "_attn_",
-            "_attention_",
-            "flash_attn",
-            "flashattn",
-            "sage_fwd",
-            "sage_bwd",
-            "sage_attn",
-            "prefillwithpagedkv",
-            "prefillwithraggedkv",
-            "decodewithpagedkv",
-        ),
+    "attention": (
+        "fmha sdpa _attn_ _attention_ flash_attn flashattn sage_fwd sage_bwd sage_attn"
+        " prefillwithpagedkv prefillwithraggedkv decodewithpagedkv"
     ),
-    (
-        "matmul",
-        (
-            "convol",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "conv_fwd",
-            "conv_bwd",
-            "conv_depthwise",
-            "asmconv",
-            "miopenconv",
-            "winograd",
-            "igemm",
-            "dgrad_",
-            "dgrad2d_",
-            "wgrad_",
-            "wgrad2d_",
-            "fprop",
-        ),
+    "matmul": (
+        "convol conv1d conv2d conv3d conv_fwd conv_bwd conv_depthwise asmconv miopenconv winograd"
+        " igemm dgrad_ dgrad2d_ wgrad_ wgrad2d_ fprop"
     ),
-    ("optimizer", ("multi_tensor", "adam_", "adamw_", "_lamb_")),
-    ("softmax", ("softmax",)),
-    (
-        "reduction",
-        (
-            "batchnorm",
-            "batch_norm",
-            "layernorm",
-            "layer_norm",
-            "rmsnorm",
-            "rms_norm",
-            "groupnorm",
-            "group_norm",
-            "instance_norm",
-            "lpnorm",
-            "_norm_",
-            "_bn_fw",
-            "_bn_bw",
-            "_pool_",
-            "pooling",
-            "pool1d",
-            "pool2d",
-            "pool3d",
-            "reduce_",
-            "_sum_",
-            "topk",
-        ),
+    "optimizer": "multi_tensor adam_ adamw_ _lamb_",
+    "softmax": "softmax",
+    "reduction": (
+        "batchnorm batch_norm layernorm layer_norm rmsnorm rms_norm groupnorm group_norm"
+        " instance_norm lpnorm _norm_ _bn_fw _bn_bw _pool_ pooling pool1d pool2d pool3d reduce_"
+        " _sum_ topk"
     ),
-    (
-        "copy/cast",
-        (
-            "transpose",
-            "permute",
-            "nchwtonhwc",
-            "nhwctonchw",
-            "im2col",
-            "im2d2col",
-            "col2im",
-            "reshape_and_cache",
-            "kvcache",
-            "kv_cache",
-            "quant",
-            "_cast",
-            "_copy",
-            "memcpy",
-            "concat",
-        ),
+    "copy/cast": (
+        "transpose permute nchwtonhwc nhwctonchw im2col im2d2col col2im reshape_and_cache kvcache"
+        " kv_cache quant _cast _copy memcpy concat"
     ),
-    (
-        "elementwise",
-        (
-            "act_and_mul",
-            "silu",
-            "gelu",
-            "swiglu",
-            "relu",
-            "rotary",
-            "rope_",
-            "tensorop",
-            "optensor",
-            "op_tensor",
-            "scalepackedtensor",
-            "addtensor",
-            "pointwise",
-            "elementwise",
-            "activation",
-            "dropout",
-        ),
+    "elementwise": (
+        "act_and_mul silu gelu swiglu relu rotary rope_ tensorop optensor op_tensor"
+        " scalepackedtensor addtensor pointwise elementwise activation dropout"
     ),
-)
+}
 """Lower-case words; an underscore also matches the beginning or the end of the name."""
 _LIBRARIES = (
     ("cudnn", "cuDNN"),
@@ -158,12 +64,12 @@ _FRAME = ("kentry", "device_kernel", "kernel")
 
 def word_class(plain: str) -> Class | None:
     """Return the class that a bare function name states; None if no word matches."""
-    text = f"_{plain.lower()}_"
-    for kind, words in _WORDS:
-        for word in words:
-            if word in text:
-                return kind
-    return None
+    return class_in(f"_{plain.lower()}_", _WORDS)
+
+
+def class_in(text: str, words: Mapping[Class, str]) -> Class | None:
+    """Return the first class of which a word is in the text; None if no word is."""
+    return next((kind for kind, of in words.items() if any(w in text for w in of.split())), None)
 
 
 def library(name: str) -> str:

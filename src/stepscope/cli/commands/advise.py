@@ -279,20 +279,7 @@ def _advise_script(
                         store.add_run(run)
                     store.add(base)
             advice = advice_given(base) or ()
-            _verify(
-                options,
-                advice,
-                OF_SCRIPTS,
-                Verification(
-                    runner,
-                    store,
-                    run,
-                    lambda some: _trial(options, base, some, script=script),
-                    lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
-                    within_s=options.total_timeout,
-                    only=_codes(options, advice, facts_of(base)),
-                ),
-            )
+            _verify(options, runner, store, run, base, advice, script)
         records = store.records(run.id)
     # A script and a module of the same name are different programs.
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
@@ -323,20 +310,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
                 raise StepscopeError(f"{base.case}: {base.reason or base.status}")
             advice = _advice(base, tuple(runner.lacks), run.created)
             case = msgspec.convert(base.config, OwnStep)
-            _verify(
-                options,
-                advice,
-                OF_MODELS,
-                Verification(
-                    runner,
-                    store,
-                    run,
-                    lambda some: _trial(options, base, some, case=case),
-                    lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
-                    within_s=options.total_timeout,
-                    only=_codes(options, advice, facts_of(base)),
-                ),
-            )
+            _verify(options, runner, store, run, base, advice, case)
         records = store.records(run.id)
     return conclude(_page(options, _subject(base)), options.json, base, advice, records)
 
@@ -361,12 +335,25 @@ def _codes(options: AdviseOptions, advice: Sequence[Advice], facts: Facts) -> tu
 
 def _verify(
     options: AdviseOptions,
+    runner: Runner,
+    store: Store,
+    run: Run,
+    base: Record,
     advice: Sequence[Advice],
-    settings: frozenset[str],
-    verification: Verification,
+    subject: Script | OwnStep,
 ) -> None:
+    """Try the advised changes of a script or a model if that is requested; check --only anyway."""
+    verification = Verification(
+        runner,
+        store,
+        run,
+        lambda some: _trial(options, base, some, subject),
+        lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
+        within_s=options.total_timeout,
+        only=_codes(options, advice, facts_of(base)),
+    )
     if options.verify:
-        verification.verify(advice, settings)
+        verification.verify(advice, OF_SCRIPTS if isinstance(subject, Script) else OF_MODELS)
 
 
 @contextmanager
@@ -383,21 +370,16 @@ def _saved_on_interrupt(store: Store, run: Run) -> Iterator[None]:
 
 
 def _trial(
-    options: AdviseOptions,
-    base: Record,
-    advice: tuple[Advice, ...],
-    *,
-    case: OwnStep | None = None,
-    script: Script | None = None,
+    options: AdviseOptions, base: Record, advice: tuple[Advice, ...], subject: Script | OwnStep
 ) -> Trial:
     facts = facts_of(base)
     together = gain_ms(facts, afterwards(facts, [one.code for one in advice]))
     return Trial(
-        base=case,
-        program=script,
+        base=None if isinstance(subject, Script) else subject,
+        program=subject if isinstance(subject, Script) else None,
         advice=advice,
         step_ms=facts.step_ms,
-        batch=None if script is None else facts.batch,
+        batch=facts.batch if isinstance(subject, Script) else None,
         together_ms=together if len(advice) > 1 else None,
         rounds=options.rounds,
         loss_steps=options.loss_steps,

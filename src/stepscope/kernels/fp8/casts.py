@@ -67,17 +67,15 @@ def quantize(
     partial: Tensor | None = None,
     scale: Tensor | None = None,
     history: History | None = None,
-    saturated: Tensor | None = None,
     out_rows: Tensor | None = None,
     out_columns: Tensor | None = None,
 ) -> Quantized:
     """Cast a tensor for the GEMMs that read it as rows, as columns, or both. For recipes with one
     scale per tensor: `partial` has largest absolute values of its parts, computed by the kernel
-    that produced it; `scale` is a known scale; `history` that of delayed scaling. `saturated`
-    counts saturated values, as an int32 on the device. `out_rows` and `out_columns` are where the
-    kernels write the copies."""
+    that produced it; `scale` is a known scale; `history` that of delayed scaling, which also counts
+    saturated values. `out_rows` and `out_columns` are where the kernels write the copies."""
     if not kernels_take(x):
-        return _plain(x, dtype, recipe, rows, columns, scale, saturated)
+        return _plain(x, dtype, recipe, rows, columns, scale)
     from stepscope.kernels.triton import fp8
 
     if x.stride(1) != 1:
@@ -92,7 +90,7 @@ def quantize(
         row_partial, column_partial = fp8.amax(x, by_row=True)
         assert column_partial is not None
         row, column = fp8.row_scales(row_partial, dtype), fp8.row_scales(column_partial, dtype)
-        fp8.cast(x, of_rows, of_columns, dtype, ROWWISE, row.scale, column.scale, None, saturated)
+        fp8.cast(x, of_rows, of_columns, dtype, ROWWISE, row.scale, column.scale)
         return _pair(of_rows, row.inverse.view(-1, 1), of_columns, column.inverse.view(-1, 1))
     if recipe.scaling == BLOCKWISE:
         tiles_r, tiles_c = fp8.tiles(*shape)
@@ -100,12 +98,10 @@ def quantize(
             torch.empty(n, device=x.device, dtype=torch.float32)
             for n in ((tiles_c, shape[0]), (tiles_r, shape[1]))
         )
-        fp8.cast(
-            x, of_rows, of_columns, dtype, BLOCKWISE, row_inverse, column_inverse, None, saturated
-        )
+        fp8.cast(x, of_rows, of_columns, dtype, BLOCKWISE, row_inverse, column_inverse)
         # cuBLAS reads the scales of one block of all rows side by side.
         return _pair(of_rows, row_inverse.T, of_columns, column_inverse.T)
-    pending = None
+    pending = saturated = None
     if scale is not None:
         used = fp8.Scale(scale, scale.reciprocal())
     elif history is None or history.is_fresh:
@@ -113,24 +109,15 @@ def quantize(
     else:
         used = fp8.delayed_scale(history.values, history.pending, dtype)
     if history is not None and scale is None:
-        pending, history.is_fresh = history.pending, False
-        saturated = history.saturated if saturated is None else saturated
+        pending, saturated, history.is_fresh = history.pending, history.saturated, False
     fp8.cast(x, of_rows, of_columns, dtype, recipe.scaling, used.scale, None, pending, saturated)
     return _pair(of_rows, used.inverse, of_columns, used.inverse, used.scale)
 
 
 def _plain(
-    x: Tensor,
-    dtype: str,
-    recipe: Recipe,
-    rows: bool,
-    columns: bool,
-    scale: Tensor | None,
-    saturated: Tensor | None,
+    x: Tensor, dtype: str, recipe: Recipe, rows: bool, columns: bool, scale: Tensor | None
 ) -> Quantized:
     """Cast with torch's operators, which torch.compile fuses. Delayed scales are current ones."""
-    if saturated is not None:
-        raise ValueError("saturated values are counted by the kernels only")
     pair: list[Operand | None] = [None, None]
     used = scale
     for dim, wanted in ((1, rows), (0, columns)):

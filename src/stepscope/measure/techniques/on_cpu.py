@@ -14,7 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepscope.measure.techniques.pair import LINKS, KernelVariant, Pair, chain_gradient, numbers
+from stepscope.measure.techniques.pair import (
+    LINKS,
+    KernelVariant,
+    Pair,
+    chain_gradient,
+    matmul_pair,
+    numbers,
+)
 
 Array = NDArray[np.float32]
 
@@ -98,7 +105,8 @@ def precision(elements: int, rows: int) -> Pair:  # noqa: ARG001
             lambda: torch.mm(a, b, out=c), c, tolerance, moved=3.0 * c.nbytes, flops=flops
         )
 
-    return _matmul_pair(
+    return matmul_pair(
+        CPU,
         rows,
         slow=lambda a, b: variant(a.double(), b.double(), 1e-12),
         fast=lambda a, b: variant(a, b, 1e-5),
@@ -119,23 +127,8 @@ def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
             run, c, 1e-5, moved=float(loaded + a.nbytes + c.nbytes), flops=2.0 * rows**3
         )
 
-    return _matmul_pair(
-        rows, slow=lambda a, b: variant(a, b, 1), fast=lambda a, b: variant(a, b, ROWS)
-    )
-
-
-def _matmul_pair(
-    n: int,
-    slow: Callable[[Tensor, Tensor], KernelVariant],
-    fast: Callable[[Tensor, Tensor], KernelVariant],
-) -> Pair:
-    a, b = (numbers(n * n, CPU, seed).view(n, n) for seed in (0, 1))
-    return Pair(
-        slow=slow(a, b),
-        fast=fast(a, b),
-        truth=lambda: a.double() @ b.double(),
-        work=2.0 * n**3,
-        unit="FLOP",
+    return matmul_pair(
+        CPU, rows, slow=lambda a, b: variant(a, b, 1), fast=lambda a, b: variant(a, b, ROWS)
     )
 
 

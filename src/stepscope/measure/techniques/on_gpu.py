@@ -20,6 +20,7 @@ from stepscope.measure.techniques.pair import (
     chain,
     chain_gradient,
     looped,
+    matmul_pair,
     numbers,
 )
 
@@ -102,7 +103,7 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
 def precision(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
     able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
     narrow = torch.bfloat16 if able else torch.float16
-    return _matmul_pair(
+    return matmul_pair(
         device,
         rows,
         slow=lambda a, b: _tiled_matmul(a, b, torch.float32),
@@ -111,24 +112,8 @@ def precision(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: 
 
 
 def tiling(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
-    return _matmul_pair(
+    return matmul_pair(
         device, rows // 2, slow=_row_matmul, fast=lambda a, b: _tiled_matmul(a, b, torch.float32)
-    )
-
-
-def _matmul_pair(
-    device: torch.device,
-    n: int,
-    slow: Callable[[Tensor, Tensor], KernelVariant],
-    fast: Callable[[Tensor, Tensor], KernelVariant],
-) -> Pair:
-    a, b = (numbers(n * n, device, seed).view(n, n) for seed in (0, 1))
-    return Pair(
-        slow=slow(a, b),
-        fast=fast(a, b),
-        truth=lambda: a.double() @ b.double(),
-        work=2.0 * n**3,
-        unit="FLOP",
     )
 
 

@@ -56,6 +56,22 @@ def numbers(count: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.rand(count, generator=generator, device=device) * 2.0 - 1.0
 
 
+def matmul_pair(
+    device: torch.device,
+    n: int,
+    slow: Callable[[Tensor, Tensor], KernelVariant],
+    fast: Callable[[Tensor, Tensor], KernelVariant],
+) -> Pair:
+    a, b = (numbers(n * n, device, seed).view(n, n) for seed in (0, 1))
+    return Pair(
+        slow=slow(a, b),
+        fast=fast(a, b),
+        truth=lambda: a.double() @ b.double(),
+        work=2.0 * n**3,
+        unit="FLOP",
+    )
+
+
 def link(x: Tensor) -> Tensor:
     """One operation of a chain: cheap, with a gradient that needs its input."""
     return 0.5 * x * x - 0.5

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from stepscope.errors import one_line
 from stepscope.parallel.checkpoint.checksums import CHECKSUMS, SummingWriter, write_checksums
 from stepscope.parallel.checkpoint.reading import DataPlanner, VerifyingReader
 from stepscope.parallel.errors import ParallelError
@@ -254,5 +255,4 @@ def _failure(what: str, error: CheckpointException) -> ParallelError:
     cause = error.failures[rank][0]
     if isinstance(cause, ParallelError):
         return ParallelError(str(cause))
-    text = (str(cause).strip().splitlines() or [""])[0]
-    return ParallelError(f"{what}: rank {rank}: {type(cause).__name__}{text and f': {text}'}")
+    return ParallelError(f"{what}: rank {rank}: {one_line(cause)}")

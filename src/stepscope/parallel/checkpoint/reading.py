@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from stepscope.errors import one_line, some
 from stepscope.parallel.checkpoint.checksums import BLOCK, CHECKSUMS, FileSums, read_checksums
 from stepscope.parallel.checkpoint.metadata import parse_metadata
 from stepscope.parallel.errors import ParallelError
@@ -58,10 +59,9 @@ class VerifyingReader(FileSystemReader):
             raise
         # A damaged file can make torch raise anything, some of it without a message.
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
             raise ParallelError(
                 f"{self._folder / stored.relative_path} cannot be read:"
-                f" {item.storage_index.fqn}: {type(error).__name__}{text and f': {text}'}",
+                f" {item.storage_index.fqn}: {one_line(error)}",
                 _HINT,
             ) from error
 
@@ -136,10 +136,7 @@ class VerifyingReader(FileSystemReader):
         names = [n for n, s in stored_here.items() if not _intact(path, s.offset, s.length)] or [
             *stored_here
         ]
-        if not names:
-            return ""
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return f"; it contains {', '.join(names[:_NAMED])}{more}"
+        return f"; it contains {some(names, _NAMED)}" if names else ""
 
 
 def _intact(path: Path, offset: int, length: int) -> bool:

@@ -16,12 +16,13 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
+from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.rows import BenchmarkRow, DtypePair, is_steady, pairs_of
-from stepscope.studies.views.builders import failure_findings, finding, grouped, some
+from stepscope.studies.views.builders import failure_findings, finding, grouped
 from stepscope.studies.views.energy import energy_finding
 from stepscope.studies.views.verdict import limit_share, step_limit
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 from stepscope.analysis.checks import check_record
 from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
 from stepscope.analysis.scaling import fitted_exponent
+from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import bytes_, counted, duration, number, percent, rate
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.flash.rows import OURS, GridRow, sort_key
-from stepscope.studies.views.builders import failure_findings, finding, grouped, some
+from stepscope.studies.views.builders import failure_findings, finding, grouped
 
 HOST_MARK = "*"
 POLICY = (

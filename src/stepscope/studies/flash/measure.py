@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.attention.tiles import Pass, Tile, tiles
+from stepscope.errors import one_line
 from stepscope.records.schema import Quantity, Reading, Series
 from stepscope.studies.attention.workload import (
     MODES,
@@ -207,7 +208,7 @@ def _first_call(step: AttentionStep) -> str | None:
     try:
         step.results()
     except Exception as error:
-        return f"failed: {_named_error(error)}"
+        return f"failed: {one_line(error)}"
     return None
 
 
@@ -281,7 +282,7 @@ def measure_tile(
                 continue
             except Exception as error:
                 # The compiler does not support some tiles; the others are still measured.
-                return f"does not compile: {_named_error(error)}"
+                return f"does not compile: {one_line(error)}"
             launch = next((launch for launch in launches if launch.kind == which), None)
             if launch is None:
                 return "was not launched"
@@ -291,10 +292,6 @@ def measure_tile(
             return f"the profiler saw no {launch.kernel.name}"
         return times, _resources(launch)
     return why
-
-
-def _named_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _multiprocessor(properties: Any) -> Resources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from stepscope.errors import some
 from stepscope.kernels.fp8.recipe import E4M3, E5M2, TENSORWISE
 from stepscope.report.blocks import Block, Cell, Figure, Finding, Table, Value
 from stepscope.report.format import counted, number, percent
@@ -22,7 +23,7 @@ from stepscope.studies.fp8.rows import (
     Trained,
     subjects,
 )
-from stepscope.studies.views.builders import Source, curve, finding, some, suffix
+from stepscope.studies.views.builders import Source, curve, finding, suffix
 
 _DRAWN = 12
 """Layers in a figure."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.errors import some
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.base import record_ids
@@ -60,7 +61,9 @@ def _closing(traced: Sequence[Traced]) -> Finding:
     worst_open = max(still_open, key=unexplained)
     named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
-    more = f" The same holds for {_listed(others)}, of {len(traced)} steps." if others else ""
+    more = (
+        f" The same holds for {some(others, _MAX_NAMES)}, of {len(traced)} steps." if others else ""
+    )
     return Finding(
         code="profile.unattributed",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
@@ -94,11 +97,6 @@ def _attributed(traced: Sequence[Traced]) -> Finding:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    left = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
-
-
 def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
     """The clearest step in full, the others by name."""
     limited = [step for step in steps if step.host_limits(HOST_LIMITS_FROM)]
@@ -122,7 +120,11 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             f" time for {percent(late)}{_issued(lead)}.",
             conclusion="A lower precision cannot help until there are fewer launches"
             f"{_proof(lead)}."
-            + (f" The same holds for {_listed(others)}, of {len(steps)}." if others else ""),
+            + (
+                f" The same holds for {some(others, _MAX_NAMES)}, of {len(steps)}."
+                if others
+                else ""
+            ),
             tone="warn",
         )
     free = [step for step in steps if step not in limited and step.experiments_say() is False]
@@ -135,7 +137,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             records=record_ids(free),
             text=f"{lead.workload.name}, {lead.workload.mode}: the CPU does not limit"
             f" this step{_issued(lead)}{_proof(lead)}."
-            + (f" Nor does it for {_listed(others)}." if others else ""),
+            + (f" Nor does it for {some(others, _MAX_NAMES)}." if others else ""),
         )
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
@@ -97,12 +96,7 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An interrupted worker is in an unknown state; torchrun then ends all ranks.
         if torchrun_size() > 1 and (kind is None or issubclass(kind, Exception)):
             if self._lost:

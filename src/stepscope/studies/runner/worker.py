@@ -19,7 +19,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, one_line
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.ranks.cases import crew
 from stepscope.studies.registry import find_measurable
@@ -134,10 +134,9 @@ def failure(error: Exception) -> Failed:
     """The failure that an exception means for the record."""
     import torch
 
-    text = (str(error).strip().splitlines() or [""])[0]
-    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    reason = one_line(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(m in text.lower() for m in _ALLOCATION_MESSAGES)
+        isinstance(error, RuntimeError) and any(m in reason.lower() for m in _ALLOCATION_MESSAGES)
     )
     if out_of_memory:
         return Failed("oom", reason)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from stepscope.errors import first_cause
+from stepscope.errors import first_cause, one_line
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.step.cases import StepRaceCase
@@ -182,8 +182,7 @@ class Field:
         except TookTooLong as late:
             self.excluded[racer.name] = f"given up: {late}"
         except Exception as error:
-            message = (str(error).strip().splitlines() or [""])[0]
-            self.excluded[racer.name] = f"failed: {type(error).__name__}: {message}"
+            self.excluded[racer.name] = f"failed: {one_line(error)}"
             # The traceback references the frames, which reference the tensors.
             del error
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from stepscope.analysis.limits import host_bound, mfu, step_ms, tokens_per_second
+from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary
 from stepscope.report.blocks import Curve, Finding, Interval, Tone, Value
@@ -86,12 +87,6 @@ def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and the number of further ones."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def capitalized(text: str) -> str:
