@@ -66,7 +66,7 @@ def accelerate(
     dtype: torch.dtype | Recipe | str | None = None,
     exclude: Iterable[str | type[nn.Module]] = (),
 ) -> Report:
-    """Replace parts of a model by fused kernels, in place, and return what was done.
+    """Replace parts of a model by fused kernels, in place, and return a report of the changes.
 
         report = stepscope.accelerate(model, optimizer)
         print(report)
@@ -76,13 +76,12 @@ def accelerate(
     Parameters keep their names and `state_dict` its keys. Every replacement is compared with the
     original, outputs and gradients, in its first call with gradients, or immediately on `sample`
     (what the model is called with: a mapping of keyword arguments, a tuple, or a tensor). One that
-    differs is taken back and listed in `report.left`. `exclude` has names, patterns of names
-    (`"*.mlp"`) or classes of modules that stay as they are, or pieces as `report` names them
-    (`"RMSNorm"`).
+    differs is undone and listed in `report.left`. `exclude` lists what stays as it is: names of
+    modules, patterns of names (`"*.mlp"`), classes, or pieces as `report` names them (`"RMSNorm"`).
 
-    With an `optimizer`, its update becomes one fused kernel; the object, its groups and its state
-    keep their identity. `dtype` runs the model under autocast; without it the caller's autocast
-    stays.
+    With an `optimizer` (AdamW or Adam), its update becomes one fused kernel; the optimizer, its
+    `param_groups` and its state remain the same objects. `dtype` runs the model under autocast;
+    without it the caller's autocast stays.
 
     `dtype="fp8"`, or a `Recipe` of `stepscope.kernels.fp8`, uses bfloat16 autocast and FP8 GEMMs in
     the linear layers that gain from them; weights, gradients and the optimizer keep their dtypes.

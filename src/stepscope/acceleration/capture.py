@@ -1,13 +1,5 @@
 """A function that runs a training step, as CUDA graphs.
 
-    @stepscope.capture
-    def step(tokens, targets):
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
 The first calls with new shapes run eagerly and are real steps. Then the step is captured, which
 executes nothing, and replayed from there on. The Python code of the function does not run in a
 replay: what it decides, prints or counts stays as it was in the capture.
@@ -503,15 +495,24 @@ def capture(
     modules: Iterable[nn.Module] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> Any:
-    """Run a training step as CUDA graphs, one per shapes, dtypes, other arguments and modes.
+    """Run a training step as CUDA graphs: one for each combination of shapes, dtypes, other
+    arguments, train or eval mode, and autocast.
 
-    The first `warmup` calls with a key run eagerly and are real steps. At most `max_graphs` graphs
-    in at most `pool_bytes` of memory are kept. Results are new tensors without autograd history.
-    Modules and optimizers are found in the function's closure, globals and instance; `modules` and
-    `optimizer` name them explicitly. What cannot be captured runs eagerly, with one warning per
-    reason. On a CPU the function is called as it is.
+        @stepscope.capture
+        def step(tokens, targets):
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
 
-    Keyword arguments alone make a decorator.
+    The first `warmup` calls of a combination run eagerly and are real steps. At most `max_graphs`
+    graphs in at most `pool_bytes` of memory are kept. Results are new tensors without autograd
+    history. Modules and optimizers are found in the function's closure, globals and instance;
+    `modules` and `optimizer` name them explicitly. What cannot be captured runs eagerly, with one
+    warning per reason. On a CPU the function is called as it is.
+
+    Called with keyword arguments only, it returns a decorator.
     """
     make = functools.partial(
         Captured,

@@ -34,10 +34,10 @@ GRAPH = ("auto", "on", "off")
 class TrainStep:
     """A callable training step: `loss = step(batch)`.
 
-    Without `loss_fn` the model returns the loss: as an attribute or key `loss`, as the first entry
-    of a tuple, or as a scalar tensor. It is called with a mapping as keyword arguments, with a
-    tuple or list as positional arguments, or with a tensor. Otherwise `loss_fn(model, batch)`
-    returns the loss. Tensors of the batch are moved to the device of the model.
+    `loss_fn(model, batch)` returns the loss. Without it the model is called with the batch: a
+    mapping becomes keyword arguments, a tuple or list positional arguments, a tensor the only
+    argument. The loss is then the attribute or key `loss` of its output, the first entry of a
+    tuple, or a scalar tensor. Tensors of the batch are moved to the device of the model.
 
     `accumulate` consecutive calls make one update with their averaged gradients; each returns the
     loss of its own batch. `max_grad_norm` clips the norm of the gradients. `dtype` runs forward and
@@ -45,9 +45,10 @@ class TrainStep:
     update. `graph="auto"` captures what can be captured, "on" raises if something cannot, "off"
     runs eagerly.
 
-    The optimizer that `accelerate` fused updates each parameter during the backward pass, unless
+    An optimizer that `accelerate` fused updates each parameter during the backward pass, unless
     something needs all gradients at once (clipping, accumulation, a scaler) or
-    `update_in_backward=False`. So does an `InBackwardAdamW`, which refuses the former.
+    `update_in_backward=False`. An `InBackwardAdamW` always does, and cannot be combined with
+    clipping, accumulation or a scaler.
 
     The loss is a new tensor on the device without autograd history. Gradients are None after an
     update.

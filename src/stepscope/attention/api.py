@@ -44,7 +44,8 @@ def attention(
     rules: ScoreRules | None = None,
     impl: str = AUTO,
 ) -> Tensor:
-    """Compute softmax(q kᵀ · scale) v with the implementation named by `impl`.
+    """Compute softmax(q kᵀ · scale) v with the implementation named by `impl`: one of
+    `IMPLEMENTATION_NAMES`, or "auto" for the fastest that supports the input (see `explain`).
 
     The scale defaults to 1/√d. Tensors may have any number of leading dimensions, including none.
     With four or more dimensions, k and v may have fewer heads (dimension -3) than q: grouped-query
@@ -54,8 +55,9 @@ def attention(
     the first key, "bottom-right" the last query with the last key. Rows without a visible key are
     zero.
 
-    `rules` adds sliding windows, packed documents, prefixes, soft-capping, ALiBi, attention sinks
-    and biases; layers that share one `ScoreRules` share its preparation.
+    `rules` adds sliding windows, packed documents, prefixes, soft-capping, ALiBi, attention sinks,
+    biases and dropout. Create one `ScoreRules` per step and pass it to every layer: what is derived
+    from it is computed once.
 
     Raises ValueError for invalid inputs and for inputs that the named implementation does not
     support, and UsageError for an unknown name. A named implementation never falls back to another.

@@ -26,11 +26,11 @@ _INTEGERS = ("int32", "int64")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoreRules:
-    """Rules that change the scores of an attention or hide some of them, and dropout.
+    """Rules of an attention besides its causal mask: hidden keys, changed scores, dropout.
 
-    With p the position of a query, aligned as `causal_align` says, s the scaled score of a key at
-    position j becomes `softcap · tanh(s / softcap) - slope · |p - j| + bias`; hidden keys have the
-    score -inf. Tensors need inputs of (batch, heads, seq, d).
+    The scaled score s of a query at position p and a key at position j becomes
+    `softcap · tanh(s / softcap) - slope · |p - j| + bias`, and -inf if the key is hidden; positions
+    are aligned by `causal_align`. Rules that are tensors need q, k and v of (batch, heads, seq, d).
     """
 
     window: int | None = None
@@ -43,8 +43,8 @@ class ScoreRules:
     """Int tensor (seq,) or (batch, seq): a query sees only keys of its document, which is a run of
     equal numbers. Positions count from the start of the document."""
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None
-    """The same for documents that have been concatenated: int tensor of the start of each document
-    and the end of the last one, or one such tensor for queries and one for keys."""
+    """The same for concatenated documents: int tensor of the start of each document and the end of
+    the last one, or a pair of such tensors, for queries and for keys."""
     softcap: float | None = None
     """Bound of the scores: softcap · tanh(s / softcap)."""
     alibi_slopes: Tensor | None = None
@@ -59,8 +59,8 @@ class ScoreRules:
     1 - dropout."""
     dropout_seed: Tensor | None = None
     """Int64 tensor (2,), a seed and an offset, that determines which weights become zero: the same
-    ones in every implementation but torch's, which have random numbers of their own. Without it
-    torch's generator draws one in every call."""
+    ones in every implementation that supports it. Without it torch's generator draws one in every
+    call, and torch's own implementations use their own random numbers."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,17 +111,17 @@ class ScoreRules:
 
     @property
     def only_drops(self) -> bool:
-        """It neither hides keys nor changes scores."""
+        """True if it neither hides keys nor changes scores."""
         return not set(self.names) - set(DROPOUT)
 
     @property
     def unequal_documents(self) -> bool:
-        """Documents may have different numbers of queries and keys."""
+        """True if documents may have different numbers of queries and keys."""
         return isinstance(self.cu_seqlens, tuple) and self.cu_seqlens[0] is not self.cu_seqlens[1]
 
     @property
     def has_positions(self) -> bool:
-        """Its rules depend on the distance between a query and a key."""
+        """True if a rule depends on the distance between a query and a key."""
         return self.window is not None or self.alibi_slopes is not None
 
     @property

@@ -63,8 +63,8 @@ def rms_norm(
     eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x over its root mean square, times the weight, in `out_dtype`, which may be the dtype
-    of the next matmul instead of that of the residual stream."""
+    """Return the RMSNorm of x in `out_dtype`, which may be the dtype of the next matmul instead of
+    that of the residual stream."""
     return normed_sum(x, None, weight, eps, out_dtype)[1].value
 
 
@@ -75,7 +75,7 @@ def add_rms_norm(
     eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + branch and its norm."""
+    """Return the sum x + branch, and its RMSNorm in `out_dtype`."""
     stream, normed = normed_sum(x, branch, weight, eps, out_dtype)
     return stream, normed.value
 

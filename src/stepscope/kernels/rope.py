@@ -35,8 +35,8 @@ def rotated_heads_(
     sin: Tensor,
     heads: int,
 ) -> Tensor:  # (batch, heads, seq, d_head)
-    """Return the heads of a projection, rotated by position. x is overwritten: it must not be used
-    elsewhere, and it must not be a view."""
+    """Return the heads of a projection with rotary position embeddings applied. x is overwritten:
+    it must not be used elsewhere, and it must not be a view."""
     if x.shape[1] > cos.shape[0]:
         raise ValueError(
             f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"

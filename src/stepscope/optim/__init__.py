@@ -1,4 +1,4 @@
-"""Optimizers."""
+"""AdamW: plain, fused, in the backward pass, and with float32 master weights."""
 
 from stepscope.optim.adamw import AdamW
 from stepscope.optim.fused import FusedAdamW

@@ -33,10 +33,10 @@ class FusedAdamW(AdamW):
     `stochastic_bfloat16_state` stores both moments in bfloat16 with stochastic rounding, which
     preserves small changes on average: a quarter less traffic per step, and different numerics. The
     random numbers follow from `seed` and the step, so a run is reproducible. `capturable` keeps the
-    step count on the device, so that a step can be part of a CUDA graph. A copy of a parameter in
-    `copies` is written together with the parameter. `master` keeps float32 copies of 16-bit
-    parameters in the state and updates those: the state is that of `MasterWeights` around AdamW,
-    without a float32 gradient.
+    step count on the device, so that a step can be part of a CUDA graph. `copies` has low-precision
+    copies of parameters (`TransformerLM.copies`), which are written together with them. `master`
+    keeps float32 copies of 16-bit parameters in the state and updates those: the state is that of
+    `MasterWeights` around AdamW, without a float32 gradient.
     """
 
     _COPIED_ATTRIBUTES: tuple[str, ...] = (

@@ -2,12 +2,6 @@
 
 An update is bound by memory and a matmul by compute, so on a GPU they overlap: updates run on a
 side stream. A gradient is freed after its update, so all gradients are never in memory at once.
-Anything that needs all gradients at once (clipping by global norm, accumulation over several
-backwards, loss scaling that skips steps) does not work with it.
-
-    optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
-    loss.backward()
-    optimizer.step()  # waits for the updates, on the device
 
 With `low_precision_grads`, fused projections pass gradients in the matmul dtype. Under bfloat16
 autocast these are the values of torch's gradients, which are rounded to bfloat16 before they are
@@ -46,11 +40,20 @@ class DeviceParameters(NamedTuple):
 
 
 class InBackwardAdamW(FusedAdamW):
-    """AdamW that updates parameters during the backward.
+    """AdamW that updates each parameter during the backward pass, as soon as its gradient is ready.
 
-    `overlap=False` updates on the stream of the backward. With `attach=False` gradient hooks are
-    installed only within `attached()`, so that several optimizers can alternate on the same
-    parameters. After a backward that raises outside of `attached()`, `step()` ends the step: the
+        optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
+        loss.backward()
+        optimizer.step()  # waits for the updates, on the device
+
+    Clipping by global norm, accumulation over several backward passes and loss scaling that skips
+    steps do not work with it: they need all gradients at once.
+
+    `copies` and `master` are those of `FusedAdamW`. `overlap=False` updates on the stream of the
+    backward pass instead of a side stream. With `attach=False` gradient hooks are installed only
+    within `attached()`, so that several optimizers can alternate on the same parameters.
+    `low_precision_grads` takes gradients in the dtype of the matmuls and needs `attach=False`.
+    After a backward pass that raises outside of `attached()`, `step()` ends the step: the
     parameters it reached are updated.
     """
 

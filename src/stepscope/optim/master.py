@@ -20,9 +20,11 @@ from stepscope.optim.fused import MASTER
 
 
 class MasterWeights(Optimizer):
-    """Float32 master weights: `MasterWeights(model.parameters(), AdamW, lr=1e-3)`.
+    """Float32 master weights of a 16-bit model, around any optimizer.
 
-    The state of a parameter is that of the inner optimizer and the copy as `master`.
+        optimizer = MasterWeights(model.parameters(), AdamW, lr=1e-3)
+
+    The state of a parameter is that of the inner optimizer and its float32 copy, `master`.
     """
 
     def __init__(

@@ -1,13 +1,4 @@
-"""Data parallelism: every rank has a replica of the model, gradients are averaged.
-
-    model = DDP(module, strategy="bucketed", bucket_mb=25.0)
-    loss = loss_of(model(inputs)); loss.backward()
-    model.finish_gradient_synchronization()
-    optimizer.step(); optimizer.zero_grad()
-
-`naive` reduces each gradient after the backward pass, `flat` reduces all of them as one, `overlap`
-reduces each as soon as the backward pass produces it, and `bucketed` reduces buckets of `bucket_mb`
-MiB as they fill. The result is the same for all: training as one process on the concatenated batch.
+"""Data parallelism: every rank has a replica of the model, and gradients are averaged.
 
 Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps if all ranks
 do the same. The next forward pass detects the change, the ranks agree on it, new parameters take
@@ -16,10 +7,6 @@ the rank and the parameter. The caller must update the optimizer (`add_param_gro
 
 Persistent buffers (running statistics) are synchronized from rank 0 in every step.
 Embeddings with sparse gradients are rejected.
-
-Uneven batches: gradients are averaged with equal weight, which is correct if every rank has the
-same number of samples. In a step where they differ, call `batch_of(samples)`: each rank is then
-weighted by its share of all samples, and a rank without samples contributes zero.
 """
 
 from __future__ import annotations
@@ -60,7 +47,23 @@ class SyncTiming(NamedTuple):
 
 
 class DDP(NotCopied, nn.Module):
-    """Data-parallel wrapper of a module; the module docstring describes its use."""
+    """Data-parallel wrapper of a module.
+
+        model = DDP(module, strategy="bucketed", bucket_mb=25.0)
+        loss = loss_of(model(inputs)); loss.backward()
+        model.finish_gradient_synchronization()
+        optimizer.step(); optimizer.zero_grad()
+
+    `strategy` says how gradients are averaged: `naive` reduces each one after the backward pass,
+    `flat` all of them as one, `overlap` each as soon as the backward pass produces it, `bucketed`
+    buckets of `bucket_mb` MiB as they fill. The result is the same for all: training as one process
+    on the concatenated batch. A parameter without a gradient on some ranks only raises, unless
+    `missing_gradients="zero"`.
+
+    Gradients are averaged with equal weight, which is correct if every rank has the same number of
+    samples. In a step where they differ, call `batch_of(samples)`: each rank is then weighted by
+    its share of all samples, and a rank without samples contributes zero.
+    """
 
     label = "DDP"
     instead = "copy its .module, and wrap the copy if it is to be trained on several ranks"

@@ -1,11 +1,5 @@
 """Fully sharded data parallelism: a rank stores its rows of each matrix, gradient and state.
 
-    model = FSDP(module, compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    loss_of(model(inputs)).backward()
-    model.finish_gradient_synchronization()
-    optimizer.step(); optimizer.zero_grad()
-
 Parameters of two or more dimensions are sharded by rows; the others are replicated and their
 gradients averaged. During its forward pass, a module that owns a sharded parameter sees the full
 parameter under its name. For the backward pass, autograd saves a reference instead of the full
@@ -43,9 +37,6 @@ A module must use its weights in its own forward: one that reads the weight of a
 torch's MultiheadAttention does with its output projection) is rejected, or raises in the backward
 pass. A module whose attribute `needs_full_weights` is a nonempty string is rejected, with the
 string as the reason.
-
-Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
-function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
 """
 
 from __future__ import annotations
@@ -72,7 +63,20 @@ from stepscope.torch_tools.gradient_hooks import hook_for_life
 
 
 class FSDP(NotCopied, nn.Module):
-    """Fully sharded wrapper of a module; the module docstring describes its use."""
+    """Fully sharded wrapper of a module.
+
+        model = FSDP(module, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model(inputs)).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step(); optimizer.zero_grad()
+
+    With `compute_dtype`, matrices are gathered and used in that dtype; norms keep the dtype of
+    their parameters. Gradients are averaged in the parameters' dtype, or in `reduce_dtype`.
+
+    Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
+    function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
+    """
 
     label = "FSDP"
     instead = COPY_HINT

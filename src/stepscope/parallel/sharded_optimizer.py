@@ -1,7 +1,5 @@
 """An optimizer whose state is sharded across the ranks: ZeRO stage 1, in two forms.
 
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-
 `broadcast`: each parameter has an owner, balanced by bytes, that updates it and broadcasts it.
 Gradients are averaged elsewhere (DDP), so a step moves the gradients twice and the parameters once.
 If the optimizer is element-wise, matrices are divided by rows where complete ones cannot be
@@ -86,7 +84,16 @@ class Entry(NamedTuple):
 
 
 class ShardedOptimizer(Optimizer):
-    """Any torch optimizer with its state sharded across the ranks (ZeRO stage 1)."""
+    """Any torch optimizer with its state sharded across the ranks (ZeRO stage 1).
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    `form="broadcast"`: gradients are averaged elsewhere (DDP); each parameter has an owner that
+    updates it and broadcasts it. `form="scatter"`: gradients are averaged here, and each rank
+    updates its slice of all parameters; the optimizer must be element-wise, and every parameter
+    trainable. `by_rows=True` declares an optimizer element-wise, so that its matrices may be
+    divided by rows; torch's own are recognized. Other arguments are those of `optimizer_cls`.
+    """
 
     def __init__(
         self,

@@ -39,6 +39,9 @@ class Scope:
                 optimizer.zero_grad()
         scope.report("page.html")
 
+    After `warmup` steps, `timed` steps are timed; then, with `memory`, the tensors of one step are
+    counted, and `traced` steps are traced by the profiler. The page calls the program `name`.
+
     A step that is not recorded costs a microsecond. Errors during recording are shown in the report
     and never raised in the loop.
     """
@@ -78,12 +81,12 @@ class Scope:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of steps so far, and of those that a complete recording takes."""
+        """Number of steps so far, and the number that a complete recording takes."""
         return self._recorder.steps, self._recorder.effort.steps
 
     def next_step(self) -> None:
-        """End a step and begin the next, where no block surrounds a step: in a callback. The first
-        call begins the first step; what happens between two calls belongs to a step."""
+        """End a step and begin the next, in a callback, where no `with` block surrounds a step. The
+        first call begins the first step; everything between two calls is one step."""
         if not self._recorder.done:
             self._recorder.edge()
 
