@@ -136,8 +136,8 @@ def _matrix(lines: list[Line]) -> str:
     versions = dict.fromkeys(f"{line['library']} {line['version']}" for line in lines)
     text = [
         f"Models with two blocks; {', '.join(versions)}. A number is the count of replaced modules"
-        " (a head counts with the module that computes the loss); the reason of “left” is below;"
-        " – means that there is no such part, or that a larger piece has it.",
+        " (a head counts with the module that computes the loss). Reasons for “left” are below the"
+        " table. – means that there is no such part, or that a larger piece includes it.",
         markdown(table("matrix", "", lines, columns)).strip(),
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
     ]

@@ -34,8 +34,9 @@ def energy_section(results: Path) -> Iterator[str]:
     yield "## Where the joules go"
     yield (
         f"`python benchmarks/energy_by_part.py --out results/{RECORDS}` on {first['device']}, torch"
-        f" {first['torch']}, {commits_of(line['commit'] for line in lines)}: each part of our step"
-        " separately, as a CUDA graph that is replayed without pauses, and the full step."
+        f" {first['torch']}, {commits_of(line['commit'] for line in lines)}: each part of"
+        " Stepscope's step separately, as a CUDA graph that is replayed without pauses, and the"
+        " full step."
     )
     findings = [text for ledger in ledgers for text in _findings(ledger)]
     if findings:

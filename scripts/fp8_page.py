@@ -1,5 +1,5 @@
 """The sections of docs/precision.md on training in FP8: learning from
-results/fp8-learning_h200.jsonl, and whole steps from results/fp8-step_h200.jsonl.
+results/fp8-learning_h200.jsonl, and full steps from results/fp8-step_h200.jsonl.
 
 `python scripts/make_docs.py` generates each once there are records.
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from page_parts import commits_of, figure_files, shown
 
 from stepscope.report.blocks import Block, Curve, Figure, LimitLine
+from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import col, table
 
 FILE = "fp8-learning_h200.jsonl"
@@ -112,10 +113,22 @@ def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
         f"`python benchmarks/fp8_learning.py` on {first['device']}, torch {first['torch']},"
         f" {commits_of(line['commit'] or '' for line in lines)}: FP8 in all linear layers of the"
         " blocks, or where the rule by shape predicts a gain, next to"
-        " bfloat16, from the same weights on the same text, the sources of Python's standard"
-        " library byte by byte."
+        " bfloat16. Both start from the same weights and see the same text: the sources of Python's"
+        " standard library, byte by byte."
     )
-    return ["## Does a model learn in FP8?", text, *shown(blocks)], figure_files(blocks)
+    answers = "\n".join(f"- {_outcome(one)}" for one in models if one.changes)
+    return ["## Does a model learn in FP8?", answers, text, *shown(blocks)], figure_files(blocks)
+
+
+def _outcome(one: Learned) -> str:
+    layers = f"FP8 in {one.pairs[0][1]['fp8_weights']} weights ({_LAYERS[one.dtype]})"
+    spread = (
+        "" if one.spread is None else f"; bfloat16's own varies by {percent(one.spread)} over seeds"
+    )
+    return (
+        f"{one.model}, {layers}: the final loss differs by {percent(one.change or 0.0)} from"
+        f" bfloat16's, mean over {len(one.changes)} seeds{spread}."
+    )
 
 
 def _table(models: list[Learned]) -> Block:
@@ -263,32 +276,35 @@ def _of_process(blocks: list[Line]) -> list[Step]:
 
 
 def step_part(results: Path) -> list[str]:
-    """Return the paragraphs on whole steps; nothing without records."""
+    """Return the paragraphs on full steps; nothing without records."""
     path = results / STEPS
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not lines:
         return []
+    steps = steps_of(lines)
     blocks: list[Block] = [
         table(
             "fp8-step",
             "Training steps in FP8",
-            steps_of(lines),
+            steps,
             [
                 col("model", lambda one: one.row),
-                col("form", lambda one: one.form),
+                col("variant", lambda one: one.form),
                 col("saved activations", lambda one: one.policy or "–"),
                 col("step", lambda one: one.ms, unit="ms"),
                 col(
-                    "peer over it",
+                    "speedup",
                     lambda one: None if one.peer is None else one.peer[0] / one.ms,
                     "number",
-                    hint="the best of torchao and compiled blocks in the same process",
+                    unit="×",
+                    hint="over the faster of torchao and compiled blocks in the same process",
                 ),
                 col("peak", lambda one: one.peak_gib, unit="GiB"),
                 col("energy", lambda one: one.joules, unit="J"),
             ],
             caption="Medians over blocks of 4 s of consecutive steps in ABBA order. `bf16` and"
-            " `fp8-…` are Stepscope's step, `torchao-…` its float8 training with compiled blocks."
+            " `fp8-…` are Stepscope's step, `torchao-…` is torchao's float8 training with compiled"
+            " blocks. Speedup: over the faster of torchao and compiled blocks in the same process."
             " `forward-fast`: fast accumulation in the forward GEMMs only. Saved activations:"
             " `inputs` recomputes the first GEMM of each MLP.",
         )
@@ -298,4 +314,21 @@ def step_part(results: Path) -> list[str]:
         f" {commits_of(line.get('commit') or '' for line in lines)}. Batch 4, context 2048, unless"
         " given."
     )
-    return ["## How fast is a step in FP8?", text, *shown(blocks)]
+    return ["## How fast is a step in FP8?", text, _answers(steps), *shown(blocks)]
+
+
+def _answers(steps: list[Step]) -> str:
+    """Return the fastest FP8 step of each model against the fastest other library."""
+    lines = []
+    for model in dict.fromkeys(step.row for step in steps):
+        own = [s for s in steps if s.row == model and s.form.startswith("fp8") and s.peer]
+        if not own:
+            continue
+        best = min(own, key=lambda step: step.ms)
+        assert best.peer is not None
+        ms, name = best.peer
+        lines.append(
+            f"- {model}: {duration(best.ms)}, {number(ms / best.ms, 3)} times as fast as {name}"
+            f" ({duration(ms)})."
+        )
+    return "\n".join(lines)

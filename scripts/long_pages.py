@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stepscope.report.format import counted
 
-LONG_PAGE = 200
+LONG_PAGE = 140
 """Lines of tables from which a page opens with a summary."""
 LONG_TABLE = 25
 """Rows above which a table is split."""
@@ -38,10 +38,10 @@ def walkable(page: str) -> str:
 
 
 def _summary(parts: Sequence[str]) -> str:
-    """A line for each section: its link, and its first finding."""
+    """A line for each section of the first two levels: its link, and its first finding."""
     lines, taken = [], dict[str, int]()
     for index, part in enumerate(parts):
-        heading = re.fullmatch(r"(##+) (.+)", part)
+        heading = re.fullmatch(r"(###?) (.+)", part)
         if heading is None:
             continue
         level, title = len(heading[1]), heading[2]

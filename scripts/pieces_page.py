@@ -71,8 +71,8 @@ def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
         if ratios:
             listed = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in ratios.items())
             slower = any(ratio.low <= 1 for ratio in ratios.values())
-            reason = f" It stays: {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
-            yield f"{piece}: compiled, it takes {listed} times as long as Stepscope's.{reason}"
+            reason = f" Kept because {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
+            yield f"{piece}: torch.compile's takes {listed} times as long as Stepscope's.{reason}"
 
 
 def _table(races: Sequence[Sequence[Line]]) -> Table:

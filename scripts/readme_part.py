@@ -76,12 +76,11 @@ def _figures(results: Path) -> str:
     right, counted = first_advice_right(results, "h200")
     return (
         f"{markdown(table).strip()}\n\n"
-        "Steps are consecutive, as in training, attention is forward and backward; each against"
-        " the fastest form of the baseline that was tried: [accelerate](docs/accelerate.md),"
+        "Training steps (batch × tokens) run back to back; attention is forward and backward. The"
+        " baseline is the fastest variant that was tried: [accelerate](docs/accelerate.md),"
         " [FP8](docs/precision.md), [steps](docs/step.md), [attention](docs/flash.md). Brackets:"
-        f" 95 % interval (99 % in the last row). {right} of {counted} first pieces of advice for"
-        " the examples gained within a third of the prediction"
-        " ([walkthrough](docs/walkthrough.md))."
+        f" 95 % interval (99 % in the last row). {right} of {counted} first changes advised for the"
+        " examples gained within a third of the prediction ([walkthrough](docs/walkthrough.md))."
     )
 
 

@@ -27,7 +27,8 @@ class Page(NamedTuple):
     records: str
     title: str
     sections: dict[str, tuple[str, ...]]
-    """Titles, and prefixes of the names of their blocks, in the order of the page."""
+    """Titles, and prefixes of the names of their blocks and of the codes of their findings, in the
+    order of the page. Findings without a section are on top."""
     more: Callable[[Path], Iterable[str]] = lambda _: ()
     """Further sections, from other files of results."""
 
@@ -38,10 +39,10 @@ PAGES = {
         "step_h200.jsonl",
         "The fastest training step on one H200",
         {
-            "Against torch.compile": ("step-speed", "step-power"),
-            "Gain of each change": ("step-climb", "step-ladder"),
-            "From the ideal to the measured step": ("step-waterfall",),
-            "Loss curves": ("step-loss",),
+            "Against torch.compile": ("step-speed", "step-power", "step.race", "step.power"),
+            "Gain of each change": ("step-climb", "step-ladder", "step.gain", "step.host-bound"),
+            "From the ideal to the measured step": ("step-waterfall", "waterfall.", "energy."),
+            "Loss curves": ("step-loss", "step.loss"),
             "Every variant that was tried": ("step-heats",),
             "Not measured": ("step-lost",),
         },
@@ -96,22 +97,36 @@ def _parts(
         f" samples, sortable and filterable: `stepscope report results/{page.records}`."
     )
     yield f"*{study.question}*"
-    yield bullets(blocks)
-    for title in (*page.sections, MORE):
+    for title in (None, *page.sections, MORE):
         own = [block for block in blocks if _section(page, block) == title]
-        if own:
+        if own and title is not None:
             yield f"## {title}"
-            yield from shown(own)
+        yield from filter(None, ("\n".join((*_range_of_races(own), bullets(own))).strip(),))
+        yield from shown(own)
+
+
+def _range_of_races(blocks: Iterable[Block]) -> Iterator[str]:
+    """The answer of several comparisons of steps."""
+    findings = (block for block in blocks if isinstance(block, Finding))
+    races = [block.values["times"] for block in findings if block.code.startswith("step.race-")]
+    times = [value for value in races if isinstance(value, float)]
+    if len(times) > 1:
+        yield (
+            f"- Stepscope is {min(times):.2f} to {max(times):.2f} times as fast as the fastest"
+            f" PyTorch variant, in {len(times)} comparisons of consecutive steps."
+        )
 
 
 def _section(page: Page, block: Block) -> str | None:
-    """The section with the longest matching prefix of the block's name."""
-    if isinstance(block, Finding):
-        return None
+    """The section with the longest matching prefix of the block's name or code."""
+    is_finding = isinstance(block, Finding)
+    name = block.code if isinstance(block, Finding) else block.name
     matches = [
-        (len(name), title)
-        for title, names in page.sections.items()
-        for name in names
-        if block.name.startswith(name)
+        (len(prefix), title)
+        for title, prefixes in page.sections.items()
+        for prefix in prefixes
+        if name.startswith(prefix)
     ]
-    return max(matches)[1] if matches else MORE
+    if matches:
+        return max(matches)[1]
+    return None if is_finding else MORE

@@ -22,9 +22,10 @@ from stepscope.analysis.advice.changes import Advice, advise
 from stepscope.cli.advice_page import advice_page
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Finding
+from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.html import html_page
+from stepscope.report.tables import col, table
 
 EXAMPLES = {
     "slow": "The slow example",
@@ -39,8 +40,8 @@ _INTRODUCTION = (
     "`examples/slow.py` is a training loop with everything that makes one slow: eager, float32,"
     " naive attention, an optimizer that loops over tensors in Python, a loss that is read back in"
     " every step, data that is created on the host and copied from pageable memory. This page shows"
-    " what `stepscope advise --verify` does with it, step by step. It is generated from records;"
-    " the file of the example was not changed."
+    " what `stepscope advise --verify` does with it and with other examples, step by step. It is"
+    " generated from records; the files of the examples were not changed."
 )
 
 
@@ -58,7 +59,7 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
     files = list(record_files(results))
     if not files:
         return {}
-    parts = ["# From a slow step to a fast one", _INTRODUCTION]
+    parts = ["# From a slow step to a fast one", _INTRODUCTION, *shown([_results(files)])]
     for machine, title in MACHINES.items():
         own = [(example, path) for where, example, path in files if where == machine]
         if own:
@@ -71,6 +72,29 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
         for _, _, path in files
         if path.stem in HTML_PAGES
     }
+
+
+def _results(files: Sequence[tuple[str, str, Path]]) -> Table:
+    """Return the step before and after the changes that were kept, for each example."""
+    walks = [(machine, example, read_records(path)) for machine, example, path in files]
+    rows = [(machine, example, best_of(_tried(records))) for machine, example, records in walks]
+    return table(
+        "walkthrough-results",
+        "",
+        rows,
+        [
+            col("example", lambda row: EXAMPLES[row[1]]),
+            col("machine", lambda row: row[0].upper()),
+            col("changes kept", lambda row: ", ".join(_titles(row[2])) or "none advised"),
+            col("before", lambda row: row[2] and row[2].base_ms, unit="ms"),
+            col("after", lambda row: row[2] and row[2].base_ms * row[2].ratio.value, unit="ms"),
+            col("speedup", lambda row: row[2] and 1 / row[2].ratio.value, unit="×"),
+        ],
+    )
+
+
+def _titles(best: Tried | None) -> list[str]:
+    return [] if best is None else [one.title for one in best.trial.advice]
 
 
 def _html(records: Sequence[Record]) -> str:
@@ -88,8 +112,8 @@ def first_advice_right(results: Path, machine: str) -> tuple[int, int]:
 def _in_short(right: int, counted: int) -> Iterator[str]:
     if counted:
         yield (
-            f"Of the first three changes that were advised and tried for each example, {right} of"
-            f" {counted} gained within a third of the prediction."
+            "Of the first three changes that were advised and tried for each example, the measured"
+            f" gain of {right} of {counted} was within a third of the prediction."
         )
 
 
@@ -146,7 +170,7 @@ def _end(tried: Sequence[Tried]) -> Iterator[str]:
     last = best_of(tried)
     if last is None or last.ratio is None:
         return
-    titles = " and ".join(one.title for one in last.trial.advice)
+    titles = " and ".join(_titles(last))
     yield (
         f"With {titles} a step takes {percent(last.ratio.value)} of its original time:"
         f" {number(1 / last.ratio.value, 3)}× the speed"

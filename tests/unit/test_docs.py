@@ -123,6 +123,8 @@ def test_comparisons_come_first_on_the_attention_page(monkeypatch: pytest.Monkey
         text.index("## Findings"),
     )
     assert speed < text.index("All comparisons") < findings
+    with_auto = flash_pages(grid, races, ["## What auto chooses"])["flash.md"]
+    assert with_auto.index("## What auto chooses") < with_auto.index("compared with others")
     assert "| sdpa\\_flash | 1,16,16384,64 | 1.56" in text
     assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
     failed = [*grid, flash_record("flex", status="oom", reason="too large")]
@@ -192,6 +194,9 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
         "Not measured",
     ]
     assert "| 2.7b-512 | block default sdpa\\_flash | 100.0 |" in step
+    against, _, _ = step.partition("## Gain of each change")
+    assert "- 2.7b-512: a step takes" in against.partition("## Against torch.compile")[2]
+    assert "comparisons of consecutive steps" not in step
     assert "oom | too large" in step
     assert "## Time to compile" in compiled
     assert "## The device" in techniques
@@ -199,6 +204,18 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
         assert "## More" not in page
         for target in re.findall(r"\]\((figures/[^)]+)", page):
             assert pages[target].startswith("<svg")
+
+
+def test_several_comparisons_of_steps_have_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from step_page import step_pages
+
+    races = [step_race_record(), step_race_record("xl-512")]
+    write_records(races, tmp_path / "step_h200.jsonl")
+    section = step_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
+    assert re.match(r"- Stepscope is 1\.\d\d to 1\.\d\d times as fast .* 2 comparisons", section)
 
 
 def test_pieces_follow_on_the_page_of_the_step(
@@ -224,7 +241,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
     text = step_pages(tmp_path)["step.md"]
-    assert "- swiglu: compiled, it takes 1.5 (small) times as long as Stepscope's." in text
+    assert "- swiglu: torch.compile's takes 1.5 (small) times as long as Stepscope's." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
     assert row.startswith("| swiglu | small | compiled | 3.000 | 0.5000 | 1.5")

@@ -154,7 +154,7 @@ def test_page_has_a_waterfall_if_the_rate_is_known() -> None:
     assert "with float32 matmuls, is 2.28 ms: 22.8 % of the 10.0 ms of a step" in finding.text
     assert "MFU in its own dtype, float32: 20.0 %" in finding.text
     assert finding.conclusion.startswith(
-        f"The largest part beyond the ideal is {finding.values['cause']}: "
+        f"The largest part of the rest: {finding.values['cause']}, "
     )
     assert finding.values["step_ms"] == pytest.approx(10.0)
     assert finding.records == (watched().id,)

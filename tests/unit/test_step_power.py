@@ -122,7 +122,7 @@ class TestPage:
             "limit": "W",
             "SM clock": "MHz",
             "step": "ms",
-            "energy lasts": "ms",
+            "energy / limit": "ms",
         }
 
     def test_a_side_at_the_power_cap_is_reported(self) -> None:
@@ -134,7 +134,7 @@ class TestPage:
             " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
             " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit, 59.3"
-            " ms (± 1.2 %). PyTorch takes 54.5 J, which lasts 77.9 ms.",
+            " ms (± 1.2 %). PyTorch takes 54.5 J: 77.9 ms.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
         assert findings["step.power-capped"].values == {

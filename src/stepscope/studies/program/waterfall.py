@@ -182,8 +182,8 @@ def _largest(lead: ProgramRecord, parts: Parts, step_ms: float) -> Finding:
         values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
         text=f"The hardware limit of the step, with {dtype} matmuls, is {duration(total)}:"
         f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.{in_own}",
-        conclusion=f"The largest part beyond the ideal is {cause}: {duration(lost)},"
-        f" {percent(lost / step_ms)}.",
+        conclusion=f"The largest part of the rest: {cause}, {duration(lost)}"
+        f" ({percent(lost / step_ms)}).",
     )
 
 

@@ -218,8 +218,7 @@ def _power_capped(race: StepRace) -> Iterator[Finding]:
     for side, (drawn, lasts_ms) in capped.items():
         values |= {f"{side}_joules": drawn.joules, f"{side}_lasts_ms": lasts_ms}
     for side, (drawn, lasts_ms) in others:
-        text += f" {SIDES[side]} takes {number(drawn.joules, 3)} J, which lasts"
-        text += f" {duration(lasts_ms)}."
+        text += f" {SIDES[side]} takes {number(drawn.joules, 3)} J: {duration(lasts_ms)}."
     yield finding("step.power-capped", text, race, values)
 
 

@@ -350,7 +350,7 @@ def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
             col("SM clock", lambda r: r.draw.clock_mhz, unit="MHz", hint="median of readings"),
             col("step", lambda r: r.draw.step_ms, unit="ms", hint="in the same block"),
             col(
-                "energy lasts",
+                "energy / limit",
                 lambda r: r.draw.lasts_ms,
                 unit="ms",
                 hint="energy per step over the power limit, for steps at the power cap",
