@@ -93,7 +93,7 @@ def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
         f" GEMM-bound and differ by at most {difference:.1%}. The other rows differ more: that"
         " model launches more and smaller kernels, which shows as soon as the GEMMs are fast."
         " `python benchmarks/unfused_operations.py --size xl --context 512 --dtype bfloat16` splits"
-        " our operations in the same way (see the log)."
+        " Stepscope's operations in the same way ([log](log/measurements.md))."
     )
     yield markdown(
         Table(

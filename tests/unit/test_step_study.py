@@ -171,7 +171,7 @@ class TestPage:
         gain = blocks["step.gain"]
         assert gain.sentence == (
             "small at context 512, batch 4: from 100 ms to 25.0 ms, 4.00 times as fast, with all"
-            " changes up to flash attention. The largest single gain is bfloat16 autocast: 2.00"
+            " changes up to “flash attention”. The largest single gain is bfloat16 autocast: 2.00"
             " times."
         )
         assert gain.conclusion.startswith("The largest single gain is ")

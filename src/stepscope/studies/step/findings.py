@@ -62,7 +62,7 @@ def _climb(ladder: Ladder, start_ms: float) -> Finding:
     return finding(
         "step.gain",
         f"{ladder.name}: from {duration(start_ms)} to {duration(best_ms)},"
-        f" {number(times, 3)} times as fast, with all changes up to {words(best.case.rung)}.",
+        f" {number(times, 3)} times as fast, with all changes up to “{words(best.case.rung)}”.",
         [rung for rung in ladder.rungs if rung.step],
         values | {"best_ms": best_ms, "times": times, "up_to": best.case.rung},
         conclusion=conclusion,
