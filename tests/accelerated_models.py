@@ -63,14 +63,20 @@ class Gated(nn.Module):
 
 class Plain(nn.Module):
     def __init__(
-        self, activation: Callable[[Tensor], Tensor] = functional.gelu, dropout: float = 0.0
+        self,
+        activation: Callable[[Tensor], Tensor] = functional.gelu,
+        dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+        inplace: bool = False,
     ) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.activation, self.dropout = activation, nn.Dropout(dropout)
+        self.activation, self.dropout = activation, nn.Dropout(dropout, inplace)
+        self.hidden_dropout = nn.Dropout(hidden_dropout, inplace)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.second(self.activation(self.first(x))))
+        hidden = self.hidden_dropout(self.activation(self.first(x)))
+        out: Tensor = self.dropout(self.second(hidden))
         return out
 
 
@@ -115,6 +121,8 @@ def losses(
     steps: int = 5,
     between: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
+    # The same dropout in every model.
+    torch.manual_seed(0)
     values = []
     for step in range(steps):
         between(step)

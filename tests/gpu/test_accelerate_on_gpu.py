@@ -39,10 +39,10 @@ def _decoder(name: str, kind: str = "ForCausalLM", **how: Any) -> nn.Module:
 class Encoder(nn.Module):
     """A language model of `nn.TransformerEncoderLayer`, whose script computes the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 256)
-        layer = nn.TransformerEncoderLayer(256, 4, 512, 0.0, "gelu", 1e-5, True, True)
+        layer = nn.TransformerEncoderLayer(256, 4, 512, dropout, "gelu", 1e-5, True, True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(256, VOCAB)
 
@@ -279,17 +279,27 @@ def test_a_captured_decoder_uses_the_rules_of_its_masks(
     assert captured == rules
 
 
-def test_dropout_has_the_random_numbers_of_the_model() -> None:
+@pytest.mark.parametrize(
+    ("create", "loss", "pieces"),
+    [
+        (lambda: _gpt2(0.1), lambda model, batch: model(**batch).loss, ("attention", "MLP")),
+        (lambda: Encoder(0.1), _outside, ("attention",)),
+    ],
+    ids=["gpt2", "encoder"],
+)
+def test_dropout_has_the_random_numbers_of_the_model(
+    create: Callable[[], nn.Module], loss: Callable[..., Tensor], pieces: tuple[str, ...]
+) -> None:
     values = []
     for fused in (False, True):
         torch.manual_seed(0)
-        model = _gpt2(0.1).cuda().train()
+        model = create().cuda().train()
         report = stepscope.accelerate(model) if fused else None
         torch.manual_seed(1)
         with torch.autocast("cuda", torch.bfloat16):
-            values.append([float(model(**batch).loss.detach()) for batch in batches(3)])
+            values.append([float(loss(model, batch).detach()) for batch in batches(3)])
     assert report is not None
-    assert len(report.replaced["attention"]) == 2
+    assert {piece: len(report.replaced[piece]) for piece in pieces} == dict.fromkeys(pieces, 2)
     assert values[1] == pytest.approx(values[0], rel=5e-3)
 
 

@@ -283,6 +283,7 @@ def test_dropout_has_the_random_numbers_of_the_model(padded: bool) -> None:
         for name, gradient in expected.items():
             torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
     assert len(report.replaced["attention"]) == 2
+    assert len(report.replaced["MLP"]) == 2
     assert report.unchecked == 0
 
 

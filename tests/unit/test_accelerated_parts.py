@@ -75,25 +75,42 @@ def test_another_activation_is_left() -> None:
     assert len(report.replaced["linear"]) == 6, "their linear layers are replaced one by one"
 
 
-def test_an_mlp_with_dropout_is_left() -> None:
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_of_the_output_of_an_mlp_has_the_same_random_numbers(inplace: bool) -> None:
     def mlp() -> nn.Module:
-        return Plain(dropout=0.5)
+        return Plain(dropout=0.1, inplace=inplace)
 
-    report = stepscope.accelerate(created(lambda: Block(Norm, mlp)))  # type: ignore[arg-type]
-    assert [left.reason for left in report.left] == ["it has dropout"] * 2
+    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
+    assert len(report.replaced["MLP"]) == 2
+    assert report.left == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_mlp_with_dropout_between_its_layers_is_left(dropout: float) -> None:
+    def mlp() -> nn.Module:
+        return Plain(dropout=dropout, hidden_dropout=0.1)
+
+    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
+    assert [left.reason for left in report.left] == ["it has dropout before its last layer"] * 2
     assert len(report.replaced["linear"]) == 4
 
 
-def test_dropout_that_is_turned_on_later_is_used() -> None:
-    plain, fused = (created(lambda: Block(Norm, Plain)) for _ in range(2))
+@pytest.mark.parametrize("before", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["dropout", "hidden_dropout"])
+def test_dropout_that_is_turned_on_later_is_used(name: str, before: float) -> None:
+    def mlp() -> nn.Module:
+        return Plain(dropout=before)
+
+    plain, fused = (created(lambda: Block(Norm, mlp)) for _ in range(2))  # type: ignore[arg-type]
     stepscope.accelerate(fused, sample=batch())
-    results = []
-    for model in (plain, fused):
-        for block in model.blocks:
-            block.mlp.dropout.p = 0.5
-        torch.manual_seed(0)
-        results.append(float(model(*batch()).detach()))
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    for training in (True, False):
+        results = []
+        for model in (plain, fused):
+            for block in model.train(training).blocks:
+                getattr(block.mlp, name).p = 0.5
+            torch.manual_seed(0)
+            results.append(float(model(*batch()).detach()))
+        assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -104,16 +104,25 @@ def test_modules_that_are_left(module: nn.Module, reason: str) -> None:
     assert [reason in left.reason for left in report.left if left.piece == "attention"] == [True]
 
 
-def test_dropout_runs_the_original_in_training_only() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_dropout_has_the_random_numbers_of_the_module(batch_first: bool, causal: bool) -> None:
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5, batch_first=True)
-    report = stepscope.accelerate(module)
-    x = torch.randn(2, LENGTH, WIDTH)
-    expected = nn.MultiheadAttention.forward(module.eval(), x, x, x, need_weights=False)[0]
-    itself(module.train(), x)
-    assert [left.reason for left in report.left] == ["it has dropout"]
-    torch.testing.assert_close(itself(module.eval(), x)[0], expected, rtol=1e-4, atol=1e-6)
-    assert report.replaced == {"attention": [""]}
+    module = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5, batch_first=batch_first)
+    x = torch.randn(LENGTH, LENGTH, WIDTH)
+    how = {"attn_mask": MASK, "is_causal": True} if causal else {}
+    results = []
+    report = None
+    for _ in range(3):
+        for training in (True, False):
+            torch.manual_seed(1)
+            results.append(itself(module.train(training), x, **how)[0])
+        report = report or stepscope.accelerate(module)
+    assert report is not None
+    assert (report.replaced, report.left, report.unchecked) == ({"attention": [""]}, [], 0)
+    assert not torch.allclose(results[0], results[1])
+    for index in range(2, 6):
+        torch.testing.assert_close(results[index], results[index % 2], rtol=1e-4, atol=1e-6)
 
 
 def test_changes_after_the_call_are_used() -> None:

@@ -2,8 +2,9 @@
 down(activation(gate x) · up x), with gate and up as one matmul.
 
 A module whose linear layers have matching shapes is compared with these formulas in float32, in
-small, with every activation and every order of its layers. The layers may be `nn.Linear` or, in
-pairs, the `Conv1D` of transformers, which stores its weight transposed.
+small, with every activation and every order of its layers. Dropout of the output is recognized by
+the same random numbers. The layers may be `nn.Linear` or, in pairs, the `Conv1D` of transformers,
+which stores its weight transposed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Match(NamedTuple):
 
     names: Names
     activation: str
+    dropout: str = ""
+    """Attribute of the dropout of the output, if there is one."""
 
 
 def find(model: nn.Module, copies: WeightCopies) -> Found:
@@ -61,14 +64,13 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
         if not candidates:
             continue
         piece = candidates[0].piece
-        reason = _refused(module)
-        match = None if reason else _match(module, candidates)
-        if match is not None:
+        match = _refused(module) or _match(module, candidates)
+        if isinstance(match, Match):
             fused = _Mlp(match, module, copies)
             replacements.append(Replacement(piece, name, module, fused.forward, fused.declines))
-        elif reason or piece == GATED:
+        elif match or piece == GATED:
             # Not every pair of linear layers is meant to be an MLP.
-            left.append(Left(piece, name, reason or "it computes something else"))
+            left.append(Left(piece, name, match or "it computes something else"))
     return replacements, left
 
 
@@ -129,14 +131,13 @@ def _refused(module: nn.Module) -> str:
         return "its weights are stored transposed"
     if len({layer.bias is None for layer in [*layers][:2]}) != 1 and len(layers) == 3:
         return "only some of its layers have a bias"
-    if any(map(drops, module.children())):
-        return "it has dropout"
     return ""
 
 
 @torch.no_grad()
-def _match(module: nn.Module, candidates: list[Names]) -> Match | None:
-    """Return the formula that the module computes in float32; None if there is none."""
+def _match(module: nn.Module, candidates: list[Names]) -> Match | str:
+    """Return the formula that the module computes in float32, or why it is left; an empty string if
+    it is no MLP."""
     generator = torch.Generator().manual_seed(0)
     for names in candidates:
         small = _small(module, names, generator)
@@ -153,9 +154,34 @@ def _match(module: nn.Module, candidates: list[Names]) -> Match | None:
             expected = _linear(getattr(small, names.second), hidden)
             if not isinstance(actual, Tensor) or actual.shape != expected.shape:
                 break
-            if (actual - expected).norm() <= _TOLERANCE * expected.norm():
-                return Match(names, activation)
+            if _equal(actual, expected):
+                match = _with_dropout(small, Match(names, activation), x, expected)
+                return match or "it has dropout before its last layer"
+    return ""
+
+
+def _with_dropout(small: Any, match: Match, x: Tensor, expected: Tensor) -> Match | None:
+    """Return the match with the dropout of the output that explains what the module returns in
+    training, from the same random numbers."""
+    small.train()
+    trained = _seeded(small, x)
+    if _equal(trained, expected):
+        return match
+    for name, child in small.named_children():
+        if isinstance(child, nn.Dropout) and _equal(trained, _seeded(child, expected.clone())):
+            return match._replace(dropout=name)
     return None
+
+
+def _seeded(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        out: Tensor = module(x)
+    return out
+
+
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).norm() <= _TOLERANCE * expected.norm())
 
 
 def _small(module: nn.Module, names: Names, generator: torch.Generator) -> Any:
@@ -201,16 +227,19 @@ class _Mlp:
             for layer, kind, weight in zip(layers, self._kinds, self._weights, strict=True)
         ):
             return "its layers were exchanged or have hooks"
-        dropouts = filter(drops, module.children())
-        if any(module.training or dropout.training for dropout in dropouts):
-            return "it has dropout"
+        if any(
+            drops(child) and (module.training or child.training)
+            for name, child in module.named_children()
+            if name != self._match.dropout
+        ):
+            return "it has another dropout than before"
         if len({weight.dtype for weight in self._weights}) != 1:
             return "its weights have several dtypes"
         return "it is called with other arguments than a tensor" if len(args) != 1 or kwargs else ""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         *first, last = (getattr(module, name) for name in self._names)
-        return mlp(
+        out = mlp(
             x,
             tuple(layer.weight for layer in first),
             last.weight,
@@ -221,3 +250,8 @@ class _Mlp:
             transposed=self._transposed,
             policy=NORMS,
         )
+        if not self._match.dropout:
+            return out
+        dropout = getattr(module, self._match.dropout)
+        # Autograd does not let a view of the operation's output change in place.
+        return dropout(out.clone() if dropout.inplace else out)  # type: ignore[no-any-return]

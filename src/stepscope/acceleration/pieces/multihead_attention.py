@@ -1,9 +1,10 @@
 """`nn.MultiheadAttention` as self-attention: one matmul for Q, K and V with heads as views of it,
 one gradient of all three, and the fastest attention kernel.
 
-It covers calls without attention weights, dropout, padding and masks other than the causal one that
+It covers calls without attention weights, padding and masks other than the causal one that
 `is_causal` states: torch passes that flag to its kernel instead of the mask. Layers of
-`nn.Transformer` make such calls. In all others, cross-attention too, the original runs.
+`nn.Transformer` make such calls. In all others, cross-attention too, the original runs. Dropout of
+the weights is that of torch's SDPA, with the same random numbers as before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from stepscope.acceleration.pieces.attention import PIECE
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
-from stepscope.attention import attention
+from stepscope.attention import ScoreRules, attention
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.weight_copies import WeightCopies
@@ -67,8 +68,6 @@ class _Attention:
             return "it is cross-attention"
         if call["need_weights"]:
             return "it returns attention weights"
-        if module.training and module.dropout:
-            return "it has dropout"
         if call["key_padding_mask"] is not None:
             return "it is called with a padding mask"
         if (call["attn_mask"] is not None) != call["is_causal"]:
@@ -89,7 +88,13 @@ class _Attention:
         if not module.batch_first:
             # (seq, heads, batch, d_head)
             heads = tuple(part.transpose(0, 2) for part in heads)  # type: ignore[assignment]
-        out = attention(*heads, is_causal=call["is_causal"])
+        dropout = module.dropout if module.training else 0.0
+        out = attention(
+            *heads,
+            is_causal=call["is_causal"],
+            rules=ScoreRules(dropout=dropout) if dropout else None,
+            impl="sdpa" if dropout else "auto",
+        )
         by_token = out.transpose(1, 2) if module.batch_first else out.permute(2, 0, 1, 3)
         output = module.out_proj
         biases: tuple[Tensor, ...] = () if output.bias is None else (output.bias,)
