@@ -51,7 +51,8 @@ def _attention(norm: str, *parts: str) -> Sublayer:
     are dropout, layer scale, stochastic depth or another norm."""
 
     def call(module: Any, read: Tensor, given: dict[str, Any]) -> Any:
-        output = getattr(module, parts[0])(read, **given)
+        first = getattr(module, parts[0])
+        output = first(read, **_with_own_positions(first, given))
         branch = output[0] if isinstance(output, tuple) else output
         for name in parts[1:]:
             branch = getattr(module, name)(branch)
@@ -65,6 +66,18 @@ def _mlp(norm: str, *parts: str) -> Sublayer:
     return Sublayer(norm, lambda module, read, _: call(module, read, {}), parts)
 
 
+def _with_own_positions(attention: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the rotary positions of one kind of attention, where a block gets
+    those of full attention and of sliding windows."""
+    if not given.keys() >= _BOTH_POSITIONS:
+        return given
+    kind = "local" if getattr(attention, "is_sliding", False) else "global"
+    others = {name: one for name, one in given.items() if name not in _BOTH_POSITIONS}
+    return others | {_POSITIONS: given[f"{_POSITIONS}_{kind}"]}
+
+
+_POSITIONS = "position_embeddings"
+_BOTH_POSITIONS = {f"{_POSITIONS}_global", f"{_POSITIONS}_local"}
 _FIRST, _SECOND = "input_layernorm", "post_attention_layernorm"
 LAYOUTS = (
     (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp")),
