@@ -3,9 +3,9 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 
 A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
 RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
-attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm, and have an
-MLP that is no module of its own; so are the parts of BERT, a linear layer and the norm of its sum
-with the residual.
+attention with its own arguments by name, and returns its output in a tuple if the original does
+(`Patch`). Layers of `nn.Transformer` may be post-norm, and have an MLP that is no module of its
+own; so are the parts of BERT, a linear layer and the norm of its sum with the residual.
 """
 
 from __future__ import annotations
