@@ -28,6 +28,8 @@ class Form(NamedTuple):
     norms: bool = False
     by_position: bool = False
     """Angles differ within the batch."""
+    by_pair: bool = False
+    """Tables have one entry per pair, as in GPT-OSS."""
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -42,6 +44,14 @@ def rotate_pairs(x: Tensor) -> Tensor:
 def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def apply_by_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    twice = [torch.cat((x, x), dim=-1) for x in (cos, sin)]
+    return _apply(q, k, *twice)
+
+
+_apply = apply_rotary_pos_emb
 
 
 class Attention(nn.Module):
@@ -116,7 +126,7 @@ class Positioned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         speeds = torch.tensor([1.0, 0.1])[: self.form.rotated // 2]
         angles = torch.outer(torch.arange(x.shape[1]).float(), speeds)
-        angles = torch.cat((angles, angles), dim=-1)[None]
+        angles = (angles if self.form.by_pair else torch.cat((angles, angles), dim=-1))[None]
         if self.form.by_position:
             angles = torch.cat([angles * (n + 1) for n in range(x.shape[0])])
         # By position, in the order of its own signature.
@@ -162,6 +172,14 @@ def test_layouts_that_are_replaced(form: Form) -> None:
     report = accelerated(form)
     assert report.replaced["attention"] == ["blocks.0.attention"]
     assert not any(left.piece == "attention" for left in report.left)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_tables_with_one_entry_per_pair(norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model whose attributes do not say how many entries are rotated."""
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", apply_by_pair)
+    report = accelerated(Form(key_heads=2, by_pair=True, norms=norms))
+    assert report.replaced["attention"] == ["blocks.0.attention"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepscope.acceleration.checks import difference
 from stepscope.acceleration.replacement import Replacement, has_hooks
@@ -42,6 +42,9 @@ class Patch:
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
         self._declined, self._is_used = "", False
+        self._in_tuple: dict[frozenset[object], bool] = {}
+        """Whether the original returns a tuple of one output, by the flags of a call: they may ask
+        for others. Empty unless it did in the call that was compared."""
         module = replacement.module
         self._previous = module.__dict__.get("forward")
         self._original: Callable[..., Any] = module.forward
@@ -64,10 +67,10 @@ class Patch:
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        if reason := self.replacement.declines(module, *args, **kwargs):
+        if reason := self._declines(args, kwargs):
             # The first reason: a comparison of a module that contains this one exchanges weights.
             self._declined = self._declined or reason
-            return self._original(*args, **kwargs)
+            return (self._observed if self._in_tuple else self._original)(*args, **kwargs)
         self._is_used = True
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
@@ -75,24 +78,42 @@ class Patch:
                 return self._original(*args, **kwargs)
             self._check(args, kwargs)
             return module.forward(*args, **kwargs)
-        return self.replacement.forward(module, *args, **kwargs)
+        return self._replaced(*args, **kwargs)
+
+    def _declines(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why the original runs in a call with these arguments; empty if it does not."""
+        if self._in_tuple and not self._in_tuple.get(_flags(args, kwargs)):
+            return "it may return other outputs with these flags"
+        return self.replacement.declines(self.replacement.module, *args, **kwargs)
+
+    def _observed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original, and note whether it returns a tuple of one output."""
+        output = self._original(*args, **kwargs)
+        is_single = isinstance(output, tuple) and len(output) == 1
+        if is_single or self._in_tuple:
+            self._in_tuple[_flags(args, kwargs)] = is_single
+        return output
+
+    def _replaced(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the replacement, and return its output in the form of the original's."""
+        output = self.replacement.forward(self.replacement.module, *args, **kwargs)
+        return (output,) if self._in_tuple and isinstance(output, Tensor) else output
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.replacement.module
-        replaced = MethodType(self.replacement.forward, module)
         self._checked_modes.add(module.training)
         try:
-            why = _not_comparable(module) or self._difference(replaced, args, kwargs)
+            why = _not_comparable(module) or self._difference(args, kwargs)
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
         if why:
             self.undo()
             self._on_difference(self, why)
 
-    def _difference(self, replaced: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    def _difference(self, args: Any, kwargs: Any) -> str:
         """Return how it differs: at the precision of the original, then with layers in FP8."""
         module, unused = self.replacement.module, self.replacement.unused
-        inputs = (module, self._original, replaced, args, kwargs)
+        inputs = (module, self._observed, self._replaced, args, kwargs)
         if self._copies is None or self._copies.fp8 is None:
             return difference(*inputs, unused=unused)
         with self._copies.without_fp8():
@@ -101,6 +122,12 @@ class Patch:
             return why
         why = difference(*inputs, FP8_TOLERANCE, unused)
         return f"in FP8 {why}" if why else ""
+
+
+def _flags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[object]:
+    """Return the arguments that are True, such as `use_cache` and `output_attentions`."""
+    given = (*enumerate(args), *kwargs.items())
+    return frozenset(name for name, value in given if value is True)
 
 
 def _not_comparable(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ projection, and the rest as it was.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -282,12 +283,26 @@ def _passes(module: nn.Module, name: str) -> bool:
 
 def _rotated_entries(module: Any, d_head: int, cos: Tensor) -> int:
     """Return how many entries of each head the model rotates: by its attributes, or else as many as
-    its tables have."""
+    its tables have, or all of them if the tables have one entry per pair."""
     entries: int | None = getattr(module, "rotary_ndims", None)
     parameters = getattr(module.config, "rope_parameters", None)
     if entries is None and parameters is not None:
         entries = int(d_head * parameters.get("partial_rotary_factor", 1.0))
+    if entries is None and 2 * cos.shape[-1] == d_head:
+        entries = d_head if _takes_pairs(_modeling(module).apply_rotary_pos_emb, d_head) else None
     return cos.shape[-1] if entries is None else entries
+
+
+@functools.cache
+def _takes_pairs(rotate: Callable[..., Any], d_head: int) -> bool:
+    """Return whether a function rotates heads by tables that have one entry per pair."""
+    head = torch.zeros(1, 1, 1, d_head, device="cpu")
+    table = torch.zeros(1, 1, d_head // 2, device="cpu")
+    try:
+        return bool(rotate(head, head, table, table)[0].shape == head.shape)
+    except Exception:
+        # It takes two entries per pair.
+        return False
 
 
 def _is_eager(module: Any) -> bool:

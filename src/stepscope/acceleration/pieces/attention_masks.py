@@ -29,8 +29,8 @@ from stepscope.torch_tools.capturing import is_capturing
 
 PIECE = "attention mask"
 _GIVEN = ("attention_mask", "position_ids")
-_CREATES_MASK = re.compile(r"create_\w*mask\w*")
-"""Functions that modules of `transformers.models` import and call."""
+_CREATES_MASK = re.compile(r"(create|_prepare_4d)_\w*mask\w*")
+"""Functions that modules of `transformers.models` import and call; encoders of 4.57 the second."""
 _MAX_FIXED = 16
 """Masks of a decoder that are kept: each has the memory of seq × seq scores."""
 
@@ -83,7 +83,8 @@ class _Masks:
     def forward(self, decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del decoder
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        given = any(kwargs.get(name) is not None for name in _GIVEN)
+        # Also masks with a prefix: that of an encoder.
+        given = any(one is not None and name.endswith(_GIVEN) for name, one in kwargs.items())
         varies = len(args) > 1 or given or not tensors
         self._shape = None if varies else tensors[0].shape
         with _deciding(self, self._namespace, self._names):

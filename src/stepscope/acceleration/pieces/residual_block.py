@@ -3,9 +3,9 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 
 A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
 RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
-attention with its own arguments by name. Layers of `nn.Transformer` may be post-norm, and have an
-MLP that is no module of its own; so are the parts of BERT, a linear layer and the norm of its sum
-with the residual.
+attention with its own arguments by name, and returns its output in a tuple if the original does
+(`Patch`). Layers of `nn.Transformer` may be post-norm, and have an MLP that is no module of its
+own; so are the parts of BERT, a linear layer and the norm of its sum with the residual.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _attention(norm: str, *parts: str) -> Sublayer:
     are dropout, layer scale, stochastic depth or another norm."""
 
     def call(module: Any, read: Tensor, given: dict[str, Any]) -> Any:
-        output = getattr(module, parts[0])(read, **given)
+        first = getattr(module, parts[0])
+        output = first(read, **_with_own_positions(first, given))
         branch = output[0] if isinstance(output, tuple) else output
         for name in parts[1:]:
             branch = getattr(module, name)(branch)
@@ -65,6 +66,18 @@ def _mlp(norm: str, *parts: str) -> Sublayer:
     return Sublayer(norm, lambda module, read, _: call(module, read, {}), parts)
 
 
+def _with_own_positions(attention: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the rotary positions of one kind of attention, where a block gets
+    those of full attention and of sliding windows."""
+    if not given.keys() >= _BOTH_POSITIONS:
+        return given
+    kind = "local" if getattr(attention, "is_sliding", False) else "global"
+    others = {name: one for name, one in given.items() if name not in _BOTH_POSITIONS}
+    return others | {_POSITIONS: given[f"{_POSITIONS}_{kind}"]}
+
+
+_POSITIONS = "position_embeddings"
+_BOTH_POSITIONS = {f"{_POSITIONS}_global", f"{_POSITIONS}_local"}
 _FIRST, _SECOND = "input_layernorm", "post_attention_layernorm"
 LAYOUTS = (
     (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp")),
