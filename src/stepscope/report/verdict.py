@@ -16,6 +16,7 @@ from stepscope.analysis.verdict import (
     Verdict,
 )
 from stepscope.report.format import bytes_, duration, percent
+from stepscope.report.wrapping import wrapped, wrapped_code
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,6 @@ WIDTH = 80
 MAX_LINES = 20
 _LEAST_BAR_PX, _LETTER_PX = 600.0, 7.5
 """Width of the bar on the narrowest page that shows labels in it, and of a letter of a label."""
-_MAX_CODE_LINES = 2
 _SHELL_WORDS = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 _BARS = {
     "ideal": "█",
@@ -209,30 +209,42 @@ def _letters(parts: Sequence[BarPart]) -> list[str]:
 
 
 def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
-    """At most 20 lines of at most `width` columns, unless the next command is very long."""
-    import textwrap
-
-    lines = [_title(verdict, width)]
-    lines += textwrap.wrap(" ".join(sentences(verdict)), width)
-    if bar_parts(verdict):
-        lines += ["", bar_text(verdict, width), *legend_lines(verdict, width)]
-    if verdict.changes:
-        lines.append("")
-        for rank, change in enumerate(verdict.changes, start=1):
-            lines.append(_cut(f"{rank}. {change.title}: {gain_text(change)}", width))
-            lines += [_cut(f"   {line}", width) for line in change.lines[:_MAX_CODE_LINES]]
-            if change.warning:
-                lines.append(_cut(f"   warning: {change.warning}", width))
+    """Lines of at most `width` columns, unless a word of the next command is longer. To fit into 20
+    lines of 80 columns, or more that are shorter, empty lines are left out and then the code of the
+    last changes, which the page has."""
+    most = lines_at(width, MAX_LINES)
+    head = [*_title_lines(verdict, width), *wrapped(" ".join(sentences(verdict)), width)]
+    bar = [bar_text(verdict, width), *legend_lines(verdict, width)] if bar_parts(verdict) else []
+    changes = [
+        _change_lines(rank, change, width) for rank, change in enumerate(verdict.changes, start=1)
+    ]
     command = _command_lines(verdict.next_command, width) if verdict.next_command else []
-    most = max(MAX_LINES - len(command), MAX_LINES // 2)
-    if len(lines) > most:
-        lines = [line for line in lines if line]
-    if len(lines) > most:
-        # The page has the code of every change.
-        second = {f"   {line}" for change in verdict.changes for line in change.lines[1:]}
-        lines = [line for line in lines if line not in second]
-    lines = [*lines[:most], *command]
+    lines: list[str] = []
+    for gap, shown in ([""], len(changes)), *(([], n) for n in range(len(changes), -1, -1)):
+        listed = [
+            line
+            for number, (title, code) in enumerate(changes)
+            for line in (*title, *(code if number < shown else ()))
+        ]
+        parts = (head, *([*gap, *part] for part in (bar, listed) if part), command)
+        lines = [line for part in parts for line in part]
+        if len(lines) <= most:
+            break
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+
+
+def lines_at(width: int, lines: int) -> int:
+    """As many lines of this width as have the letters of so many lines of 80 columns."""
+    return lines * WIDTH // min(width, WIDTH)
+
+
+def _change_lines(rank: int, change: RankedChange, width: int) -> tuple[list[str], list[str]]:
+    """What a change gains, with its warning, and its code."""
+    indent = " " * len(f"{rank}. ")
+    title = wrapped(f"{rank}. {change.title}: {gain_text(change)}", width, later=indent)
+    if change.warning:
+        title += wrapped(f"warning: {change.warning}", width, indent, indent)
+    return title, [part for line in change.lines for part in wrapped_code(line, width, indent)]
 
 
 def _command_lines(command: str, width: int) -> list[str]:
@@ -252,10 +264,11 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
 
     console = console or RichConsole(highlight=False)
     width = min(console.width, WIDTH)
+    titles = len(_title_lines(verdict, width))
     drawn = segments(bar_parts(verdict), width)
     bar = bar_text(verdict, width)
     for index, line in enumerate(verdict_lines(verdict, width)):
-        text = Text(line, style="bold" if index == 0 else "")
+        text = Text(line, style="bold" if index < titles else "")
         if bar and line == bar:
             text = Text()
             for one in drawn:
@@ -322,14 +335,16 @@ def verdict_markdown(verdict: Verdict) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _title(verdict: Verdict, width: int) -> str:
+def _title_lines(verdict: Verdict, width: int) -> list[str]:
+    """The subject and the trust, in one line if there is room for both."""
     name, trust = f"{verdict.subject} on {verdict.device}", trust_text(verdict)
     if len(name) + len(trust) + 4 > width:
         # The sentences have the reason of a measurement that is not good.
         trust = trust.partition(":")[0]
-    name = _cut(name, max(20, width - len(trust) - 4))
-    gap = " " * max(2, width - len(name) - len(trust) - 2)
-    return f"{name}{gap}{_TRUST[verdict.trust][0]} {trust}"
+    light = f"{_TRUST[verdict.trust][0]} {trust}"
+    if len(name) + len(light) + 2 > width:
+        return [*wrapped(name, width), light]
+    return [f"{name}{light:>{width - len(name)}}"]
 
 
 def bar_text(verdict: Verdict, width: int = WIDTH) -> str:
@@ -339,22 +354,15 @@ def bar_text(verdict: Verdict, width: int = WIDTH) -> str:
 
 def legend_lines(verdict: Verdict, width: int) -> list[str]:
     """The parts below the bar, as many per line as fit."""
-    lines, line = [], ""
+    lines: list[str] = []
     parts = bar_parts(verdict)
     for part, letter in zip(parts, _letters(parts), strict=True):
-        share = share_text(part, verdict)
-        entry = f"{letter} {_cut(part.label, width - len(share) - 3)} {share}"
-        joined = f"{line}   {entry}" if line else entry
-        if len(joined) > width and line:
-            lines.append(line)
-            line = entry
+        entry = f"{letter} {part.label} {share_text(part, verdict)}"
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1] += f"   {entry}"
         else:
-            line = joined
-    return [*lines, line] if line else lines
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+            lines += wrapped(entry, width, later="  ")
+    return lines
 
 
 class StatView(NamedTuple):
