@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -286,28 +285,17 @@ def _setting(advice: Advice) -> str:
     return next(iter(advice.setting), "")
 
 
-def _program(lead: ProgramRecord) -> str:
-    case = lead.record.config
-    if case.get("model"):
-        return f"--model {shlex.quote(str(case['model']))}"
-    if (command := lead.record.notes.get("command")) is not None:
-        return command
-    arguments = [str(word) for word in case.get("arguments", ())]
-    return shlex.join([str(case.get("script", "train.py")), *arguments])
-
-
 def _inspect_again(lead: ProgramRecord) -> str:
     """Return the command that records the program again; empty if no command runs it, as in a
     notebook."""
-    program = _program(lead)
-    return f"stepscope inspect {program}" if program else ""
+    return f"stepscope inspect {lead.command}" if lead.command else ""
 
 
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if (not advice and not trials) or not _program(lead):
+    if (not advice and not trials) or not lead.command:
         return ""
     if not trials:
-        return f"stepscope advise --verify {_program(lead)}"
+        return f"stepscope advise --verify {lead.command}"
     return _inspect_again(lead) if best is not None else ""

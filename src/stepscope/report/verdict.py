@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from stepscope.analysis.verdict import (
     BreakdownPart,
     Estimate,
     MemoryChange,
     MemoryPart,
+    OnCluster,
     RankedChange,
     Verdict,
 )
-from stepscope.report.format import bytes_, duration, percent
+from stepscope.report.format import bytes_, count, duration, percent
 from stepscope.report.wrapping import wrapped, wrapped_code
 
 if TYPE_CHECKING:
@@ -65,7 +68,9 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No step was timed."
         return
     share = verdict.limit_share
-    if verdict.limit is not None and verdict.limit_is_wrong:
+    if verdict.cluster is not None:
+        yield _cluster_sentence(verdict.cluster, verdict.step.value)
+    elif verdict.limit is not None and verdict.limit_is_wrong:
         yield (
             f"A step takes {duration(verdict.step.value)}, less than the hardware limit of"
             f" {duration(verdict.limit.ms)}: the ceilings were measured on a busy machine; measure"
@@ -82,10 +87,13 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     loss = verdict.largest_loss
     if loss is not None:
         named = "attributed part" if verdict.unattributed_ms > loss.ms else "part"
-        rest = f"The largest {named}{'' if verdict.limit is None else ' beyond it'}"
+        beyond = "" if verdict.limit is None else " beyond it"
+        rest = f"The largest {named}{' beyond compute' if verdict.cluster else beyond}"
         yield (
             f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
+    if verdict.cluster is not None:
+        yield from _scaling_sentences(verdict.cluster)
     if verdict.trust == "good" and verdict.trust_reason:
         yield f"{verdict.trust_reason[:1].upper()}{verdict.trust_reason[1:]}."
     if verdict.mfu is not None:
@@ -109,6 +117,29 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No known change is predicted to gain 3 % or more."
     if verdict.memory_change is not None:
         yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
+
+
+def _cluster_sentence(cluster: OnCluster, step_ms: float) -> str:
+    why = " (each updates only its share)" if cluster.efficiency > 1 else ""
+    return (
+        f"On {count(cluster.ranks)} ranks over {cluster.link}, a step is predicted to take"
+        f" {duration(step_ms)} with {cluster.strategy}; one rank alone takes"
+        f" {duration(cluster.alone_ms)}: {percent(cluster.efficiency)} scaling efficiency{why}."
+    )
+
+
+def _scaling_sentences(cluster: OnCluster) -> Iterator[str]:
+    if cluster.stops_paying_at is not None:
+        yield (
+            f"With DDP, more than {percent(cluster.exposed_above)} of a step is not compute from"
+            f" {count(cluster.stops_paying_at)} ranks on."
+        )
+    if cluster.memory_bytes is not None:
+        fits = ""
+        if cluster.device_bytes is not None:
+            can = "fits" if cluster.fits else "does not fit"
+            fits = f", which {can} into the {bytes_(cluster.device_bytes)} of the recorded device"
+        yield f"Peak memory of a rank is {bytes_(cluster.memory_bytes)}{fits}."
 
 
 def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
@@ -142,6 +173,8 @@ def _listed(titles: Sequence[str]) -> str:
 
 
 def trust_text(verdict: Verdict) -> str:
+    if verdict.cluster is not None and verdict.trust == "good":
+        return "predicted, not measured"
     reason = f": {verdict.trust_reason}" if verdict.trust_reason else ""
     return f"{verdict.trust} measurement{reason}" if verdict.trust == "good" else (
         f"{verdict.trust}{reason}"
@@ -158,7 +191,9 @@ def gain_text(change: RankedChange) -> str:
 
 
 def _with_range(one: Estimate) -> str:
-    """The value with its interval in the same unit."""
+    """The value with its interval in the same unit, if it has one."""
+    if one.low == one.high:
+        return duration(one.value)
     return f"{duration(one.value)} ({range_text(one)})"
 
 
@@ -310,6 +345,8 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
         "trust": {"level": verdict.trust, "reason": verdict.trust_reason},
         "next": verdict.next_command,
     }
+    if (cluster := verdict.cluster) is not None:
+        facts["cluster"] = msgspec.structs.asdict(cluster) | {"fits": cluster.fits}
     if verdict.memory:
         facts["peak_bytes"] = verdict.memory_bytes
         facts["memory"] = [{"owner": one.label, "bytes": one.bytes} for one in verdict.memory]
@@ -424,6 +461,9 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView("peak memory", bytes_(verdict.memory_bytes))
     if step is None:
         return
+    if verdict.cluster is not None:
+        yield from _cluster_stats(verdict.cluster, step.value)
+        return
     yield StatView(verdict.timed, duration(step.value), _interval_text(step))
     if verdict.limit is not None:
         share = verdict.limit_share
@@ -437,6 +477,19 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView(f"with known changes, {basis}", duration(verdict.reachable_ms), note)
     if verdict.mfu is not None:
         yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
+
+
+def _cluster_stats(cluster: OnCluster, step_ms: float) -> Iterator[StatView]:
+    where = f"step on {count(cluster.ranks)} ranks over {cluster.link}"
+    yield StatView(where, duration(step_ms), "predicted")
+    alone = f"one rank: {duration(cluster.alone_ms)}"
+    yield StatView("scaling efficiency", percent(cluster.efficiency), alone)
+    if cluster.memory_bytes is not None:
+        note = ""
+        if cluster.device_bytes is not None:
+            size = bytes_(cluster.device_bytes)
+            note = f"fits into {size}" if cluster.fits else f"does not fit into {size}"
+        yield StatView("peak memory of a rank", bytes_(cluster.memory_bytes), note)
 
 
 def _interval_text(step: Estimate) -> str:
