@@ -250,6 +250,9 @@ def test_a_series_that_is_not_a_time_is_not_compared() -> None:
 def test_a_changed_configuration_is_noted() -> None:
     (comparison,) = compare_records(step(90.0, case="a"), step(90.0, case="a", config={"batch": 8}))
     assert comparison.note == "batch was 4 and is 8"
+    trials = [step(90.0, case="a", config={"advice": [{"gain": n}]}) for n in (1, 2)]
+    (comparison,) = compare_records(*trials)
+    assert comparison.note == "advice differs"
 
 
 def test_the_gate_needs_a_significant_slowdown_beyond_the_limit() -> None:

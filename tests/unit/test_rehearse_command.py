@@ -45,7 +45,7 @@ def test_it_prints_findings_and_tables_and_writes_a_page(
     assert "Where each parallelism becomes communication-bound" in output
     page = (tmp_path / "out" / "rehearsal.html").read_text()
     assert "Predicted overlap on 64 ranks" in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5  # the bar of the verdict, and four figures
 
 
 def test_json_has_every_prediction(

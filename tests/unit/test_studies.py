@@ -26,7 +26,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.studies.page import make_page
+from stepscope.studies.page import make_page, study_answers
 from stepscope.studies.presets import PRESETS, preset_cases
 from stepscope.studies.registry import all_studies, find_study, viewables
 from study_records import (
@@ -167,6 +167,27 @@ def test_the_summary_of_every_study_fits_25_lines(
     assert len(lines) <= show.MAX_LINES
     assert sum("Benchmark: " in line for line in lines) == 1
     assert any(re.match(r"\d+ more: ", line) for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_summary_has_full_answers_where_they_fit(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    records = mixed_records()["ddp"] + mixed_records()["sharding"]
+    write_records(records, tmp_path / "two.jsonl")
+    assert show.main([str(tmp_path / "two.jsonl")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    answers = [f"{title}: {answer}" for title, answer in study_answers(records)]
+    assert len(answers) == 2
+    assert any(len(answer) > width for answer in answers)
+    for answer in answers:
+        assert answer in text
 
 
 def test_what_the_machine_lacks_is_one_finding() -> None:

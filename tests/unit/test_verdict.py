@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shlex
 from pathlib import Path
 
@@ -10,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import inspected_record
+from own_records import advice, inspected_record, tried
+from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.verdict import breakdown, program_verdict
+from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.analysis.verdict import (
@@ -27,11 +32,20 @@ from stepscope.analysis.verdict import (
     ranked,
 )
 from stepscope.records.jsonl import read_records
-from stepscope.records.schema import Ceiling, FailedCheck
+from stepscope.records.schema import Ceiling, FailedCheck, Record
 from stepscope.report.blocks import Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.report.verdict import MAX_LINES, WIDTH, segments, sentences, verdict_lines
+from stepscope.report.verdict import (
+    MAX_LINES,
+    WIDTH,
+    gain_text,
+    segments,
+    sentences,
+    share_text,
+    verdict_lines,
+)
+from stepscope.report.wrapping import wrapped, wrapped_code
 from stepscope.studies.page import make_page, study_answers, verdict_of
 from stepscope.studies.registry import find_study
 from stepscope.studies.views.verdict import step_limit
@@ -170,6 +184,147 @@ def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:
         ]
     )
     assert [one.code for one in order] == ["bfloat16", "compile", "graph"]
+
+
+BF16, FUSED = advice("bfloat16", 0.4), advice("fused-optimizer", 0.3, optimizer="adamw-fused")
+COMPILE, BLOCK = (advice(f"compile-{one}", 0.2, compile=one) for one in ("model", "block"))
+ATTENTION = advice("fused-attention", -0.1, attention="fused")
+
+
+def verified(*trials: Record) -> Verdict:
+    """The verdict on a step of 1 ms; trials are of the same step when it takes 50 ms."""
+    advised = [BF16, FUSED, COMPILE, BLOCK, ATTENTION]
+    verdict = program_verdict([with_advice(inspected_record(), advised), *trials])
+    assert verdict is not None
+    return verdict
+
+
+def test_a_verified_combination_is_the_advice_and_what_it_leaves_out_is_not() -> None:
+    verdict = verified(
+        tried(20.0, BF16),
+        tried(40.0, COMPILE),
+        tried(35.0, BLOCK),
+        tried(45.0, FUSED),
+        tried(12.0, BF16, COMPILE),
+        tried(12.1, BF16, COMPILE, FUSED),
+        tried(13.0, BF16, COMPILE, ATTENTION),
+    )
+    assert verdict.reachable_with == (BF16.title, COMPILE.title)
+    assert [one.code for one in verdict.changes if one.verified] == ["bfloat16", "compile-model"]
+    # Compiled blocks gain more alone, and are another value of the same setting.
+    left_out = {BLOCK.code, FUSED.code, ATTENTION.code}
+    assert not left_out & {one.code for one in verdict.changes}
+
+
+def test_a_change_that_gains_only_on_top_of_others_has_that_gain() -> None:
+    verdict = verified(tried(20.0, BF16), tried(14.0, BF16, ATTENTION))
+    first, second, *_ = verdict.changes
+    assert (first.code, second.code) == ("bfloat16", "fused-attention")
+    assert second.verified
+    assert second.gain.value == pytest.approx((20 - 14) / 50, rel=0.01)
+    assert 0 < second.gain.low < second.gain.value < second.gain.high
+
+
+def test_changes_that_trials_refute_are_not_predicted_any_more() -> None:
+    before = verified()
+    assert {"bfloat16", "cuda-graph"} <= {one.code for one in before.changes}
+    lost = verified(
+        tried(20.0, BF16, losses=(2.0, 1.5, 1.8, 2.0)), tried(60.0, BLOCK), tried(51.0, COMPILE)
+    )
+    assert lost.reachable_with
+    titles = {BF16.title, BLOCK.title, COMPILE.title}
+    assert not titles & {*lost.reachable_with, *(one.title for one in lost.changes)}
+    crashed = verified(tried(status="error", reason="it crashed"))
+    assert BF16.title not in crashed.reachable_with
+    out_of_time = verified(tried(status="timeout", reason="ended by --total-timeout 5 s"))
+    assert BF16.title in out_of_time.reachable_with
+
+
+def test_changes_that_exclude_each_other_are_not_advised_together() -> None:
+    verdict = program_verdict([inspected_record()])
+    assert verdict is not None
+    codes = [one.code for one in verdict.changes]
+    assert "cuda-graph" in codes
+    # Both capture CUDA graphs; as settings they differ.
+    assert "train-step" in [one.code for one in advise(facts_of(inspected_record()))]
+    assert "train-step" not in codes
+
+
+def test_the_memory_sentence_names_no_change_that_excludes_a_kept_one() -> None:
+    saving = msgspec.structs.replace(BLOCK, gain_bytes=30 << 30)
+    other = msgspec.structs.replace(FUSED, gain_bytes=20 << 30)
+    record = with_advice(inspected_record(), [BF16, COMPILE, saving, other])
+    before = program_verdict([record])
+    assert before is not None
+    trials = [tried(20.0, BF16), tried(12.0, BF16, COMPILE)]
+    after = program_verdict([record, *trials])
+    assert after is not None
+    assert after.memory_change is not None
+    assert after.memory_change.code == other.code
+    wrong = tried(30.0, other, losses=(2.0, 1.5, 1.8, 2.0))
+    refuted = program_verdict([record, *trials, wrong])
+    assert refuted is not None
+    assert refuted.memory_change is None
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@pytest.mark.parametrize("path", ADVISED, ids=lambda path: path.stem)
+def test_nothing_but_code_is_left_out_of_a_narrow_verdict(path: Path, width: int) -> None:
+    verdict = program_verdict(read_records(path))
+    assert verdict is not None
+    lines = verdict_lines(verdict, width)
+    assert max(map(len, lines)) <= width
+    shown = " ".join(" ".join(lines).split())
+    assert " ".join(sentences(verdict)) in shown
+    for change in verdict.changes:
+        assert f"{change.title}: {gain_text(change)}" in shown
+        assert change.warning in shown
+    for part in verdict.parts:
+        assert f"{part.label} {share_text(part, verdict)}" in shown
+    assert verdict.subject in shown
+    assert verdict.device in shown
+
+
+def test_numbers_stay_with_their_units() -> None:
+    text = "A step takes 34.2 ms, 5.1 % of 4.50 GiB in 7 steps (12 %) and 3 sizes."
+    for width in range(9, 60):
+        lines = wrapped(text, width)
+        assert " ".join(lines) == text
+        assert not any(re.match(r"(ms|%|GiB)", line) for line in lines)
+        assert max(map(len, lines)) <= width
+
+
+def test_code_is_wrapped_and_stays_code() -> None:
+    line = "    optimizer = AdamW(model.parameters(), lr=1, fused=True)  # the same rule as before"
+    lines = wrapped_code(line, 40)
+    assert max(map(len, lines)) <= 40
+    assert lines[0].startswith("    optimizer")
+    assert ast.dump(ast.parse("if 1:\n" + "\n".join(lines))) == ast.dump(
+        ast.parse(f"if 1:\n{line}")
+    )
+    short = change("x", 1.0)
+    verdict = Verdict(
+        subject="s",
+        device="d",
+        step=Estimate(value=9, low=9, high=9),
+        changes=(msgspec.structs.replace(short, lines=(line,)),),
+    )
+    assert "# the same rule as before" in "".join(verdict_lines(verdict, 40))
+
+
+def test_code_that_does_not_fit_is_left_out_from_the_last_change_on() -> None:
+    changes = tuple(
+        msgspec.structs.replace(change(name, 1.0), lines=tuple(f"{name} = {n}" for n in range(7)))
+        for name in ("first", "second", "third")
+    )
+    step = Estimate(value=9, low=9, high=9)
+    verdict = Verdict(subject="s", device="d", step=step, changes=changes, next_command="go")
+    lines = verdict_lines(verdict)
+    assert len(lines) <= MAX_LINES
+    assert "   first = 6" in lines
+    assert "   second = 6" in lines
+    assert "   third = 0" not in lines
+    assert any(line.startswith("3. third: ") for line in lines)
 
 
 @pytest.mark.parametrize("path", ADVISED, ids=lambda path: path.stem)

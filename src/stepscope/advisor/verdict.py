@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -30,6 +30,7 @@ from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
+    MAX_CHANGES,
     BreakdownPart,
     Estimate,
     Limit,
@@ -93,7 +94,9 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     )
     advice = _advice(record, facts)
     best = best_of(trials)
-    together = best.trial.advice if best is not None else _combination(advice, lead)
+    tried = {one.code for trial in trials if not trial.cut_off for one in trial.trial.advice}
+    untried = [one for one in advice if one.code not in tried]
+    together = best.trial.advice if best is not None else _combination(untried, lead)
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
     return replace(
         verdict,
@@ -105,8 +108,8 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         reachable_with=tuple(one.title for one in together),
         reachable_warning=best.loss_warning if best is not None else "",
         peak_bytes=facts.peak_bytes,
-        memory_change=_memory_change(facts, advice),
-        changes=ranked(list(_changes(facts, advice, trials))),
+        memory_change=_memory_change(facts, advice, together, trials),
+        changes=_changes(facts, untried, together, trials, best),
         next_command=_next(lead, advice, trials, best),
     )
 
@@ -134,9 +137,19 @@ def _advice(record: Record, facts: Facts) -> Sequence[Advice]:
     return without_ranks(advice) if facts.doubt else advice
 
 
-def _memory_change(facts: Facts, advice: Sequence[Advice]) -> MemoryChange | None:
-    """The largest predicted reduction of the peak, if it is worth a change."""
-    most = max(advice, key=lambda one: one.gain_bytes, default=None)
+def _memory_change(
+    facts: Facts, advice: Sequence[Advice], together: Sequence[Advice], trials: Sequence[Tried]
+) -> MemoryChange | None:
+    """The largest predicted reduction of the peak that goes with the combination, if it is worth a
+    change."""
+    codes = {one.code for one in together}
+    refuted = {trial.trial.code for trial in trials if not (trial.works or trial.cut_off)}
+    fitting = (
+        one
+        for one in advice
+        if one.code in codes or (one.code not in refuted and _goes_with(one, together))
+    )
+    most = max(fitting, key=lambda one: one.gain_bytes, default=None)
     if most is None or most.gain_bytes < max(1, WORTH * facts.peak_bytes):
         return None
     return MemoryChange(
@@ -181,20 +194,75 @@ def _predicted(facts: Facts, together: Sequence[Advice]) -> float | None:
 
 
 def _changes(
-    facts: Facts, advice: Sequence[Advice], trials: Sequence[Tried]
-) -> Iterator[RankedChange]:
-    single = {one.trial.code: one for one in trials if len(one.trial.advice) == 1}
+    facts: Facts,
+    untried: Sequence[Advice],
+    together: Sequence[Advice],
+    trials: Sequence[Tried],
+    best: Tried | None,
+) -> tuple[RankedChange, ...]:
+    """The changes of the combination, then those that add to it. Of a verified combination, the
+    others are predicted for the changed step, and what trials left out is not advised."""
+    if best is None:
+        most = sorted(untried, key=lambda one: -(one.low_ms or 0.0))
+        return ranked(list(_predictions(compatible((*together, *most)))))
+    kept = [change for one in together if (change := _kept(one, best, trials, facts)) is not None]
+    codes = {one.code for one in untried}
+    more = [
+        one
+        for one in advise(afterwards(facts, [one.code for one in together]))
+        if one.code in codes and _goes_with(one, together)
+    ]
+    kept.sort(key=lambda one: -one.gain.low)
+    return (*kept, *ranked(list(_predictions(compatible(more)))))[:MAX_CHANGES]
+
+
+def _goes_with(advice: Advice, together: Sequence[Advice]) -> bool:
+    """True if a change can be added to a combination that does not have it."""
+    return not any(
+        advice.conflicts_with(one) or _setting(advice) == _setting(one) for one in together
+    )
+
+
+def _predictions(advice: Sequence[Advice]) -> Iterator[RankedChange]:
     for one in advice:
-        trial = single.get(one.code)
-        if trial is not None and trial.realized is not None:
-            if trial.kept:
-                yield _verified(one, trial, facts)
-        elif one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
+        if one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
             gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
-            yield RankedChange(
-                code=one.code, title=one.title, gain=gain, verified=False, risk=one.risk,
-                lines=one.lines, gain_bytes=one.gain_bytes, setting=_setting(one),
-            )  # fmt: skip
+            yield _ranked_change(one, gain, verified=False)
+
+
+def _ranked_change(
+    advice: Advice, gain: Estimate, *, verified: bool, warning: str = ""
+) -> RankedChange:
+    return RankedChange(
+        code=advice.code, title=advice.title, gain=gain, verified=verified, risk=advice.risk,
+        lines=advice.lines, gain_bytes=advice.gain_bytes, warning=warning,
+        setting=_setting(advice),
+    )  # fmt: skip
+
+
+def _kept(
+    advice: Advice, best: Tried, trials: Sequence[Tried], facts: Facts
+) -> RankedChange | None:
+    """A change of the best combination: its gain alone, or on top of those before it."""
+    by_codes = {
+        tuple(sorted(one.code for one in trial.trial.advice)): trial
+        for trial in trials
+        if trial.ratio is not None
+    }
+    alone = by_codes.get((advice.code,))
+    if alone is not None and alone.kept:
+        return _verified(advice, alone, facts)
+    codes = [one.code for one in best.trial.advice]
+    first = codes[: codes.index(advice.code)]
+    without, added = (by_codes.get(tuple(sorted(one))) for one in (first, [*first, advice.code]))
+    if without is not None and added is not None and without.ratio and added.ratio:
+        gain = without.ratio.value - added.ratio.value
+        noise = math.hypot(*((one.high - one.low) / 2 for one in (without.ratio, added.ratio)))
+        low, value, high = (facts.step_ms * one for one in (gain - noise, gain, gain + noise))
+        return _ranked_change(advice, Estimate(value=value, low=low, high=high), verified=True)
+    others = [code for code in codes if code != advice.code]
+    later = [one for one in advise(afterwards(facts, others)) if one.code == advice.code]
+    return next(_predictions(later), None)
 
 
 def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
@@ -206,11 +274,7 @@ def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
     gain = Estimate(
         value=scale * realized.value, low=scale * realized.low, high=scale * realized.high
     )
-    return RankedChange(
-        code=advice.code, title=advice.title, gain=gain, verified=True, risk=advice.risk,
-        lines=advice.lines, gain_bytes=advice.gain_bytes, warning=trial.loss_warning,
-        setting=_setting(advice),
-    )  # fmt: skip
+    return _ranked_change(advice, gain, verified=True, warning=trial.loss_warning)
 
 
 def _setting(advice: Advice) -> str:
@@ -221,28 +285,17 @@ def _setting(advice: Advice) -> str:
     return next(iter(advice.setting), "")
 
 
-def _program(lead: ProgramRecord) -> str:
-    case = lead.record.config
-    if case.get("model"):
-        return f"--model {shlex.quote(str(case['model']))}"
-    if (command := lead.record.notes.get("command")) is not None:
-        return command
-    arguments = [str(word) for word in case.get("arguments", ())]
-    return shlex.join([str(case.get("script", "train.py")), *arguments])
-
-
 def _inspect_again(lead: ProgramRecord) -> str:
     """Return the command that records the program again; empty if no command runs it, as in a
     notebook."""
-    program = _program(lead)
-    return f"stepscope inspect {program}" if program else ""
+    return f"stepscope inspect {lead.command}" if lead.command else ""
 
 
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if (not advice and not trials) or not _program(lead):
+    if (not advice and not trials) or not lead.command:
         return ""
     if not trials:
-        return f"stepscope advise --verify {_program(lead)}"
+        return f"stepscope advise --verify {lead.command}"
     return _inspect_again(lead) if best is not None else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -308,10 +308,18 @@ def _unsteady(side: str, series: Series) -> list[str]:
 def _changed_config(base: Record, new: Record) -> list[str]:
     names = sorted(base.config.keys() | new.config.keys())
     return [
-        f"{name} was {base.config.get(name)} and is {new.config.get(name)}"
+        f"{name} was {before} and is {after}"
+        if not any(map(_is_nested, (before, after)))
+        else f"{name} differs"
         for name in names
-        if base.config.get(name) != new.config.get(name)
+        if (before := base.config.get(name)) != (after := new.config.get(name))
     ]
+
+
+def _is_nested(setting: object) -> bool:
+    """True for a setting that is too long for a note, such as the advice that a trial is about."""
+    parts = setting if isinstance(setting, list | tuple) else [setting]
+    return any(isinstance(part, Mapping) for part in parts)
 
 
 def _ceiling_of(record: Record) -> Ceiling:

@@ -120,6 +120,33 @@ class MemoryChange(Data, frozen=True):
     gain_after_ms: float = 0.0
 
 
+class OnCluster(Data, frozen=True):
+    """The cluster for which a step is predicted, and how well the step scales to it."""
+
+    ranks: int
+    link: str
+    strategy: str
+    """How the ranks share the work, in words."""
+    alone_ms: float
+    """The recorded step of one rank, without communication."""
+    efficiency: float
+    """Throughput of the ranks over as many times that of one rank."""
+    exposed_above: float
+    """Share of exposed time above which scaling counts as not worthwhile."""
+    stops_paying_at: int | None = None
+    """Number of ranks from which on that share is exceeded, with bucketed gradients."""
+    memory_bytes: float | None = None
+    """Peak memory of a rank; None if it is not known."""
+    device_bytes: int | None = None
+    """Memory of the recorded device; None on a CPU."""
+
+    @property
+    def fits(self) -> bool | None:
+        if self.memory_bytes is None or self.device_bytes is None:
+            return None
+        return self.memory_bytes <= self.device_bytes
+
+
 class Verdict(Data, frozen=True):
     """Summary of a step, with which every page, command and JSON output starts."""
 
@@ -133,6 +160,8 @@ class Verdict(Data, frozen=True):
     memory: tuple[MemoryPart, ...] = ()
     """The memory at the peak by owner, for a verdict on memory: at most seven parts."""
     limit: Limit | None = None
+    cluster: OnCluster | None = None
+    """Set for a step that is predicted, not measured."""
     reachable_ms: float | None = None
     """The step with the best combination of known changes."""
     reachable_verified: bool = False

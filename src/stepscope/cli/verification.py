@@ -18,7 +18,7 @@ from stepscope.records.store import Store
 from stepscope.report.format import duration
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.runner.protocol import Progress
-from stepscope.studies.runner.runner import OUT_OF_TIME, Observer, Runner
+from stepscope.studies.runner.runner import Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""
@@ -227,7 +227,7 @@ class Verification:
 
     def _cut_off(self, case: PlannedCase) -> bool:
         """Return True if an earlier command ran out of time during this case."""
-        return OUT_OF_TIME in self._record(case.study, case.key).reason
+        return Tried(self._record(case.study, case.key)).cut_off
 
     def _record(self, study: str, key: str) -> Record:
         records = self._store.records(self._run.id)

@@ -58,26 +58,29 @@ def mlp(
     biases: Sequence[Tensor] = (),  # (hidden,), one per weight of the first layer, or none at all
     out_bias: Tensor | None = None,  # (out,)
     transposed: bool = False,
+    packed: bool = False,
     policy: str = ALL,
 ) -> Tensor:  # (..., out)
     """Compute second(activation(first x)), or with two first weights second(activation(gate x) · up
-    x). With `transposed`, the weights are stored as (d, hidden) and (hidden, out), one of each."""
+    x). With `packed`, one first weight (2 hidden, d) has gate and up, one after the other. With
+    `transposed`, the weights are stored as (d, hidden) and (hidden, out), one of each."""
+    gated = packed or len(first) == 2
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
         gates = fused_linear(x, first, copies, biases, transposed=transposed)
-        gate, up = gates.chunk(2, dim=-1) if len(first) == 2 else (gates, None)
+        gate, up = gate_and_up(gates, gated)
         hidden = PLAIN[activation](gate) if up is None else PLAIN[activation](gate) * up
         bias = None if out_bias is None else out_bias.to(dtype)
         return functional.linear(hidden, stored_as_rows(second, transposed).to(dtype), bias)
     if copies.fp8 is not None:
         in_fp8 = copies.fp8.mlp(
-            x, first, second, copies, activation, biases, out_bias, transposed, policy
+            x, first, second, copies, activation, biases, out_bias, transposed, policy, gated
         )
         if in_fp8 is not None:
             return in_fp8
     narrow, (narrow_second,) = copies.narrow(first, dtype), copies.narrow((second,), dtype)
-    settings = _Settings(activation, policy, len(first), len(biases), transposed)
+    settings = _Settings(activation, policy, len(first), len(biases), transposed, gated)
     normed = x if isinstance(x, Normed) else None
     outer = () if out_bias is None else (out_bias,)
     narrow_biases = (copies.narrow_bias(biases, dtype), copies.narrow_bias(outer, dtype))
@@ -92,10 +95,11 @@ class _Settings(NamedTuple):
     activation: str
     policy: str
     weights: int
-    """Weights of the first layer: two in a gated MLP."""
+    """Weights of the first layer."""
     biases: int
     """Biases of the first layer."""
     transposed: bool
+    gated: bool
 
 
 class _FeedForward(torch.autograd.Function):
@@ -119,7 +123,7 @@ class _FeedForward(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         bias, out_bias = narrow_biases
         gates = linear_concat(flat, first, bias)
-        hidden = activated(*gate_and_up(gates, settings.weights == 2), settings.activation)
+        hidden = activated(*gate_and_up(gates, settings.gated), settings.activation)
         out = linear_concat(hidden, (last,), out_bias)
         saved = {ALL: (gates, hidden), INPUTS: ()}.get(settings.policy, (gates,))
         ctx.bias = bias if settings.policy == INPUTS else None
@@ -146,11 +150,11 @@ class _FeedForward(torch.autograd.Function):
         grad_gates = torch.empty_like(gates) if saved else gates
         # The kernel sums the gradient of a single bias.
         summed = bias = None
-        if settings.weights == 1 and any(of_biases):
+        if not settings.gated and any(of_biases):
             bias = ctx.biases[0].parameter()
             summed = ctx.biases[0].empty(grad.device)
-        gate, up = gate_and_up(gates, settings.weights == 2)
-        grad_gate, grad_up = gate_and_up(grad_gates, settings.weights == 2)
+        gate, up = gate_and_up(gates, settings.gated)
+        grad_gate, grad_up = gate_and_up(grad_gates, settings.gated)
         recomputed = hidden if len(saved) < 2 else None
         _, summed = write_gradients(
             grad_hidden, gate, up, grad_gate, grad_up, settings.activation, recomputed, summed,

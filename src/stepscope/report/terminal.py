@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ import msgspec
 from stepscope.report.blocks import Column, Figure, Finding, Flame, Section, Table, Timeline
 from stepscope.report.format import cell_text, header
 from stepscope.report.text import is_numeric
+from stepscope.report.wrapping import wrapped, wrapped_code
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,17 +22,16 @@ _GAP = 2
 _LEAD = 2 / 3
 """Maximum share of the width for the repeated key columns."""
 _NARROWEST_KEY = 20
-_KEY_LINES = 3
-_MAX_LINES = 6
-"""Most lines of a key, and of any other text; the page has all of it."""
+_KEY_LINES = 4
+"""Most lines of a key that every part of a table repeats; with longer ones, rows are numbered."""
+_MAX_LINES = 24
+"""Most lines of a cell; the page has all of it."""
 _WIDEST_WORD = 28
 """Minimum width of a text column (unless all texts are shorter) before the table is split; extra
 width is distributed."""
 _LINES_OF_PROSE = 4
 _BESIDE_PROSE = 24
 """A text of more lines gets a wider column, up to the width of the console less this."""
-_HEADS = (0.5, 0.25, 0.75)
-"""Shares of a cut name that are taken from its start."""
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
@@ -51,7 +49,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
     if not _fits(widths, console.width):
         folding = [key for key in keys if _is_text(table, key)]
         widths = _narrowed(widths, folding, keys, console.width)
-        if _lead(widths, keys) > console.width * _LEAD:
+        if _must_number(table, texts, widths, keys, console.width):
             table, keys = _numbered(table), [0]
             texts, widths = _measured(table, console.width)
     wanted = _wanted(table, texts)
@@ -60,7 +58,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
             console.print()
         least, most = ([sizes[index] for index in part] for sizes in (widths, wanted))
         least = _shrunk(least, [_is_text(table, index) for index in part], console.width)
-        console.print(_grid(table, texts, part, keys, _spread(least, most, console.width)))
+        console.print(_grid(table, texts, part, _spread(least, most, console.width)))
     if same:
         console.print(_text(f"In all rows: {', '.join(same)}.", "dim"))
     if table.caption:
@@ -76,7 +74,8 @@ def print_findings(findings: Iterable[Finding], console: Console | None = None) 
     grid.add_column(overflow="fold")
     for finding in findings:
         sign, color = _TONES[finding.tone]
-        grid.add_row(_text(sign, f"bold {color}"), _text(finding.sentence))
+        lines = wrapped(_visible(finding.sentence), max(1, console.width - len(f"{sign} ")))
+        grid.add_row(_text(sign, f"bold {color}"), _text("\n".join(lines), lines=True))
     console.print(grid)
 
 
@@ -84,7 +83,7 @@ def print_sections(sections: Iterable[Section], console: Console | None = None) 
     """Print every section with its question, findings and tables; of figures only the title."""
     console = console or _console()
     for section in sections:
-        console.rule(_text(section.title, "bold"), align="left")
+        _print_rule(section.title, console)
         console.print(_text(section.question, "italic"))
         print_findings([block for block in section.blocks if isinstance(block, Finding)], console)
         for block in section.blocks:
@@ -95,6 +94,16 @@ def print_sections(sections: Iterable[Section], console: Console | None = None) 
                 case Figure() | Timeline() | Flame():
                     console.print(_text(f"Figure on the page: {block.title}", "dim"))
         console.print()
+
+
+def _print_rule(title: str, console: Console) -> None:
+    """The title of a section within a line; above it if it is too long, as rich would cut it."""
+    from rich.cells import cell_len
+
+    if cell_len(title) + 2 > console.width:
+        console.print(_text(title, "bold"))
+        title = ""
+    console.rule(_text(title, "bold"), align="left")
 
 
 def _console() -> Console:
@@ -203,6 +212,28 @@ def _is_text(table: Table, index: int) -> bool:
     return table.columns[index].kind in ("text", "code")
 
 
+def _must_number(
+    table: Table,
+    texts: list[list[str]],
+    widths: Sequence[int],
+    keys: Sequence[int],
+    console_width: int,
+) -> bool:
+    """True if the key columns are too wide or high to be repeated, or leave too little space for
+    a long text beside them."""
+    lead = _lead(widths, keys)
+    if lead > console_width * _LEAD:
+        return True
+    beside = console_width - lead - _GAP
+    return any(
+        len(wrapped(row[index], widths[index] if index in keys else beside))
+        > (_KEY_LINES if index in keys else _MAX_LINES)
+        for row in texts
+        for index in range(len(widths))
+        if index in keys or _is_text(table, index)
+    )
+
+
 def _narrowed(
     widths: Sequence[int], folding: list[int], keys: list[int], console_width: int
 ) -> list[int]:
@@ -268,7 +299,6 @@ def _grid(
     table: Table,
     texts: list[list[str]],
     part: list[int],
-    keys: Sequence[int],
     widths: Sequence[int],
 ) -> Grid:
     from rich import box
@@ -288,52 +318,25 @@ def _grid(
         )
     cells = []
     for index, width in zip(part, widths, strict=True):
-        written = [row[index] for row in texts]
-        if table.columns[index].kind == "code" and index not in keys:
-            # Lines to write are of no use without their middle.
-            cells.append([_text(text, lines=True) for text in written])
-        else:
-            most = _KEY_LINES if index in keys else _MAX_LINES
-            cells.append([_text(text) for text in _cut_column(written, width, most)])
+        lines_of = _code_lines if table.columns[index].kind == "code" else _cell_lines
+        written = ("\n".join(lines_of(row[index], width)) for row in texts)
+        cells.append([_text(text, lines=True) for text in written])
     for row in zip(*cells, strict=True):
         grid.add_row(*row)
     return grid
 
 
-def _cut_column(texts: Sequence[str], width: int, most: int) -> list[str]:
-    """Cut long words, and texts of more than `most` lines, so that a name is not folded over
-    several lines. Of several ways to cut, take the one that keeps most texts distinct:
-    from the middle, nearer to one end, or with the start that all long texts share."""
-    ways = [[_cut_text(text, width, most, head) for text in texts] for head in _HEADS]
-    shared = _shared_start([text for text in texts if len(text) > width])
-    ends = [f"…{text[shared:]}" if len(text) > width and shared else text for text in texts]
-    ways.append([_cut_text(text, width, most, _HEADS[-1]) for text in ends])
-    return max(ways, key=lambda cut: len(set(cut)))
+def _cell_lines(text: str, width: int) -> list[str]:
+    """The lines of a cell, without the middle of a very long one."""
+    lines = [text] if len(text) <= width else wrapped(text, width)
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
+        lines = [*lines[:half], "…", *lines[half + 1 - _MAX_LINES :]]
+    return lines
 
 
-def _shared_start(texts: Sequence[str]) -> int:
-    """Number of letters that all texts start with."""
-    letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
-    return sum(1 for _ in letters)
-
-
-def _cut_text(text: str, width: int, most: int, head: float) -> str:
-    cut = " ".join(_cut_word(word, width, head) for word in text.split(" "))
-    room = min(len(cut), most * width)
-    while len(textwrap.wrap(cut, width, break_on_hyphens=False)) > most:
-        room -= 1
-        cut = _cut_word(text, room, head)
-        cut = " ".join(_cut_word(word, width, head) for word in cut.split(" "))
-    return cut
-
-
-def _cut_word(word: str, width: int, head: float) -> str:
-    """The start and the end of a word, the share `head` of it from the start."""
-    if len(word) <= width:
-        return word
-    first = round((width - 1) * head)
-    last = width - 1 - first
-    return f"{word[:first]}…{word[len(word) - last :]}"
+def _code_lines(text: str, width: int) -> list[str]:
+    return [part for line in text.split("\n") for part in wrapped_code(line, width)]
 
 
 def _wanted(table: Table, texts: list[list[str]]) -> list[int]:

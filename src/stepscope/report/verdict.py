@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from stepscope.analysis.verdict import (
     BreakdownPart,
     Estimate,
     MemoryChange,
     MemoryPart,
+    OnCluster,
     RankedChange,
     Verdict,
 )
-from stepscope.report.format import bytes_, duration, percent
+from stepscope.report.format import bytes_, count, duration, percent
+from stepscope.report.wrapping import wrapped, wrapped_code
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +28,6 @@ WIDTH = 80
 MAX_LINES = 20
 _LEAST_BAR_PX, _LETTER_PX = 600.0, 7.5
 """Width of the bar on the narrowest page that shows labels in it, and of a letter of a label."""
-_MAX_CODE_LINES = 2
 _SHELL_WORDS = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 _BARS = {
     "ideal": "█",
@@ -65,7 +68,9 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No step was timed."
         return
     share = verdict.limit_share
-    if verdict.limit is not None and verdict.limit_is_wrong:
+    if verdict.cluster is not None:
+        yield _cluster_sentence(verdict.cluster, verdict.step.value)
+    elif verdict.limit is not None and verdict.limit_is_wrong:
         yield (
             f"A step takes {duration(verdict.step.value)}, less than the hardware limit of"
             f" {duration(verdict.limit.ms)}: the ceilings were measured on a busy machine; measure"
@@ -82,10 +87,13 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     loss = verdict.largest_loss
     if loss is not None:
         named = "attributed part" if verdict.unattributed_ms > loss.ms else "part"
-        rest = f"The largest {named}{'' if verdict.limit is None else ' beyond it'}"
+        beyond = "" if verdict.limit is None else " beyond it"
+        rest = f"The largest {named}{' beyond compute' if verdict.cluster else beyond}"
         yield (
             f"{rest}: {loss.label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)})."
         )
+    if verdict.cluster is not None:
+        yield from _scaling_sentences(verdict.cluster)
     if verdict.trust == "good" and verdict.trust_reason:
         yield f"{verdict.trust_reason[:1].upper()}{verdict.trust_reason[1:]}."
     if verdict.mfu is not None:
@@ -109,6 +117,29 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield "No known change is predicted to gain 3 % or more."
     if verdict.memory_change is not None:
         yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
+
+
+def _cluster_sentence(cluster: OnCluster, step_ms: float) -> str:
+    why = " (each updates only its share)" if cluster.efficiency > 1 else ""
+    return (
+        f"On {count(cluster.ranks)} ranks over {cluster.link}, a step is predicted to take"
+        f" {duration(step_ms)} with {cluster.strategy}; one rank alone takes"
+        f" {duration(cluster.alone_ms)}: {percent(cluster.efficiency)} scaling efficiency{why}."
+    )
+
+
+def _scaling_sentences(cluster: OnCluster) -> Iterator[str]:
+    if cluster.stops_paying_at is not None:
+        yield (
+            f"With DDP, more than {percent(cluster.exposed_above)} of a step is not compute from"
+            f" {count(cluster.stops_paying_at)} ranks on."
+        )
+    if cluster.memory_bytes is not None:
+        fits = ""
+        if cluster.device_bytes is not None:
+            can = "fits" if cluster.fits else "does not fit"
+            fits = f", which {can} into the {bytes_(cluster.device_bytes)} of the recorded device"
+        yield f"Peak memory of a rank is {bytes_(cluster.memory_bytes)}{fits}."
 
 
 def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
@@ -142,6 +173,8 @@ def _listed(titles: Sequence[str]) -> str:
 
 
 def trust_text(verdict: Verdict) -> str:
+    if verdict.cluster is not None and verdict.trust == "good":
+        return "predicted, not measured"
     reason = f": {verdict.trust_reason}" if verdict.trust_reason else ""
     return f"{verdict.trust} measurement{reason}" if verdict.trust == "good" else (
         f"{verdict.trust}{reason}"
@@ -158,7 +191,9 @@ def gain_text(change: RankedChange) -> str:
 
 
 def _with_range(one: Estimate) -> str:
-    """The value with its interval in the same unit."""
+    """The value with its interval in the same unit, if it has one."""
+    if one.low == one.high:
+        return duration(one.value)
     return f"{duration(one.value)} ({range_text(one)})"
 
 
@@ -209,30 +244,42 @@ def _letters(parts: Sequence[BarPart]) -> list[str]:
 
 
 def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
-    """At most 20 lines of at most `width` columns, unless the next command is very long."""
-    import textwrap
-
-    lines = [_title(verdict, width)]
-    lines += textwrap.wrap(" ".join(sentences(verdict)), width)
-    if bar_parts(verdict):
-        lines += ["", bar_text(verdict, width), *legend_lines(verdict, width)]
-    if verdict.changes:
-        lines.append("")
-        for rank, change in enumerate(verdict.changes, start=1):
-            lines.append(_cut(f"{rank}. {change.title}: {gain_text(change)}", width))
-            lines += [_cut(f"   {line}", width) for line in change.lines[:_MAX_CODE_LINES]]
-            if change.warning:
-                lines.append(_cut(f"   warning: {change.warning}", width))
+    """Lines of at most `width` columns, unless a word of the next command is longer. To fit into 20
+    lines of 80 columns, or more that are shorter, empty lines are left out and then the code of the
+    last changes, which the page has."""
+    most = lines_at(width, MAX_LINES)
+    head = [*_title_lines(verdict, width), *wrapped(" ".join(sentences(verdict)), width)]
+    bar = [bar_text(verdict, width), *legend_lines(verdict, width)] if bar_parts(verdict) else []
+    changes = [
+        _change_lines(rank, change, width) for rank, change in enumerate(verdict.changes, start=1)
+    ]
     command = _command_lines(verdict.next_command, width) if verdict.next_command else []
-    most = max(MAX_LINES - len(command), MAX_LINES // 2)
-    if len(lines) > most:
-        lines = [line for line in lines if line]
-    if len(lines) > most:
-        # The page has the code of every change.
-        second = {f"   {line}" for change in verdict.changes for line in change.lines[1:]}
-        lines = [line for line in lines if line not in second]
-    lines = [*lines[:most], *command]
+    lines: list[str] = []
+    for gap, shown in ([""], len(changes)), *(([], n) for n in range(len(changes), -1, -1)):
+        listed = [
+            line
+            for number, (title, code) in enumerate(changes)
+            for line in (*title, *(code if number < shown else ()))
+        ]
+        parts = (head, *([*gap, *part] for part in (bar, listed) if part), command)
+        lines = [line for part in parts for line in part]
+        if len(lines) <= most:
+            break
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+
+
+def lines_at(width: int, lines: int) -> int:
+    """As many lines of this width as have the letters of so many lines of 80 columns."""
+    return lines * WIDTH // min(width, WIDTH)
+
+
+def _change_lines(rank: int, change: RankedChange, width: int) -> tuple[list[str], list[str]]:
+    """What a change gains, with its warning, and its code."""
+    indent = " " * len(f"{rank}. ")
+    title = wrapped(f"{rank}. {change.title}: {gain_text(change)}", width, later=indent)
+    if change.warning:
+        title += wrapped(f"warning: {change.warning}", width, indent, indent)
+    return title, [part for line in change.lines for part in wrapped_code(line, width, indent)]
 
 
 def _command_lines(command: str, width: int) -> list[str]:
@@ -252,10 +299,11 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
 
     console = console or RichConsole(highlight=False)
     width = min(console.width, WIDTH)
+    titles = len(_title_lines(verdict, width))
     drawn = segments(bar_parts(verdict), width)
     bar = bar_text(verdict, width)
     for index, line in enumerate(verdict_lines(verdict, width)):
-        text = Text(line, style="bold" if index == 0 else "")
+        text = Text(line, style="bold" if index < titles else "")
         if bar and line == bar:
             text = Text()
             for one in drawn:
@@ -297,6 +345,8 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
         "trust": {"level": verdict.trust, "reason": verdict.trust_reason},
         "next": verdict.next_command,
     }
+    if (cluster := verdict.cluster) is not None:
+        facts["cluster"] = msgspec.structs.asdict(cluster) | {"fits": cluster.fits}
     if verdict.memory:
         facts["peak_bytes"] = verdict.memory_bytes
         facts["memory"] = [{"owner": one.label, "bytes": one.bytes} for one in verdict.memory]
@@ -322,14 +372,16 @@ def verdict_markdown(verdict: Verdict) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _title(verdict: Verdict, width: int) -> str:
+def _title_lines(verdict: Verdict, width: int) -> list[str]:
+    """The subject and the trust, in one line if there is room for both."""
     name, trust = f"{verdict.subject} on {verdict.device}", trust_text(verdict)
     if len(name) + len(trust) + 4 > width:
         # The sentences have the reason of a measurement that is not good.
         trust = trust.partition(":")[0]
-    name = _cut(name, max(20, width - len(trust) - 4))
-    gap = " " * max(2, width - len(name) - len(trust) - 2)
-    return f"{name}{gap}{_TRUST[verdict.trust][0]} {trust}"
+    light = f"{_TRUST[verdict.trust][0]} {trust}"
+    if len(name) + len(light) + 2 > width:
+        return [*wrapped(name, width), light]
+    return [f"{name}{light:>{width - len(name)}}"]
 
 
 def bar_text(verdict: Verdict, width: int = WIDTH) -> str:
@@ -339,22 +391,15 @@ def bar_text(verdict: Verdict, width: int = WIDTH) -> str:
 
 def legend_lines(verdict: Verdict, width: int) -> list[str]:
     """The parts below the bar, as many per line as fit."""
-    lines, line = [], ""
+    lines: list[str] = []
     parts = bar_parts(verdict)
     for part, letter in zip(parts, _letters(parts), strict=True):
-        share = share_text(part, verdict)
-        entry = f"{letter} {_cut(part.label, width - len(share) - 3)} {share}"
-        joined = f"{line}   {entry}" if line else entry
-        if len(joined) > width and line:
-            lines.append(line)
-            line = entry
+        entry = f"{letter} {part.label} {share_text(part, verdict)}"
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1] += f"   {entry}"
         else:
-            line = joined
-    return [*lines, line] if line else lines
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+            lines += wrapped(entry, width, later="  ")
+    return lines
 
 
 class StatView(NamedTuple):
@@ -416,6 +461,9 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView("peak memory", bytes_(verdict.memory_bytes))
     if step is None:
         return
+    if verdict.cluster is not None:
+        yield from _cluster_stats(verdict.cluster, step.value)
+        return
     yield StatView(verdict.timed, duration(step.value), _interval_text(step))
     if verdict.limit is not None:
         share = verdict.limit_share
@@ -429,6 +477,19 @@ def _stats(verdict: Verdict) -> Iterator[StatView]:
         yield StatView(f"with known changes, {basis}", duration(verdict.reachable_ms), note)
     if verdict.mfu is not None:
         yield StatView(f"MFU, {verdict.dtype}", percent(verdict.mfu))
+
+
+def _cluster_stats(cluster: OnCluster, step_ms: float) -> Iterator[StatView]:
+    where = f"step on {count(cluster.ranks)} ranks over {cluster.link}"
+    yield StatView(where, duration(step_ms), "predicted")
+    alone = f"one rank: {duration(cluster.alone_ms)}"
+    yield StatView("scaling efficiency", percent(cluster.efficiency), alone)
+    if cluster.memory_bytes is not None:
+        note = ""
+        if cluster.device_bytes is not None:
+            size = bytes_(cluster.device_bytes)
+            note = f"fits into {size}" if cluster.fits else f"does not fit into {size}"
+        yield StatView("peak memory of a rank", bytes_(cluster.memory_bytes), note)
 
 
 def _interval_text(step: Estimate) -> str:

@@ -14,6 +14,7 @@ from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Interval
 from stepscope.report.format import percent
+from stepscope.studies.runner.runner import OUT_OF_TIME
 
 LOSS_WITHIN = 0.05
 """Largest accepted difference of the final losses, relative to the decrease of the loss or to the
@@ -23,6 +24,7 @@ LOSS_WARNING = 0.01
 """Difference of the final losses from which a kept change has a warning."""
 
 NO_GAIN = "dropped: no gain shown"
+SLOWER = "dropped: slower"
 
 
 class Tried:
@@ -147,11 +149,21 @@ class Tried:
             if not compared:
                 return "kept, no loss to compare"
             return f"kept, but {self.loss_warning}" if self.loss_warning else "kept"
-        return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
+        return SLOWER if self.ratio.low > 1 else NO_GAIN
 
     @property
     def kept(self) -> bool:
         return self.verdict.startswith("kept")
+
+    @property
+    def works(self) -> bool:
+        """True if the changes could be made and the losses agree, whatever they gained."""
+        return self.kept or self.verdict in (NO_GAIN, SLOWER)
+
+    @property
+    def cut_off(self) -> bool:
+        """True if the time for all trials ended during this one."""
+        return OUT_OF_TIME in self.record.reason
 
     def verified(self) -> Verified | None:
         """Entry for the prediction history; only for single changes that took effect."""

@@ -21,6 +21,15 @@ class StepMemory(NamedTuple):
     gradients: float
     state: float
 
+    @property
+    def kept(self) -> float:
+        """Bytes that do not depend on the batch."""
+        return self.parameters + self.gradients + self.state
+
+    def with_batch(self, factor: float) -> StepMemory:
+        """Scale to a batch `factor` times as large: activations grow, the rest stays."""
+        return self._replace(peak=self.kept + factor * max(0.0, self.peak - self.kept))
+
 
 def memory_per_rank(memory: StepMemory, strategy: str, ranks: int, unit: float) -> float:
     """Return the peak of one rank in bytes; `unit` are the bytes of the largest unit of FSDP."""
@@ -28,7 +37,7 @@ def memory_per_rank(memory: StepMemory, strategy: str, ranks: int, unit: float) 
         return memory.peak
     spared = 1 - 1 / ranks
     if strategy == "fsdp":
-        whole = memory.parameters + memory.gradients + memory.state
-        return memory.peak - spared * whole + min(3 * unit, spared * whole)
+        shared = spared * memory.kept
+        return memory.peak - shared + min(3 * unit, shared)
     buckets = memory.gradients if strategy in _COPIED else 0.0
     return memory.peak + buckets - (spared * memory.state if strategy == "sharded" else 0.0)

@@ -223,9 +223,11 @@ def _write(
 ) -> Outcome:
     """Write the page and the records. A failure is reported and does not affect the script.
     `ending` describes how the script ended, if it has; `view` is given the verdict."""
+    from rich.console import Console
+
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
-    from stepscope.report.verdict import verdict_facts, verdict_lines
+    from stepscope.report.verdict import print_verdict, verdict_facts
     from stepscope.studies.page import make_page
     from stepscope.studies.program.rows import ProgramRecord
     from stepscope.studies.trusted import banner
@@ -260,8 +262,7 @@ def _write(
     )
     if not options.json:
         if content.verdict is not None:
-            for line in verdict_lines(content.verdict):
-                write_line(line)
+            print_verdict(content.verdict, Console(stderr=True, highlight=False))
         if text := _in_short(outcome, len(records)):
             log(text)
         if warning := banner(records):

@@ -23,6 +23,7 @@ from stepscope.cli.common import (
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Page, Section, Table
+from stepscope.report.verdict import print_verdict, verdict_facts
 from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
 from stepscope.studies.rehearsal import STUDY
@@ -40,6 +41,7 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
+from stepscope.studies.rehearsal.verdict import rehearsal_verdict
 from stepscope.studies.rehearsal.view import subject_blocks
 
 _FIX = (
@@ -128,6 +130,14 @@ class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
             self.tensor,
         )
 
+    @property
+    def words(self) -> list[str]:
+        """The words of a command line for other clusters and batch sizes."""
+        source = [] if self.source is None else [self.source]
+        device = [] if self.faster == 1 else ["--faster", f"{self.faster:g}"]
+        strategies = [] if self.strategy == ALL else ["--strategy", *self.strategy]
+        return [*source, *device, *strategies]
+
 
 def main(words: list[str]) -> int:
     options = parse(
@@ -150,18 +160,21 @@ def main(words: list[str]) -> int:
     )
     with explained("rehearsal"):
         subjects = [_adjusted(options, subject) for subject in _subjects(options)]
-        page = _page(subjects, options.question)
+        page = _page(subjects, options)
     html = options.out / "rehearsal.html"
     from stepscope.report.html import html_page
 
     write_text(html, html_page(page))
     if options.json:
         facts = [_facts(subject, options.question) for subject in subjects]
-        print(json_line({"rehearsals": facts, "report": html}))
+        verdict = verdict_facts(page.verdict)
+        print(json_line({"rehearsals": facts, "report": html, "verdict": verdict}))
         return 0
     from stepscope.report.terminal import print_sections
 
     print_sections(page.sections)
+    if page.verdict is not None:
+        print_verdict(page.verdict)
     print(f"page: {html.resolve()}")
     return 0
 
@@ -201,12 +214,14 @@ def _adjusted(options: RehearseOptions, subject: Subject) -> Subject:
     return subject._replace(
         name=f"{subject.name}, assumed {' and '.join(changes)}" if changes else subject.name,
         recording=recording.with_batch(batch / subject.batch),
+        memory=subject.memory and subject.memory.with_batch(batch / subject.batch),
         batch=batch,
         flops_per_s=rate if options.tflops is None else options.tflops * 1e12,
     )
 
 
-def _page(subjects: list[Subject], question: Question) -> Page:
+def _page(subjects: list[Subject], options: RehearseOptions) -> Page:
+    question = options.question
     blocks: list[Block] = subject_blocks(subjects, question)
     steps = next(b for b in blocks if isinstance(b, Table) and b.name == "rehearsal-steps")
     networks = ", ".join(network.name for network in question.networks)
@@ -215,6 +230,7 @@ def _page(subjects: list[Subject], question: Question) -> Page:
         subtitle=f"{', '.join(s.name for s in subjects)}, recorded on {subjects[0].device};"
         f" {', '.join(f'{n:,}' for n in question.ranks)} ranks over {networks}",
         headline=steps,
+        verdict=rehearsal_verdict(subjects, question, options.words),
         sections=(
             Section(
                 name="rehearsal",

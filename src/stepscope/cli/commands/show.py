@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_LINES = 25
-"""Lines of the summary of a run."""
+"""Lines of the summary of a run, on a terminal of 80 columns."""
 
 
 class ShowOptions(StoreOptions, frozen=True, kw_only=True):
@@ -98,7 +97,8 @@ def _print(records: Sequence[Record], *, full: bool) -> None:
 
     from stepscope.report.blocks import Finding
     from stepscope.report.terminal import print_findings, print_sections
-    from stepscope.report.verdict import WIDTH, print_verdict, verdict_lines
+    from stepscope.report.verdict import WIDTH, lines_at, print_verdict, verdict_lines
+    from stepscope.report.wrapping import wrapped
     from stepscope.studies.page import study_sections, verdict_of
     from stepscope.studies.trusted import banner
 
@@ -117,8 +117,8 @@ def _print(records: Sequence[Record], *, full: bool) -> None:
             print_verdict(verdict, console)
         if not full:
             used = len(verdict_lines(verdict, min(console.width, WIDTH))) if verdict else 0
-            used += len(wrap(warning, console.width - 2)) if warning else 0
-            _print_answers(records, console, MAX_LINES - used)
+            used += len(wrapped(warning, console.width - 2))
+            _print_answers(records, console, lines_at(console.width, MAX_LINES) - used)
 
 
 @contextmanager
@@ -134,19 +134,25 @@ def _paged(console: Console, full: bool) -> Iterator[None]:
 
 
 def _print_answers(records: Sequence[Record], console: Console, lines: int) -> None:
-    """One line per study; those that do not fit into so many lines are named on the last one."""
+    """The answer of each study, cut where all of them do not fit into so many lines; the last line
+    names the studies that have no line of their own."""
     from rich.text import Text
 
+    from stepscope.report.wrapping import wrapped
     from stepscope.studies.page import study_answers
 
-    answers = list(study_answers(records))
+    answers = [(title, printable(answer)) for title, answer in study_answers(records)]
     room = max(lines - 1, 2)
     if len(answers) > room:
         rest = answers[room - 1 :]
         names = ", ".join(title for title, _ in rest)
         answers = [*answers[: room - 1], (f"{len(rest)} more", names)]
-    for title, answer in answers:
-        line = Text(f"{title}: ", style="bold").append(printable(answer), style="not bold")
-        line.truncate(console.width, overflow="ellipsis")
+    texts = [wrapped(f"{title}: {answer}", console.width) for title, answer in answers]
+    most = next(n for n in range(room, 0, -1) if sum(min(n, len(one)) for one in texts) <= room)
+    for (title, _), text in zip(answers, texts, strict=True):
+        if len(text) > most:
+            text = [*text[: most - 1], f"{text[most - 1][: console.width - 1]}…"]
+        line = Text("\n".join(text))
+        line.stylize("bold", 0, len(f"{title}:"))
         console.print(line, soft_wrap=True)
     console.print("All findings and tables: stepscope show --full; of one study: show STUDY")

@@ -49,6 +49,7 @@ class Settings(NamedTuple):
     second: Layer
     biases: int
     """Biases of the first layer."""
+    gated: bool
 
 
 def fp8_mlp(
@@ -91,7 +92,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         fast = recipe.fast(forward=True)
         gates = scaled_mm(source.rows, read, x.dtype, fast, bias)
         hidden = activated(
-            *gate_and_up(gates, first.weights == 2), settings.activation, amax=recipe.one_scale
+            *gate_and_up(gates, settings.gated), settings.activation, amax=recipe.one_scale
         )
         ctx.hidden = _Hidden(second, learns=needed[end - 1], saved=settings.policy == ALL)
         of_hidden = quantize(
@@ -156,13 +157,13 @@ class _Fp8FeedForward(torch.autograd.Function):
         hidden = torch.empty_like(grad_hidden) if ctx.hidden.is_recomputed else None
         # The kernel sums the gradient of a single bias.
         summed = bias = None
-        if first.weights == 1 and any(of_biases):
+        if not settings.gated and any(of_biases):
             bias = ctx.biases[0].parameter()
             summed = ctx.biases[0].empty(grad.device)
         largest, summed = write_gradients(
             grad_hidden,
-            *gate_and_up(gates, first.weights == 2),
-            *gate_and_up(grad_gates, first.weights == 2),
+            *gate_and_up(gates, settings.gated),
+            *gate_and_up(grad_gates, settings.gated),
             settings.activation,
             hidden,
             summed,

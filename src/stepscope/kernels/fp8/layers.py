@@ -148,6 +148,7 @@ class Fp8Layers:
         out_bias: Tensor | None,
         transposed: bool,
         policy: str,
+        gated: bool,
     ) -> Tensor | None:
         """Return the output of an MLP in FP8; None if it stays in the matmul dtype. Both of its
         layers do, or neither."""
@@ -166,6 +167,7 @@ class Fp8Layers:
             self._layer(first, transposed),
             self._layer((second,), transposed),
             len(biases),
+            gated,
         )
         operands = (
             self._operands(first, settings.first, copies),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -37,6 +38,17 @@ class ProgramRecord:
     @property
     def name(self) -> str:
         return self.case.program
+
+    @property
+    def command(self) -> str:
+        """The program in the words of a command line; empty if none runs it, as in a notebook."""
+        case = self.record.config
+        if case.get("model"):
+            return f"--model {shlex.quote(str(case['model']))}"
+        if (command := self.record.notes.get("command")) is not None:
+            return command
+        arguments = [str(word) for word in case.get("arguments", ())]
+        return shlex.join([str(case.get("script", "train.py")), *arguments])
 
     @property
     def rank(self) -> int:

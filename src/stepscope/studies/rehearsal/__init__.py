@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from stepscope.records.schema import Environment
+from stepscope.analysis.verdict import Verdict
+from stepscope.records.schema import Environment, Record
 from stepscope.studies.base import Study
 from stepscope.studies.rehearsal.cases import (
     CheckCase,
@@ -44,6 +45,17 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
             cases.append(case_of(workload, RecordingCase, flags))
             cases += (case_of(workload, CheckCase, flags, ranks=r) for r in flags.check_ranks)
         return tuple(cases)
+
+    def verdict(self, records: Sequence[Record]) -> Verdict | None:
+        """The longest recorded step, on the largest of the clusters that were asked for. A
+        prediction does not open a page with measurements of other studies."""
+        from stepscope.studies.rehearsal.verdict import rehearsal_verdict
+        from stepscope.studies.rehearsal.view import recorded_question
+
+        if any(record.study != self.name for record in records):
+            return None
+        subjects, question = recorded_question(self.results(records))
+        return rehearsal_verdict(subjects, question) if subjects else None
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[RehearsalFlags]]:
         modern = RehearsalFlags(dtype=("bfloat16",), attention=("sdpa",))

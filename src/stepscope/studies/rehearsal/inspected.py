@@ -9,13 +9,14 @@ from __future__ import annotations
 from stepscope.analysis.rehearsal.memory import StepMemory
 from stepscope.analysis.rehearsal.recording import Gradient, Recording
 from stepscope.analysis.rehearsal.replay import Upkeep
+from stepscope.analysis.trust import trust_of
 from stepscope.parallel.buckets import Item
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
 from stepscope.studies.own.cases import STUDY_NAME as OWN
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.rehearsal.subject import Subject
+from stepscope.studies.rehearsal.subject import Subject, device_bytes
 
 STUDIES = (INSPECTED, OWN)
 _MIN_GRADIENTS = 64
@@ -58,7 +59,10 @@ def inspected_subject(record: Record) -> Subject | None:
         upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
         flops_per_s=(record.quantity("flops") or 0.0) / passes * 1e3,
         activation_bytes=_ELEMENT_BYTES,
+        trust=trust_of(record),
         memory=_memory(watched, parameters),
+        device_bytes=device_bytes(record),
+        program=watched.command,
     )
 
 

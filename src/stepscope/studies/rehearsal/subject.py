@@ -27,10 +27,14 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_buckets,
     sweep_ranks,
 )
+from stepscope.analysis.trust import trust_of
 from stepscope.model.config import ModelConfig, precision
 from stepscope.parallel.buckets import MEGABYTE
+from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
+from stepscope.records.trust import Trust
 from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.studies.training.plans import prediction_for
 from stepscope.studies.training.workload import Workload
 
 _HALF = 2
@@ -57,8 +61,14 @@ class Subject(NamedTuple):
     """Rate of the recorded forward and backward."""
     activation_bytes: int
     """Bytes per element of an activation."""
+    trust: Trust
+    """Of the record."""
     memory: StepMemory | None = None
     """None if its peak is not known."""
+    device_bytes: int | None = None
+    """Memory of the recorded device; None on a CPU, which ranks would share."""
+    program: str = ""
+    """The user's program or model, as in a command line; empty for the model of the studies."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -102,7 +112,26 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
         upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
         flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
         activation_bytes=_BYTES[precision(workload.dtype).compute],
+        trust=trust_of(record),
+        memory=_predicted_memory(workload, record.environment.device_kind),
+        device_bytes=device_bytes(record),
     )
+
+
+def device_bytes(record: Record) -> int | None:
+    """Return the memory of the recorded device; None on a CPU."""
+    where = record.environment
+    return None if where.device_kind == "cpu" else where.device_memory_bytes
+
+
+def _predicted_memory(workload: Workload, device_kind: str) -> StepMemory | None:
+    """Return the memory of a step of the built-in model; None where no peak can be predicted."""
+    prediction = prediction_for(workload, device_kind)
+    if prediction is None:
+        return None
+    peak = prediction.peak
+    kept = (float(peak.lines.get(name, 0)) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+    return StepMemory(float(peak.allocated), *kept)
 
 
 class Network(NamedTuple):

@@ -38,12 +38,11 @@ BUCKETED = ("bucketed", "sharded", "fsdp")
 
 
 def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
-    recorded = results_of(results, RecordingCase)
-    subjects = [subject for result in recorded if (subject := subject_of(*result))]
+    subjects, question = recorded_question(results)
     checks = [check for result in results_of(results, CheckCase) if (check := check_of(*result))]
     blocks: list[Block] = [*check_findings(checks)]
     if subjects:
-        blocks += subject_blocks(subjects, _question([result.case for result in recorded]))
+        blocks += subject_blocks(subjects, question)
     if checks:
         blocks.append(check_table(checks))
     blocks += failed_table("rehearsal", results)
@@ -69,11 +68,17 @@ def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Bloc
     return [*blocks, prediction_table(predicted), *forms]
 
 
-def _question(cases: Sequence[RecordingCase]) -> Question:
-    """All clusters that the recordings request."""
+def recorded_question(
+    results: Sequence[Result[RehearsalCase]],
+) -> tuple[list[Subject], Question]:
+    """The recorded steps, and all clusters that the recordings request."""
+    recorded = results_of(results, RecordingCase)
+    cases = [result.case for result in recorded]
     links = dict.fromkeys(link for case in cases for link in case.link)
     ranks = {count for case in cases for count in case.ranks}
-    return Question(tuple(preset_network(link) for link in links), tuple(sorted(ranks)))
+    subjects = [subject for result in recorded if (subject := subject_of(*result))]
+    networks = tuple(preset_network(link) for link in links)
+    return subjects, Question(networks, tuple(sorted(ranks)))
 
 
 def recorded_finding(subject: Subject) -> Finding:
@@ -269,7 +274,7 @@ def _memory_column() -> Declared:
         "memory per rank",
         lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].buckets.best),
         "bytes",
-        hint="peak of one rank, from the peak of the recorded step",
+        hint="peak of one rank, from that of the recorded step (built-in models: predicted)",
     )
 
 
