@@ -61,6 +61,21 @@ class Gated(nn.Module):
         return out
 
 
+class PackedGated(nn.Module):
+    """Gate and up in one layer, as in Phi-3."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(up * self.activation(gate))
+        return out
+
+
 class Plain(nn.Module):
     def __init__(
         self,

@@ -290,6 +290,28 @@ def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool
 
 
 @pytest.mark.parametrize("policy", KEEPS)
+@pytest.mark.parametrize("fp8", [False, True])
+@in_interpreter
+def test_gate_and_up_in_one_weight(policy: str, fp8: bool) -> None:
+    """The same as with a weight for each, with the gradient of one weight and one bias."""
+    copies = WeightCopies(fp8=Fp8Layers(always=True) if fp8 else None)
+    x, second = draw(32, 144).to(HALF).requires_grad_(), draw(144, 160).div(12).requires_grad_()
+    first, bias = draw(320, 144, seed=1).div(12).requires_grad_(), draw(320).requires_grad_()
+    parts = [
+        part.detach().clone().requires_grad_() for one in (first, bias) for part in one.chunk(2)
+    ]
+    grad = draw(32, 144, seed=5).to(HALF)
+    for _ in range(2):
+        out = mlp(x, (first,), second, copies, biases=(bias,), packed=True, policy=policy)
+        expected = mlp(x, tuple(parts[:2]), second, copies, biases=parts[2:], policy=policy)
+        assert torch.equal(out, expected)
+        actual = torch.autograd.grad(out, (x, second, first, bias), grad)
+        wanted = torch.autograd.grad(expected, (x, second, *parts), grad)
+        joined = (*wanted[:2], torch.cat(wanted[2:4]), torch.cat(wanted[4:]))
+        torch.testing.assert_close(actual, joined, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", KEEPS)
 def test_a_frozen_mlp_casts_its_hidden_values_once(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

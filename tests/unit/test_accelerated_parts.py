@@ -21,6 +21,7 @@ from accelerated_models import (
     Norm,
     OffsetNorm,
     OtherEpsilonNorm,
+    PackedGated,
     Plain,
     assert_same_training,
     batch,
@@ -57,13 +58,22 @@ def test_a_norm_keeps_the_dtype_of_its_output(norm: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("activation", PLAIN)
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_activations_of_an_mlp(activation: str, gated: bool) -> None:
-    def mlp() -> nn.Module:
-        return (Gated if gated else Plain)(PLAIN[activation])
+@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+def test_activations_of_an_mlp(activation: str, kind: Any) -> None:
+    report = assert_same_training(lambda: Block(Norm, lambda: kind(PLAIN[activation])))  # type: ignore[arg-type,return-value]
+    assert len(report.replaced["MLP" if kind is Plain else "gated MLP"]) == 2
 
-    report = assert_same_training(lambda: Block(Norm, mlp))  # type: ignore[arg-type]
-    assert len(report.replaced["gated MLP" if gated else "MLP"]) == 2
+
+def test_another_order_of_gate_and_up_is_left() -> None:
+    class UpFirst(PackedGated):
+        def forward(self, x: Tensor) -> Tensor:
+            up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+            out: Tensor = self.down_proj(up * self.activation(gate))
+            return out
+
+    report = assert_same_training(lambda: Block(Norm, UpFirst))
+    assert "gated MLP" not in report.replaced
+    assert [left.reason for left in report.left] == ["it computes something else"] * 2
 
 
 def test_another_activation_is_left() -> None:

@@ -20,12 +20,15 @@ HEADS, D_HEAD = 4, 4
 class Form(NamedTuple):
     key_heads: int = HEADS
     packed: str = ""
-    """Of the projections: separate, or one, with q, k and v "by head" or "by part"."""
+    """Of the projections: separate, or one, with q, k and v "by head" or "by part" in a projection
+    of the same name, or "in order" in another, as in Phi-3."""
     rotated: int = D_HEAD
     """Entries of a head that are rotated."""
     from_the_end: bool = False
     interleaved: bool = False
     norms: bool = False
+    norms_of_all: bool = False
+    """Norms over all heads of a token, as in OLMo 2."""
     by_position: bool = False
     """Angles differ within the batch."""
     by_pair: bool = False
@@ -59,17 +62,24 @@ class Attention(nn.Module):
         super().__init__()
         self.form, self.scaling = form, 0.5
         self.layer_idx, self.is_causal, self.attention_dropout = 0, True, 0.0
-        if form.packed:
+        of_keys = D_HEAD * form.key_heads
+        if form.packed == "in order":
+            self.head_dim = D_HEAD
+            self.qkv_proj = nn.Linear(WIDTH, HEADS * D_HEAD + 2 * of_keys)
+            self.o_proj = nn.Linear(HEADS * D_HEAD, WIDTH)
+        elif form.packed:
             self.head_size = D_HEAD
             self.query_key_value = nn.Linear(WIDTH, 3 * HEADS * D_HEAD)
             self.dense = nn.Linear(HEADS * D_HEAD, WIDTH)
         else:
             self.head_dim = D_HEAD
             self.q_proj = nn.Linear(WIDTH, HEADS * D_HEAD)
-            self.k_proj, self.v_proj = (nn.Linear(WIDTH, 4 * form.key_heads) for _ in range(2))
+            self.k_proj, self.v_proj = (nn.Linear(WIDTH, of_keys) for _ in range(2))
             self.o_proj = nn.Linear(HEADS * D_HEAD, WIDTH)
         if form.norms:
             self.q_layernorm, self.k_layernorm = nn.LayerNorm(D_HEAD), nn.LayerNorm(D_HEAD)
+        if form.norms_of_all:
+            self.q_norm, self.k_norm = nn.LayerNorm(HEADS * D_HEAD), nn.LayerNorm(of_keys)
         self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
 
     def forward(
@@ -85,11 +95,17 @@ class Attention(nn.Module):
         q, k, v = self._projected(hidden_states)
         if self.form.norms:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if self.form.norms_of_all:
+            norms = (self.q_norm, self.k_norm)
+            q, k = (
+                norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (-1, D_HEAD)).transpose(1, 2)
+                for norm, x in zip(norms, (q, k), strict=True)
+            )
         q, k = self._rotated(q, k, *position_embeddings)
         heads = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True
         )
-        output = self.dense if self.form.packed else self.o_proj
+        output = self.o_proj if hasattr(self, "o_proj") else self.dense
         return output(heads.transpose(1, 2).flatten(2)), None
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -97,6 +113,12 @@ class Attention(nn.Module):
             projections = (self.q_proj, self.k_proj, self.v_proj)
             return tuple(
                 layer(x).unflatten(-1, (-1, D_HEAD)).transpose(1, 2) for layer in projections
+            )
+        if self.form.packed == "in order":
+            sizes = [D_HEAD * heads for heads in (HEADS, *[self.form.key_heads] * 2)]
+            return tuple(
+                part.unflatten(-1, (-1, D_HEAD)).transpose(1, 2)
+                for part in self.qkv_proj(x).split(sizes, -1)
             )
         by_head = self.form.packed == "by head"
         sizes, dim = ((HEADS, 3, D_HEAD), 3) if by_head else ((3, HEADS, D_HEAD), 2)
@@ -159,9 +181,14 @@ def accelerated(form: Form) -> Report:
         *(Form(key_heads=n) for n in (1, 2, 4)),
         Form(rotated=2),
         Form(key_heads=2, rotated=2),
+        Form(packed="in order"),
+        Form(packed="in order", key_heads=2, rotated=2),
+        Form(packed="in order", key_heads=2, norms=True),
         Form(packed="by head"),
         Form(packed="by head", rotated=2),
         Form(packed="by head", rotated=2, norms=True),
+        Form(key_heads=2, norms_of_all=True),
+        Form(norms_of_all=True, by_position=True),
         Form(packed="by head", rotated=2, by_position=True),
         Form(key_heads=2, rotated=2, norms=True),
         Form(rotated=2, by_position=True),
@@ -187,6 +214,7 @@ def test_tables_with_one_entry_per_pair(norms: bool, monkeypatch: pytest.MonkeyP
     [
         Form(interleaved=True),
         Form(packed="by head", interleaved=True),
+        Form(packed="in order", key_heads=1, interleaved=True),
         Form(rotated=2, from_the_end=True),
         Form(packed="by head", rotated=2, from_the_end=True),
         Form(packed="by part"),

@@ -1,14 +1,14 @@
 """Self-attention of Hugging Face decoders: Q, K and V as one matmul, rotary positions in place, and
 the fastest attention kernel.
 
-These modules have projections for queries, keys and values, or one for all three that has them side
-by side in each head, and one of the output. They get the cosines and sines of the positions, of
-all entries of a head or the first ones, and call the attention function that the model's
-configuration names (Llama, Mistral, Qwen, Gemma, SmolLM, Phi, GPT-NeoX, gpt-oss, …). Sliding
-windows and packed documents are computed by the rules of their masks (`mask_rules`), soft-capping
-and attention sinks of naive attention as in `ScoreRules`. Anything that the fused form does not
-cover (padding, dropout, a filled cache, positions that differ within a batch) still has the fused
-projection, and the rest as it was.
+These modules have projections for queries, keys and values, or one for all three that has them one
+after the other or side by side in each head, and one of the output. They get the cosines and sines
+of the positions, of all entries of a head or the first ones, and call the attention function that
+the model's configuration names (Llama, Mistral, Qwen, Gemma, SmolLM, Phi, GPT-NeoX, gpt-oss, …).
+Sliding windows and packed documents are computed by the rules of their masks (`mask_rules`),
+soft-capping and attention sinks of naive attention as in `ScoreRules`. Anything that the fused form
+does not cover (padding, dropout, a filled cache, positions that differ within a batch) still has
+the fused projection, and the rest as it was.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stepscope.kernels.rope import rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "attention"
-_SEPARATE, _PACKED = ("q_proj", "k_proj", "v_proj"), ("query_key_value",)
+_SEPARATE, _PACKED, _BY_HEAD = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",)
 _OUTPUTS = ("o_proj", "dense")
 _NORMS = (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"))
 _HEAD_SIZES = ("head_dim", "head_size")
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
     """Names of the linear layers of a module, and the sizes of its heads."""
 
     projections: tuple[str, ...]
-    """Of queries, keys and values; or one, which has all three side by side in each head."""
+    """Of queries, keys and values; or one, which has all three."""
     output: str
     d_head: int
     heads: int
@@ -67,7 +67,13 @@ class Layers(NamedTuple):
 
     @property
     def by_head(self) -> bool:
-        return len(self.projections) == 1
+        """Whether queries, keys and values are side by side in each head."""
+        return self.projections == _BY_HEAD
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Return the numbers of entries of queries, keys and values."""
+        return self.heads * self.d_head, self.key_heads * self.d_head, self.key_heads * self.d_head
 
 
 def find(model: nn.Module, copies: WeightCopies) -> Found:
@@ -94,9 +100,9 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
 def _layers(module: nn.Module) -> Layers | str:
     """Return the layers of an attention, or why it is left; an empty string if it is none."""
     output = next((name for name in _OUTPUTS if hasattr(module, name)), None)
+    forms = (_SEPARATE, _PACKED, _BY_HEAD)
     projections = next(
-        (names for names in (_SEPARATE, _PACKED) if all(hasattr(module, name) for name in names)),
-        None,
+        (names for names in forms if all(hasattr(module, name) for name in names)), None
     )
     sizes = [getattr(module, name, None) for name in _HEAD_SIZES]
     d_head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
@@ -107,12 +113,13 @@ def _layers(module: nn.Module) -> Layers | str:
         return "its projections are not plain linear layers"
     heads = layers[-1].in_features // d_head
     rows = [layer.out_features for layer in layers[:-1]]
-    packed = len(rows) == 1
-    key_heads = heads if packed else rows[1] // d_head
-    expected = [3 * heads * d_head] if packed else [n * d_head for n in (heads, *[key_heads] * 2)]
-    if rows != expected or not key_heads or heads % key_heads:
+    of_keys = rows[1] if len(rows) == 3 else (rows[0] - heads * d_head) // 2
+    found = Layers(projections, output, d_head, heads, of_keys // d_head)
+    expected = [*found.rows] if len(rows) == 3 else [sum(found.rows)]
+    grouped = found.key_heads != heads
+    if rows != expected or of_keys <= 0 or heads % found.key_heads or (grouped and found.by_head):
         return "the sizes of its projections are not those of heads"
-    return Layers(projections, output, d_head, heads, key_heads)
+    return found
 
 
 def _refused(module: Any, layers: Layers) -> str:
@@ -234,14 +241,12 @@ class _Attention:
         if layers.by_head:
             q, k, v = split_heads(parts, layers.heads, by_head=True)
         else:
-            sizes = [weight.shape[0] for weight in weights]
             q, k, v = (
                 part.view(*part.shape[:-1], -1, layers.d_head).transpose(1, 2)
-                for part in torch.split(parts, sizes, -1)
+                for part in torch.split(parts, layers.rows, -1)
             )
-        # By token, as they are in memory.
         q, k = (
-            part if name is None else getattr(module, name)(part.transpose(1, 2)).transpose(1, 2)
+            part if name is None else _normed(getattr(module, name), part)
             for name, part in zip(self._norms, (q, k), strict=True)
         )
         first = [part[..., :rotated] for part in (q, k)]
@@ -273,6 +278,15 @@ class _Attention:
             module, q, k, v, mask, dropout=dropout, scaling=module.scaling, **extra, **kwargs
         )
         return result
+
+
+def _normed(norm: Any, part: Tensor) -> Tensor:  # (batch, heads, seq, d_head)
+    """Return the norm of each head, or of all heads of a token if it has a weight for each."""
+    by_token = part.transpose(1, 2)
+    weight = getattr(norm, "weight", None)
+    of_all = weight is not None and weight.shape == (by_token.shape[2:].numel(),)
+    out: Tensor = norm(by_token.flatten(2) if of_all else by_token)
+    return out.reshape(by_token.shape).transpose(1, 2)
 
 
 def _passes(module: nn.Module, name: str) -> bool:

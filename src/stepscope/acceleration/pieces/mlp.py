@@ -1,5 +1,5 @@
 """MLPs as one operation: two linear layers with an activation between them, or a gated MLP,
-down(activation(gate x) · up x), with gate and up as one matmul.
+down(activation(gate x) · up x), with gate and up as one matmul; some have them in one layer.
 
 A module whose linear layers have matching shapes is compared with these formulas in float32, in
 small, with every activation and every order of its layers. Dropout of the output is recognized by
@@ -42,10 +42,16 @@ class Names(NamedTuple):
 
     first: tuple[str, ...]
     second: str
+    packed: bool = False
+    """Whether the first layer has gate and up, one after the other."""
+
+    @property
+    def is_gated(self) -> bool:
+        return self.packed or len(self.first) == 2
 
     @property
     def piece(self) -> str:
-        return GATED if len(self.first) == 2 else PLAIN_MLP
+        return GATED if self.is_gated else PLAIN_MLP
 
 
 class Match(NamedTuple):
@@ -96,11 +102,13 @@ def _candidates(module: nn.Module) -> Iterator[Names]:
     for *first, second in permutations(layers):
         same = len({shapes[name] for name in first}) == 1
         rows, columns = shapes[first[0]]
-        gated = len(first) == 2
+        packed = len(first) == 1 and rows == 2 * shapes[second][1]
+        names = Names(tuple(first), second, packed)
+        hidden = rows // 2 if packed else rows
         # A gated MLP returns what it gets; with equal sizes, three layers are rather an attention.
-        back = not gated or (shapes[second][0] == columns and rows != columns)
-        if same and shapes[second][1] == rows and back:
-            yield Names(tuple(first), second)
+        back = not names.is_gated or (shapes[second][0] == columns and hidden != columns)
+        if same and shapes[second][1] == hidden and back:
+            yield names
 
 
 def _shape(layer: Any) -> tuple[int, int]:
@@ -147,10 +155,10 @@ def _match(module: nn.Module, candidates: list[Names]) -> Match | str:
         except Exception:
             # It is not a function of one tensor.
             continue
-        first = [_linear(getattr(small, name), x) for name in names.first]
+        first = torch.cat([_linear(getattr(small, name), x) for name in names.first], dim=-1)
+        gate, *up = first.chunk(2, dim=-1) if names.is_gated else (first,)
         for activation, function in PLAIN.items():
-            hidden = function(first[0])
-            hidden = hidden * first[1] if len(first) == 2 else hidden
+            hidden = function(gate) * up[0] if up else function(gate)
             expected = _linear(getattr(small, names.second), hidden)
             if not isinstance(actual, Tensor) or actual.shape != expected.shape:
                 break
@@ -193,6 +201,7 @@ def _small(module: nn.Module, names: Names, generator: torch.Generator) -> Any:
         child = getattr(small, name)
         sizes = ("hidden", "width") if name in names.first else (out, "hidden")
         rows, columns = (_SMALL[size] for size in sizes)
+        rows *= 2 if names.packed and name in names.first else 1
         weight = 0.5 * torch.randn(rows, columns, generator=generator)
         if is_transposed(child):
             weight, child.nf = weight.T.contiguous(), rows
@@ -248,6 +257,7 @@ class _Mlp:
             biases=[layer.bias for layer in first if layer.bias is not None],
             out_bias=last.bias,
             transposed=self._transposed,
+            packed=self._match.names.packed,
             policy=NORMS,
         )
         if not self._match.dropout:

@@ -86,6 +86,11 @@ LAYOUTS = (
         _mlp("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
     ),
     (_attention(_FIRST, "self_attn", "resid_dropout"), _mlp(_FIRST, "mlp", "resid_dropout")),
+    (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp", "dropout")),
+    (
+        _attention(_FIRST, "self_attn", "resid_attn_dropout"),
+        _mlp(_SECOND, "mlp", "resid_mlp_dropout"),
+    ),
     (
         _attention(_FIRST, "attention", "post_attention_dropout"),
         _mlp(_SECOND, "mlp", "post_mlp_dropout"),
