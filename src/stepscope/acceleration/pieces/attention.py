@@ -71,9 +71,9 @@ class Layers(NamedTuple):
         return self.projections == _BY_HEAD
 
     @property
-    def rows(self) -> tuple[int, int, int]:
+    def rows(self) -> list[int]:
         """Return the numbers of entries of queries, keys and values."""
-        return self.heads * self.d_head, self.key_heads * self.d_head, self.key_heads * self.d_head
+        return [heads * self.d_head for heads in (self.heads, self.key_heads, self.key_heads)]
 
 
 def find(model: nn.Module, copies: WeightCopies) -> Found:
@@ -115,7 +115,7 @@ def _layers(module: nn.Module) -> Layers | str:
     rows = [layer.out_features for layer in layers[:-1]]
     of_keys = rows[1] if len(rows) == 3 else (rows[0] - heads * d_head) // 2
     found = Layers(projections, output, d_head, heads, of_keys // d_head)
-    expected = [*found.rows] if len(rows) == 3 else [sum(found.rows)]
+    expected = found.rows if len(rows) == 3 else [sum(found.rows)]
     grouped = found.key_heads != heads
     if rows != expected or of_keys <= 0 or heads % found.key_heads or (grouped and found.by_head):
         return "the sizes of its projections are not those of heads"
