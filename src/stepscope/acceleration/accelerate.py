@@ -259,7 +259,13 @@ def _find(
         yield replacement
     yield from take(attention_masks.find(model))
     norms = norm.matched_norms(model, copies)
-    yield from take(residual_block.find(model, norms, copies))
+    # A fused block does not call its norms.
+    kept = {
+        module: norms[module]
+        for name, module in model.named_modules()
+        if module in norms and not excluded(norms[module].piece, name, type(module), patterns)
+    }
+    yield from take(residual_block.find(model, kept, copies))
     for piece in (attention, packed_attention, multihead_attention, mlp):
         for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()

@@ -68,3 +68,16 @@ def drops(module: nn.Module) -> bool:
     """Return whether this is a dropout, or a stochastic depth, with a probability."""
     probability = getattr(module, "p", 0.0) or getattr(module, "drop_prob", 0.0)
     return "Drop" in type(module).__name__ and bool(probability)
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, flags and names of a module that its forward may read."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_THE_LAYER and isinstance(value, bool | int | float | str)
+    }
+
+
+_OF_THE_LAYER = ("layer_idx", "training")
+"""Settings that differ between equal modules."""

@@ -81,6 +81,10 @@ class Norm:
         """True if the last norm that was computed early was not read."""
 
     @property
+    def piece(self) -> str:
+        return LAYER_NORM if self.formula.centered else PIECE
+
+    @property
     def is_dense(self) -> bool:
         """True unless the weight is sharded."""
         return type(self.module.weight) in (Tensor, nn.Parameter)
@@ -191,9 +195,10 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
     replacements, left = [], []
     for name, module in model.named_modules():
         if module in norms:
-            piece = LAYER_NORM if norms[module].formula.centered else PIECE
             fused = norms[module]
-            replacements.append(Replacement(piece, name, module, fused.forward, fused.declines))
+            replacements.append(
+                Replacement(fused.piece, name, module, fused.forward, fused.declines)
+            )
         elif _may_be_norm(module):
             reason = "it has hooks" if has_hooks(module) else "it computes something else"
             left.append(Left(LAYER_NORM if _has_bias(module) else PIECE, name, reason))

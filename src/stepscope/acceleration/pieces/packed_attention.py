@@ -34,6 +34,7 @@ from stepscope.acceleration.replacement import (
     has_hooks,
     is_linear,
     is_transposed,
+    settings_of,
 )
 from stepscope.attention import attention
 from stepscope.attention.packed import split_heads
@@ -48,8 +49,6 @@ _MASKS = ("attention_mask", "attn_mask")
 _CACHES = ("past_key_values", "layer_past")
 _WITHOUT_EFFECT = ("use_cache", "cache_position", "position_ids", "num_items_in_batch")
 """Arguments of Hugging Face models that self-attention without rotary positions does not read."""
-_OF_THE_LAYER = ("layer_idx", "training")
-"""Settings that differ between equal modules."""
 _WINDOWS = ("window", "sliding", "local", "chunk")
 
 
@@ -144,14 +143,11 @@ def _candidates(module: nn.Module) -> Iterator[Names]:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers, flags and names of a module that its forward may read."""
-    values = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _OF_THE_LAYER and isinstance(value, bool | int | float | str)
-    }
+    """Return the settings of a module, and the name of its attention function."""
     config = getattr(module, "config", None)
-    return values | {"_attn_implementation": getattr(config, "_attn_implementation", None)}
+    return settings_of(module) | {
+        "_attn_implementation": getattr(config, "_attn_implementation", None)
+    }
 
 
 def _structure(module: nn.Module) -> Any:

@@ -4,8 +4,9 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
 RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
 attention with its own arguments by name, and returns its output in a tuple if the original does
-(`Patch`). Layers of `nn.Transformer` may be post-norm, and have an MLP that is no module of its
-own; so are the parts of BERT, a linear layer and the norm of its sum with the residual.
+(`Patch`). Blocks with other names are recognized by how they call their parts (`layout_of`). Layers
+of `nn.Transformer` may be post-norm, and have an MLP that is no module of its own; so are the parts
+of BERT, a linear layer and the norm of its sum with the residual.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.pieces.block_layout import Layout, layout_of
 from stepscope.acceleration.pieces.mlp import activation_name
 from stepscope.acceleration.pieces.norm import Norm, Sum
 from stepscope.acceleration.replacement import (
@@ -26,6 +28,7 @@ from stepscope.acceleration.replacement import (
     drops,
     has_hooks,
     is_plain_linear,
+    settings_of,
 )
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.activation_policy import NORMS
@@ -142,6 +145,7 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm], copies: WeightCopies) -
         parts = {name for name, _ in module.named_children()}
         sublayers = _sublayers(module, parts)
         if sublayers is None:
+            replacements += _traced(name, module, norms)
             continue
         used = {one.norm for one in sublayers}
         other = parts - used.union(*(one.parts for one in sublayers))
@@ -150,7 +154,7 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm], copies: WeightCopies) -
         elif sublayers[0].parts and other:
             left.append(Left(PIECE, name, f"it has other parts: {', '.join(sorted(other))}"))
         elif any(getattr(module, norm) not in norms for norm in used):
-            left.append(Left(PIECE, name, "its norms compute something else"))
+            left.append(Left(PIECE, name, "its norms compute something else or are excluded"))
         else:
             kind = _PostNorm if parts == _POST_NORM else _Block
             with_mlp = [_with_mlp(one, module, copies) for one in sublayers]
@@ -172,6 +176,18 @@ def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | Non
         if names <= parts:
             found.append((len(names), sublayers))
     return max(found, key=lambda one: one[0], default=(0, None))[1]
+
+
+def _traced(name: str, module: nn.Module, norms: dict[nn.Module, Norm]) -> list[Replacement]:
+    """Return the replacement of a block with other names of its parts; none if it is no block."""
+    own = [name for name, child in module.named_children() if child in norms]
+    if any(map(has_hooks, module.modules())):
+        return []
+    layout = layout_of(module, own)
+    if layout is None:
+        return []
+    block = _Traced(module, layout, norms)
+    return [Replacement(PIECE, name, module, block.forward, block.declines)]
 
 
 def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer:
@@ -258,6 +274,23 @@ class _Block:
             added = call(module, read, given)
             branch = added + branch if parallel or norm is first else added
         return self._sum(x, branch)
+
+
+class _Traced(_Block):
+    """The fused forward of a block that is recognized by how it calls its parts."""
+
+    def __init__(self, module: Any, layout: Layout, norms: dict[nn.Module, Norm]) -> None:
+        sublayers = [Sublayer(one.norm, one.call, one.parts) for one in layout.branches]
+        super().__init__(module, sublayers, norms)
+        self._flags, self._settings = layout.flags, settings_of(module)
+
+    def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
+        given = self._given(args, kwargs)[1]
+        if any(given[name] != value for name, value in self._flags.items()):
+            return "its flags have other values"
+        if settings_of(module) != self._settings:
+            return "its settings have changed"
+        return super().declines(module, *args, **kwargs)
 
 
 class _PostNorm(_Block):
