@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,7 +10,6 @@ from sample_records import environment, record, step_series, times
 from stepscope.advisor.advise.cases import Trial
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.report.blocks import Block, Finding
 from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
 
@@ -68,16 +66,6 @@ def attached(source: Record, **attachments: object) -> Record:
     return msgspec.structs.replace(
         source, attachments=source.attachments | msgspec.to_builtins(attachments)
     )
-
-
-def coded(blocks: Iterable[Block], code: str) -> Finding:
-    """Return the single finding with this code."""
-    (result,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
-    return result
-
-
-def codes(blocks: Iterable[Block]) -> list[str]:
-    return [block.code for block in blocks if isinstance(block, Finding)]
 
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:

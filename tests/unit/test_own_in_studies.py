@@ -20,7 +20,6 @@ from stepscope.kernels.fp8 import choice, recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.memory.measure import in_small
 from stepscope.studies.own import step as own_step
@@ -31,6 +30,7 @@ from stepscope.studies.training import timed as timed_step
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.subject import TrainingStep
 from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
+from view_blocks import findings_of, tables_of
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
 SMALL: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def test_every_study_of_a_step_accepts_a_user_s_model(study: str, model: str) ->
     assert f"own_models.{model}_b2_float32" in case.key
     result = measured(case)
     blocks = find_study(study).view([result])
-    assert any(isinstance(block, Table) for block in blocks)
-    text = " ".join(block.text for block in blocks if isinstance(block, Finding))
+    assert tables_of(blocks)
+    text = " ".join(finding.text for finding in findings_of(blocks))
     assert "context 0" not in text
     if study != "compile":
         assert result.quantity("parameters")

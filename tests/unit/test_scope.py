@@ -16,9 +16,9 @@ from stepscope.advisor.scope import library
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.page import make_page, verdict_of
 from stepscope.studies.program.rows import ProgramRecord
+from view_blocks import findings_of, tables_of
 from watched_models import Network, batch, network_flops, train
 
 FEW = {"warmup": 1, "timed": 5, "traced": 2}
@@ -82,9 +82,9 @@ def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path
     rebuilt = make_page(records)
     assert rebuilt.headline.rows[0][0] == "a test"
     blocks = rebuilt.sections[0].blocks
-    names = [block.name for block in blocks if isinstance(block, Table)]
-    assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
-    assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))
+    tables = {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"}
+    assert tables <= set(tables_of(blocks))
+    assert any("A step of a test takes" in b.text for b in findings_of(blocks))
     assert "blocks.*" in page.read_text()
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from own_records import coded
 from stepscope.advisor.scope.result import usual_steps
 from stepscope.studies.memory.view import saved_table
 from stepscope.studies.program.findings import inspected_findings
+from view_blocks import coded
 from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from own_records import coded
 from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress
 from stepscope.measure.modules import trained_models
@@ -22,6 +21,7 @@ from stepscope.studies.program.rows import (
     programs,
     slowest,
 )
+from view_blocks import coded
 from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
 
