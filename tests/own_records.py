@@ -6,10 +6,12 @@ from typing import Any
 
 import msgspec
 
+from quiet_bench import QuietBench
 from sample_records import environment, record, step_series, times
 from stepscope.advisor.advise.cases import Trial
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
+from stepscope.studies.base import Measurable
 from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
 
@@ -59,6 +61,20 @@ def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes
         }
         | changes,
     )
+
+
+def measured_on_cpu(study: Measurable[Any], case: Any) -> Record:
+    """Measure a case on this machine's processor and return its record."""
+    result = study.measure(case, QuietBench())
+    measured = record(
+        study=study.name,
+        case=case.key,
+        series=result.series,
+        notes=result.notes,
+        attachments=msgspec.to_builtins(result.attachments),
+        environment=environment(device_kind="cpu", device_name="a CPU"),
+    )
+    return msgspec.structs.replace(measured, config=case.config, quantities=result.quantities)
 
 
 def attached(source: Record, **attachments: object) -> Record:

@@ -11,9 +11,8 @@ import pytest
 from test_advice_rules import facts
 
 from command_line import CommandLine
-from own_records import BASE, advice, inspected_record, tried
+from own_records import BASE, advice, inspected_record, measured_on_cpu, tried
 from quiet_bench import QuietBench
-from sample_records import environment, record
 from stepscope.advisor.advise.cases import OF_SCRIPTS, Trial
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.history import add_to_history, history_file, read_history
@@ -187,18 +186,7 @@ def measured() -> Record:
         optimizer=("adamw-loop",),
     )
     (case,) = OWN.cases(flags)
-    result = OWN.measure(case, QuietBench())
-    stored = record(
-        study="own",
-        case=case.key,
-        config={},
-        series=result.series,
-        quantities=result.quantities,
-        notes=result.notes,
-        attachments=msgspec.to_builtins(result.attachments),
-        environment=environment(device_kind="cpu", device_name="a CPU"),
-    )
-    return msgspec.structs.replace(stored, config=case.config)
+    return measured_on_cpu(OWN, case)
 
 
 def test_facts_come_from_a_record(measured: Record) -> None:

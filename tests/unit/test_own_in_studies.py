@@ -12,8 +12,9 @@ import torch
 from command_line import CommandLine
 from fp8_on_cpu import pretend_fp8
 from own_models import causal_lm, causal_lm_flops
+from own_records import measured_on_cpu
 from quiet_bench import QuietBench
-from sample_records import environment, record, value_of
+from sample_records import value_of
 from stepscope.acceleration import accelerate as acceleration
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8 import choice, recipe
@@ -61,16 +62,7 @@ def value(quantities: tuple[Quantity, ...], name: str) -> float:
 
 def measured(case: PlannedCase) -> Record:
     study = find_study(case.study)
-    result = study.measure(study.decode(case.config), QuietBench())
-    measured = record(
-        study=case.study,
-        case=case.key,
-        series=result.series,
-        notes=result.notes,
-        attachments=msgspec.to_builtins(result.attachments),
-        environment=environment(device_kind="cpu", device_name="a CPU"),
-    )
-    return msgspec.structs.replace(measured, config=case.config, quantities=result.quantities)
+    return measured_on_cpu(study, study.decode(case.config))
 
 
 @pytest.mark.parametrize("model", MODELS)
