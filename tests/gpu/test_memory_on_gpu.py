@@ -12,13 +12,7 @@ import torch
 from quiet_bench import QuietBench
 from stepscope.analysis.snapshot import read_snapshot
 from stepscope.measure.device import pick_device
-from stepscope.records.memory import (
-    LIBRARIES,
-    MODEL_BUILT,
-    RECOMPUTED,
-    STEP_END,
-    WITHIN_OPERATORS,
-)
+from stepscope.records.memory import LIBRARIES, MODEL_BUILT, RECOMPUTED, STEP_END, WITHIN_OPERATORS
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import TRACES

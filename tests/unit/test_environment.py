@@ -16,12 +16,7 @@ import stepscope
 from stepscope.errors import UsageError
 from stepscope.measure import environment as module
 from stepscope.measure import scheduling
-from stepscope.measure.device import (
-    CpuDevice,
-    CudaDevice,
-    cpu_multiplies_bfloat16,
-    pick_device,
-)
+from stepscope.measure.device import CpuDevice, CudaDevice, cpu_multiplies_bfloat16, pick_device
 from stepscope.measure.environment import describe, lacks
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading

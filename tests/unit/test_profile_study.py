@@ -19,13 +19,7 @@ from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding
 from stepscope.studies.presets import preset_cases
-from stepscope.studies.profile.rows import (
-    Group,
-    attention_core,
-    count_story,
-    groups,
-    top_kernel,
-)
+from stepscope.studies.profile.rows import Group, attention_core, count_story, groups, top_kernel
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import trace_step
 from stepscope.studies.training.subject import Subject

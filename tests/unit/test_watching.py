@@ -16,11 +16,7 @@ from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import (
-    lateness,
-    programs,
-    slowest,
-)
+from stepscope.studies.program.rows import lateness, programs, slowest
 from view_blocks import coded
 from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching

@@ -29,11 +29,7 @@ from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import kind_of, reason_against
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
-from stepscope.attention.transforms import (
-    RULES_UNDER_TRANSFORMS,
-    Passes,
-    attend_under_transforms,
-)
+from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
 from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,

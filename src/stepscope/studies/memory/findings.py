@@ -11,13 +11,7 @@ from stepscope.attention import cost as attention_cost
 from stepscope.attention.cost import AttentionShape
 from stepscope.attention.registry import implementation
 from stepscope.model.config import precision
-from stepscope.records.memory import (
-    LIBRARIES,
-    PARAMETERS,
-    TEMPORARIES,
-    WEIGHT_COPIES,
-    PostMortem,
-)
+from stepscope.records.memory import LIBRARIES, PARAMETERS, TEMPORARIES, WEIGHT_COPIES, PostMortem
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import bytes_, count, number, percent
 from stepscope.studies.base import record_ids

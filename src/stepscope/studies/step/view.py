@@ -28,14 +28,7 @@ from stepscope.studies.step.rows import (
     loss_curves,
     races,
 )
-from stepscope.studies.views.builders import (
-    HOST_SHARE,
-    MFU,
-    STEP_MS,
-    TOKENS,
-    curve,
-    ratio_cell,
-)
+from stepscope.studies.views.builders import HOST_SHARE, MFU, STEP_MS, TOKENS, curve, ratio_cell
 from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
