@@ -25,13 +25,10 @@ from stepscope.studies.training.workload import Workload
 GIB = 1 << 30
 FORWARD = Workload(
     size="tiny",
-    table="2025",
     context=8,
     batch=1,
     dtype="float32",
     attention="sdpa",
-    compile="no",
-    optimizer="torch",
     mode="forward",
     overrides={"vocab": 32},
 )

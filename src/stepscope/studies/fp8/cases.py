@@ -142,8 +142,6 @@ def _workloads(flags: Fp8Flags) -> Iterator[Workload]:
             batch=flags.batch,
             dtype="bfloat16",
             attention="sdpa",
-            compile="no",
-            optimizer="torch",
             mode="train-step",
             overrides={} if flags.model else {"vocab": VOCAB},
             **own,
