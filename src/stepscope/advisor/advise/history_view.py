@@ -53,7 +53,6 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
     yield Figure(
         name="advise-history",
         title="Error of every prediction so far",
-        kind="lines",
         x_label="verification",
         y_label="|measured - predicted| of the step (%)",
         curves=(Curve(label="error", x=indices, y=tuple(100 * abs(one.error) for one in shown)),),

@@ -184,7 +184,6 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             yield Figure(
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
                 title=f"Bus bandwidth: {label}",
-                kind="lines",
                 curves=curves(
                     {
                         sweep.case.collective: {

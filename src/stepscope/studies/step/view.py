@@ -116,7 +116,6 @@ def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
         yield Figure(
             name="step-loss-curves",
             title="Training loss",
-            kind="lines",
             curves=tuple(map(_thinned, shown.values())),
             x_label="training step",
             y_label="loss, nats",
@@ -148,7 +147,6 @@ def _deviations(shown: dict[str, LossCurve]) -> Iterator[Figure]:
         yield Figure(
             name="step-loss-apart",
             title="Deviation of the loss from the baseline",
-            kind="lines",
             curves=curves,
             x_label="training step",
             y_label="deviation from the baseline's loss, %",
