@@ -142,9 +142,7 @@ def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
     assert "long" in output.err
 
 
-def test_optional_option_is_shown_with_its_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_optional_option_is_shown_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["predict", "--budget", "abc"])
     text = capsys.readouterr().err

@@ -129,8 +129,7 @@ class RanMatmuls(TorchDispatchMode):
 
 class TestParts:
     @pytest.mark.parametrize(
-        ("make", "fused_projections"),
-        [(step_parts.gemms, True), (step_parts.peers_gemms, False)],
+        ("make", "fused_projections"), [(step_parts.gemms, True), (step_parts.peers_gemms, False)]
     )
     def test_the_gemms_that_run_are_those_that_are_counted(
         self,

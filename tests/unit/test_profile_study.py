@@ -471,9 +471,7 @@ def test_the_published_preset_has_the_cases_of_its_tables() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_gpu_trace_without_kernels_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_trace_without_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubling(Subject):
         def phases(self) -> tuple[Phase, ...]:
             return (Phase("double", lambda: torch.ones(3) * 2),)

@@ -94,9 +94,7 @@ def pid(record: Record) -> float | None:
     return record.quantity("pid")
 
 
-def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(
-    command: CommandLine,
-) -> None:
+def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(command: CommandLine) -> None:
     # Each failure is between two cases that succeed.
     cases = tuple(
         PlannedCase(study=c.study, key=f"{c.key}-{n}", config=c.config)
@@ -374,9 +372,7 @@ def test_a_worker_ends_with_its_parent(command: CommandLine) -> None:
     assert command.left_behind() == []
 
 
-def test_user_studies_are_found_by_their_modules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_user_studies_are_found_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def studies(modules: str) -> list[str]:
         monkeypatch.setenv("STEPSCOPE_STUDIES", modules)
         registry.viewables.cache_clear()

@@ -63,9 +63,7 @@ def test_trace_names_the_modules_of_the_model(scoped: tuple[stepscope.Scope, Pat
     assert "aten::normal_" in outside
 
 
-def test_memory_ledger_has_the_bytes_of_the_model(
-    scoped: tuple[stepscope.Scope, Path],
-) -> None:
+def test_memory_ledger_has_the_bytes_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
     account = ProgramRecord(scoped[0].record()).account
     assert account is not None
     size = sum(p.numel() for p in Network().parameters()) * 4

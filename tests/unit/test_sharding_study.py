@@ -190,9 +190,7 @@ class Ranks:
         return [RankResult({}, [], "gloo", {})]
 
 
-def test_if_torch_crashes_a_rank_ours_are_still_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_torch_crashes_a_rank_ours_are_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(ranks=(2,)))
     ranks = Ranks(dies=STRATEGIES.index("torch ZeRO"))

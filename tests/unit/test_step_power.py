@@ -68,9 +68,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     return measure_race(tiny_race_case(), bench), bench
 
 
-def test_the_energy_of_each_side_is_measured_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_energy_of_each_side_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[TransformerStep] = []
     monkeypatch.setattr(TransformerStep, "follow_weights", lambda step: followed.append(step))
     measured, bench = raced(monkeypatch, broken=False)

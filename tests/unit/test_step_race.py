@@ -277,9 +277,7 @@ def test_after_the_time_limit_for_trials_the_tried_variants_race(
     assert measured.attachments["best"].keys() == {"baseline", "stepscope"}
 
 
-def test_a_variant_that_takes_too_long_is_excluded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variant_that_takes_too_long_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Field._try
 
     def slow(field: Field, racer: Racer, *how: Any) -> tuple[race.Entry, Heat]:

@@ -179,8 +179,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"],
+    "name", ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"]
 )
 def test_bad_file_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

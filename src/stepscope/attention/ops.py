@@ -67,13 +67,7 @@ def _kernel_rules(rules: KernelRules) -> Any:
 
 
 def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    shift: int,
-    *rules: Any,
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int, *rules: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift,
     unless the rules have intervals."""
@@ -549,12 +543,7 @@ class _BoundFlashAttention(FlashAttentionTriton):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forward: Forward,
-        settings: tuple[Any, ...],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Forward, settings: tuple[Any, ...]
     ) -> Tensor:
         out, lse = forward(q, k, v)
         ctx.settings, ctx.numbers, ctx.direct = settings, (), True
