@@ -19,7 +19,7 @@ from stepscope.records.memory import OPTIMIZER, PARAMETERS
 from stepscope.studies.page import make_page, verdict_of
 from stepscope.studies.program.rows import ProgramRecord
 from view_blocks import findings_of, tables_of
-from watched_models import Network, batch, network_flops, train
+from watched_models import Network, batch, network, network_flops, train
 
 FEW = {"warmup": 1, "timed": 5, "traced": 2}
 
@@ -89,8 +89,7 @@ def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path
 def test_loop_computes_the_same_numbers() -> None:
     def losses(with_scope: bool) -> list[float]:
         torch.manual_seed(1)
-        model = Network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = network()
         scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
         result = []
         for _ in range(4):
@@ -113,8 +112,7 @@ def test_loop_computes_the_same_numbers() -> None:
 
 
 def test_error_in_a_step_is_raised_in_the_loop() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1, memory=False)
     for _ in range(2):
         with scope.step():
@@ -129,8 +127,7 @@ def test_error_in_a_step_is_raised_in_the_loop() -> None:
 
 
 def test_profiler_of_the_program_has_precedence() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=3, memory=False)
     with scope.step():
         train(model, optimizer)
@@ -145,8 +142,7 @@ def test_profiler_of_the_program_has_precedence() -> None:
 
 
 def test_earlier_profiler_of_the_program_is_waited_for() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=2, memory=False)
     with torch.profiler.profile():
         for _ in range(2):
@@ -178,15 +174,13 @@ def test_compiled_model_is_not_changed() -> None:
 
 @pytest.mark.parametrize("wrong", [("no model", None), (None, "no optimizer")])
 def test_invalid_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with pytest.raises(UsageError, match="has type str"):
         stepscope.Scope(wrong[0] or model, wrong[1] or optimizer)  # type: ignore[arg-type]
 
 
 def test_too_few_steps_and_nested_steps_are_reported() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer)
     with scope.step():
         train(model, optimizer)
