@@ -27,13 +27,6 @@ def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
     return prepared
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    command = CommandLine(tmp_path)
-    command.know_ceilings()
-    return command
-
-
 def ended(done: subprocess.CompletedProcess[str]) -> Said:
     return Said(done.returncode, done.stdout, done.stderr)
 

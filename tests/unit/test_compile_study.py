@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -151,9 +150,7 @@ def test_a_slower_compiled_case_is_never_amortized() -> None:
     assert row.pays_after() is None
 
 
-def test_the_model_is_one_graph_without_breaks(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_the_model_is_one_graph_without_breaks(cli: CommandLine) -> None:
     done = cli.line(
         "run compile --part trace --size tiny --context 8 --batch 1 --vocab 32 --compile model"
         " --attention sdpa --device cpu"

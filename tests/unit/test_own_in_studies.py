@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -253,15 +252,13 @@ def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.timeout(180)
-def test_ranks_train_a_user_s_model(tmp_path: Path) -> None:
-    command = CommandLine(tmp_path)
-    command.know_ceilings()
+def test_ranks_train_a_user_s_model(cli: CommandLine) -> None:
     for study in ("ddp --bucket-mb 1", "fsdp"):
-        done = command.line(
+        done = cli.line(
             f"run {study} --model own_models:causal_lm --ranks 2 --rounds 2 --device cpu"
         )
         assert done.returncode == 0, done.stderr
-    ddp, fsdp = command.records()
+    ddp, fsdp = cli.records()
     assert (ddp.status, fsdp.status) == ("ok", "ok")
     model, _ = causal_lm()
     assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())

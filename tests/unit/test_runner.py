@@ -74,14 +74,12 @@ class Watcher:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
+def command(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     """A command line whose workers know the planted studies and the ceilings."""
-    command_line = CommandLine(tmp_path)
-    command_line.know_ceilings()
     for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
-        monkeypatch.setenv(name, command_line.environment[name])
+        monkeypatch.setenv(name, cli.environment[name])
     registry.viewables.cache_clear()
-    yield command_line
+    yield cli
     registry.viewables.cache_clear()
 
 

@@ -260,9 +260,7 @@ def test_the_figure_shows_measured_and_predicted_gains() -> None:
     assert expected.y == pytest.approx((4.5, 4.5))
 
 
-def test_the_command_prints_the_table(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_the_command_prints_the_table(cli: CommandLine) -> None:
     done = cli.line(
         "run techniques --technique card coalescing fusion --mib 1 --rounds 2 --device cpu"
     )
