@@ -26,16 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from step_parts import (
-    NARROW,
-    Call,
-    Setting,
-    attention,
-    gemms,
-    passes,
-    peers_gemms,
-    updates,
-)
+from step_parts import NARROW, Call, Setting, attention, gemms, passes, peers_gemms, updates
 
 from stepscope.analysis.energy_parts import (
     ATTENTION,

@@ -34,13 +34,7 @@ from stepscope.studies.base import results_of
 from stepscope.studies.ddp import STUDY as DDP
 from stepscope.studies.ddp.view import DDPResult, against_torch
 from stepscope.studies.flash import STUDY as FLASH
-from stepscope.studies.flash.races import (
-    Comparison,
-    compared,
-    geometric_mean,
-    lowest,
-    short_races,
-)
+from stepscope.studies.flash.races import Comparison, compared, geometric_mean, lowest, short_races
 from stepscope.studies.flash.rows import OURS, AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
 from stepscope.studies.rehearsal import STUDY as REHEARSAL

@@ -117,13 +117,10 @@ def workload(planted: Planted, *, small: bool = False) -> Workload:
     overrides = {"d_model": 32, "d_ff": 64, "n_heads": 2, "n_layers": 6, "vocab": 32}
     return Workload(
         size=size,
-        table="2025",
         context=context // 16 if small else context,
         batch=batch,
         dtype="float32" if small else dtype,
         attention=attention,
-        compile="no",
-        optimizer="torch",
         mode=mode,
         overrides=overrides if small else {},
     )

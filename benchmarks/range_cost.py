@@ -32,15 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     device = pick_device(options.device)
     workload = Workload(
-        size=options.size,
-        table="2025",
-        context=32,
-        batch=1,
-        dtype="float32",
-        attention="reference",
-        compile="no",
-        optimizer="torch",
-        mode="forward-backward",
+        size=options.size, context=32, batch=1, dtype="float32", mode="forward-backward"
     )
     step = TransformerStep(workload, device)
 

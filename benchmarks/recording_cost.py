@@ -50,17 +50,7 @@ def main() -> int:
     device = pick_device(options.device)
     here = {"device": device.name, "torch": torch.__version__}
     for number, (size, context, dtype) in enumerate(ON_CUDA if device.kind == "cuda" else ON_CPU):
-        work = Workload(
-            size=size,
-            table="2025",
-            context=context,
-            batch=4,
-            dtype=dtype,
-            attention="reference",
-            compile="no",
-            optimizer="torch",
-            mode="train-step",
-        )
+        work = Workload(size=size, context=context, batch=4, dtype=dtype, mode="train-step")
         device.release()
         times = measured(work, device, options.rounds)
         for name, ratio in ratios(times).items():

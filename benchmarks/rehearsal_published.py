@@ -96,12 +96,7 @@ class Row(NamedTuple):
 _LLAMA = 2 * 8192
 _MPT = 2 * 2048
 PAIRS = (
-    Pair(
-        "Llama 8B, H100",
-        LLAMA_8B,
-        Job(8, _LLAMA, 5762, 82.4),
-        Job(128, _LLAMA, 5605, 67.0),
-    ),
+    Pair("Llama 8B, H100", LLAMA_8B, Job(8, _LLAMA, 5762, 82.4), Job(128, _LLAMA, 5605, 67.0)),
     Pair(
         "Llama 8B, H100, torch.compile",
         LLAMA_8B,

@@ -85,17 +85,7 @@ def real_steps(device: Device) -> None:
         else [("tiny", 64, "float32"), ("mini", 128, "float32")]
     )
     for size, context, dtype in cases:
-        workload = Workload(
-            size=size,
-            table="2025",
-            context=context,
-            batch=4,
-            dtype=dtype,
-            attention="reference",
-            compile="no",
-            optimizer="torch",
-            mode="train-step",
-        )
+        workload = Workload(size=size, context=context, batch=4, dtype=dtype, mode="train-step")
         device.release()
         step = TransformerStep(workload, device)
         timing = time_step(step.phases(), device, warmup=5, steps=40, before=step.reset)

@@ -83,15 +83,7 @@ def main() -> None:
             device.release()
             step = TransformerStep(
                 Workload(
-                    size=args.size,
-                    table="2025",
-                    context=args.context,
-                    batch=4,
-                    dtype=args.dtype,
-                    attention="reference",
-                    compile="no",
-                    optimizer="torch",
-                    mode=mode,
+                    size=args.size, context=args.context, batch=4, dtype=args.dtype, mode=mode
                 ),
                 device,
             )

@@ -151,9 +151,7 @@ FAMILIES = {
     "Gemma": _language_model("Gemma", DECODER | {"head_dim": 16}),
     "Gemma 2": _language_model("Gemma2", WINDOWS),
     "Gemma 3": Family(
-        "transformers",
-        _hugging_face("Gemma3", "ForCausalLM", WINDOWS, "Gemma3TextConfig"),
-        _tokens,
+        "transformers", _hugging_face("Gemma3", "ForCausalLM", WINDOWS, "Gemma3TextConfig"), _tokens
     ),
     "OLMo 2": _language_model("Olmo2", DECODER),
     "Phi": _language_model("Phi", DECODER),

@@ -183,7 +183,6 @@ def _figures(one: Learned) -> tuple[Figure, Figure]:
     loss = Figure(
         name=name,
         title=f"Training loss of {one.model} in bfloat16 and FP8{rule}",
-        kind="lines",
         curves=(_curve("bf16", bf16, width, 0), _curve("FP8", fp8, width, 1)),
         x_label="step",
         y_label="loss, nats",
@@ -193,7 +192,6 @@ def _figures(one: Learned) -> tuple[Figure, Figure]:
     change = Figure(
         name=f"{name}-change",
         title=f"What FP8{rule} changes in the training loss of {one.model}",
-        kind="lines",
         curves=(_curve("FP8", changes, width, 1),),
         x_label="step",
         y_label="change of the loss, %",

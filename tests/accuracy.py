@@ -9,7 +9,7 @@ exactly zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import reference_attention
+from stepscope.model import TransformerLM, cross_entropy
 
 OUTPUT_FACTOR = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 2.0}
 GRADIENT_FACTOR = {torch.float16: 1.5, torch.bfloat16: 1.5, torch.float32: 2.0}
@@ -124,3 +125,20 @@ def _last_place(value: float, dtype: torch.dtype) -> float:
     if not math.isfinite(value):
         return 0.0
     return info.eps * 2.0 ** math.floor(math.log2(max(value, info.tiny)))
+
+
+def stacked_results(
+    model: TransformerLM, batches: Sequence[tuple[Tensor, Tensor]], *, fused_loss: bool
+) -> dict[str, Tensor]:
+    """Loss and gradients of each batch; the model computes the loss itself, or PyTorch from its
+    logits."""
+    results: dict[str, list[Tensor]] = {}
+    for tokens, targets in batches:
+        model.zero_grad()
+        loss = model(tokens, targets) if fused_loss else cross_entropy(model(tokens), targets)
+        loss.backward()
+        results.setdefault("loss", []).append(loss.detach())
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            results.setdefault(f"d {name}", []).append(p.grad)
+    return {name: torch.stack(values) for name, values in results.items()}

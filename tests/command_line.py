@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,23 @@ def python(
         text=True,
         timeout=HANGS_AFTER_S,
     )
+
+
+_NO_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def without_torch(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which torch and Triton cannot be imported."""
+    return python("-c", _NO_TORCH + textwrap.dedent(code), *arguments)
 
 
 class CommandLine:

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.flash import STUDY
+from view_blocks import coded, findings_of, rows_of, table_of
 
 
 def findings(records: Sequence[Record], code: str) -> list[Finding]:
-    return [b for b in STUDY.view(records) if isinstance(b, Finding) and b.code == code]
+    return findings_of(STUDY.view(records), code)
 
 
 def finding(records: Sequence[Record], code: str) -> Finding:
-    (match,) = findings(records, code)
-    return match
+    return coded(STUDY.view(records), code)
 
 
 def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
-    (match,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
-    titles = [column.title for column in match.columns]
-    return [dict(zip(titles, row, strict=True)) for row in match.rows]
+    return rows_of(table_of(STUDY.view(records), name))

@@ -106,10 +106,7 @@ def gradients(
 
 
 def tensors_record(
-    *probes: LayerProbe,
-    size: str = "small",
-    gradients: GradientProbe | None = None,
-    **changes: Any,
+    *probes: LayerProbe, size: str = "small", gradients: GradientProbe | None = None, **changes: Any
 ) -> Record:
     study = find_study("fp8")
     (case,) = study.cases(study.flags(size=(size,), part=("tensors",)))

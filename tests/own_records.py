@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from quiet_bench import QuietBench
 from sample_records import environment, record, step_series, times
 from stepscope.advisor.advise.cases import Trial
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.report.blocks import Block, Finding
+from stepscope.studies.base import Measurable
 from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
 
@@ -63,21 +63,25 @@ def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes
     )
 
 
+def measured_on_cpu(study: Measurable[Any], case: Any) -> Record:
+    """Measure a case on this machine's processor and return its record."""
+    result = study.measure(case, QuietBench())
+    measured = record(
+        study=study.name,
+        case=case.key,
+        series=result.series,
+        notes=result.notes,
+        attachments=msgspec.to_builtins(result.attachments),
+        environment=environment(device_kind="cpu", device_name="a CPU"),
+    )
+    return msgspec.structs.replace(measured, config=case.config, quantities=result.quantities)
+
+
 def attached(source: Record, **attachments: object) -> Record:
     """Return the record with these attachments, as a store would load it."""
     return msgspec.structs.replace(
         source, attachments=source.attachments | msgspec.to_builtins(attachments)
     )
-
-
-def coded(blocks: Iterable[Block], code: str) -> Finding:
-    """Return the single finding with this code."""
-    (result,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
-    return result
-
-
-def codes(blocks: Iterable[Block]) -> list[str]:
-    return [block.code for block in blocks if isinstance(block, Finding)]
 
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:

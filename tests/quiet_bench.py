@@ -1,12 +1,13 @@
-"""A bench on this machine's processor, for measuring in a test."""
+"""A bench for measuring in a test, on this machine's processor unless a device is given."""
 
 from __future__ import annotations
 
-from stepscope.measure.device import CpuDevice
+from stepscope.measure.device import CpuDevice, Device
 
 
 class QuietBench:
-    device = CpuDevice()
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = device or CpuDevice()
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Ignore progress."""

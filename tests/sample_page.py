@@ -149,7 +149,6 @@ def step_figure() -> Figure:
     return Figure(
         name="step-by-context",
         title="Step time against context",
-        kind="lines",
         curves=tuple(curves),
         x_label="context (tokens)",
         y_label="step (ms)",
@@ -187,7 +186,6 @@ def warmup_figure() -> Figure:
     return Figure(
         name="warmup",
         title="The first twenty steps",
-        kind="lines",
         curves=(
             Curve(
                 label="xl, bfloat16",

@@ -106,11 +106,7 @@ def step_race_record(
         quantities += [msgspec.structs.replace(one, variant=side) for one in measured]
     blocks = tuple(
         Series(
-            name="consecutive",
-            variant=best[side],
-            unit="ms",
-            clock="device",
-            values=tuple(steps),
+            name="consecutive", variant=best[side], unit="ms", clock="device", values=tuple(steps)
         )
         for side, steps in (consecutive or {}).items()
     )

@@ -32,6 +32,11 @@ class Network(nn.Module):
         return self.head(x)
 
 
+def network() -> tuple[Network, torch.optim.Optimizer]:
+    model = Network()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def network_flops(rows: int) -> int:
     """FLOPs of forward and backward; the first layer's input needs no gradient."""
     matmuls = [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)] * 2 + [(WIDTH, CLASSES)]

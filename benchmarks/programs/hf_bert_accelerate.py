@@ -8,11 +8,7 @@ from common import log, options
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    get_linear_schedule_with_warmup,
-)
+from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 ACCUMULATE = 2
 

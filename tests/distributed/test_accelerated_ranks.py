@@ -104,8 +104,6 @@ def test_losses_are_those_of_the_plain_model(
         assert losses[when] == pytest.approx(losses["never"], rel=5e-3)
 
 
-def test_a_model_within_a_sharded_one_is_left(
-    results: list[dict[str, dict[str, Losses]]],
-) -> None:
+def test_a_model_within_a_sharded_one_is_left(results: list[dict[str, dict[str, Losses]]]) -> None:
     for rank in results:
         assert rank["fsdp"]["within"] == pytest.approx(rank["fsdp"]["never"], rel=5e-3)

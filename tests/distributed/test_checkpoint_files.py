@@ -146,10 +146,7 @@ def damaged(written: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         if info.length < BLOCK // 8 and info.relative_path != DATA[0]:
             continue
         path = damage.copy(
-            f"flipped-{index.fqn}-{info.relative_path}",
-            info.relative_path,
-            "is damaged",
-            index.fqn,
+            f"flipped-{index.fqn}-{info.relative_path}", info.relative_path, "is damaged", index.fqn
         )
         flip(path / info.relative_path, info.offset + info.length // 2)
     for name in DATA:

@@ -315,11 +315,7 @@ def test_a_signal_ends_ranks_and_what_they_started(
 ) -> None:
     path = written(tmp_path, HEAD, LONG, guarded(START))
     with subprocess.Popen(
-        [sys.executable, str(path)],
-        env=program,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, str(path)], env=program, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
         until = time.monotonic() + FAR_TOO_LONG_S
         while not (tmp_path / when).exists() and time.monotonic() < until:

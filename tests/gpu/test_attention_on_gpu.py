@@ -11,10 +11,6 @@ from attention_rules import ALL, BATCH, FLEX, HEADS, IN_KERNELS, inputs
 from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.tiles import Pass, tiles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

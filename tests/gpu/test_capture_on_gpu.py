@@ -16,11 +16,6 @@ import stepscope
 from stepscope.acceleration.capture import Captured, NotCapturedWarning
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 STEPS = 20
 LR = 2**-8
 """A power of two: the learning rate in a graph is a float32."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepscope.analysis.energy_parts import accounts
-from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.measure.device import CudaDevice
 from stepscope.model.config import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -17,20 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import energy_by_part
 from step_parts import Setting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SMALL = ModelConfig(d_model=256, d_ff=512, n_layers=2, n_heads=4, vocab=1000, context=128)
-
-
-@pytest.fixture
-def device() -> CudaDevice:
-    picked = pick_device("cuda")
-    assert isinstance(picked, CudaDevice)
-    picked.release()
-    return picked
 
 
 @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)

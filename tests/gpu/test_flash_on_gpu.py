@@ -8,30 +8,21 @@ import msgspec
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from sample_records import record, value_of
 from stepscope.analysis.kernels.expected import foreign_kernels, owner
-from stepscope.measure.device import Device, pick_device
+from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import profile_kernels
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.cases import FlashFlags
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-class Bench:
-    def __init__(self) -> None:
-        self.device: Device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
-
 
 def measured(changes: dict[str, Any] | None = None, **flags: Any) -> Measurement:
     case = STUDY.cases(FlashFlags(**flags))[0]
-    return STUDY.measure(msgspec.structs.replace(case, **changes or {}), Bench())
+    return STUDY.measure(
+        msgspec.structs.replace(case, **changes or {}), QuietBench(pick_device("cuda"))
+    )
 
 
 def cell(attention: str, dtype: str = "bfloat16") -> Measurement:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from stepscope.analysis.predict.step import predict
 from stepscope.kernels.fp8.recipe import unavailable
 from stepscope.measure import ceilings
@@ -20,24 +21,14 @@ from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or unavailable("cuda") is not None,
-        reason="needs a CUDA device with FP8",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or unavailable("cuda") is not None,
+    reason="needs a CUDA device with FP8",
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import fp8_learning  # noqa: E402
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
 
 
 def in_fp8(dtype: str = "fp8", **fields: object) -> Workload:
@@ -61,7 +52,8 @@ def test_kernels_lose_what_the_emulation_loses() -> None:
     study = find_study("fp8")
     flags = Fp8Flags(size=("tiny",), context=64, batch=4, part=("tensors",), steps=4, probes=2)
     (case,) = study.cases(flags)
-    probes: list[LayerProbe] = study.measure(case, Silent()).attachments["probes"]
+    done = study.measure(case, QuietBench(pick_device("cuda")))
+    probes: list[LayerProbe] = done.attachments["probes"]
     for probe in probes:
         for gemm in probe.gemms.values():
             assert gemm.kernel is not None
@@ -72,7 +64,8 @@ def test_gradients_lose_more_in_fp8_than_in_bfloat16_and_have_no_bias() -> None:
     study = find_study("fp8")
     flags = Fp8Flags(size=("mini",), context=128, batch=8, part=("tensors",), steps=20, probes=1)
     (case,) = study.cases(flags)
-    probe: GradientProbe = study.measure(case, Silent()).attachments["gradients"]
+    done = study.measure(case, QuietBench(pick_device("cuda")))
+    probe: GradientProbe = done.attachments["gradients"]
     assert probe.arithmetic == "kernels"
     found = {(one.fp8, one.layers): one.total for one in probe.passes}
     bf16, fp8 = found["none", ""], found["all", ""]
@@ -99,7 +92,7 @@ def test_a_pair_with_kernels_trains_alike(scaling: str) -> None:
         scaling=(scaling,),
     )
     (case,) = study.cases(flags)
-    done = study.measure(case, Silent())
+    done = study.measure(case, QuietBench(pick_device("cuda")))
     assert done.notes["arithmetic"] == "kernels"
     bf16, fp8 = (series.values for series in done.series)
     assert sum(fp8[-10:]) == pytest.approx(sum(bf16[-10:]), rel=0.03)

@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from stepscope.acceleration.optimizer import FusedUpdate, fuse_optimizer
 from stepscope.kernels.weight_copies import WeightCopies
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 SIZES = ((300, 70), (5000,), (7,))
 FLAGS: dict[str, dict[str, Any]] = {
     "default": {},

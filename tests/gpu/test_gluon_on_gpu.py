@@ -14,13 +14,10 @@ from stepscope.attention import ScoreRules, attention, explain
 from stepscope.attention.packed import split_heads
 from stepscope.attention.tiles import tiles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a GPU of compute capability 9",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9",
+)
 BATCH, HEADS, D = 3, 32, 128
 KERNEL = "specialized_forward_kernel"
 

@@ -11,10 +11,7 @@ from stepscope.attention.triton import specialized
 from stepscope.torch_tools.saved_tensors import is_saved_output
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 KINDS = [(64, False), (64, True), (128, False), (128, True)]
 """Head dimensions with and without a causal mask for which there is a forward kernel."""
 SHAPE = (8, 16, 16, 1152)

@@ -16,11 +16,6 @@ from command_line import CommandLine
 from stepscope.integrations.trainer_recording import TrainerRecording
 from stepscope.studies.program.rows import ProgramRecord
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 KIND = "cuda"
 FEW: dict[str, Any] = {"warmup": 2, "steps": 4, "traced": 2}
 STEPS = 20

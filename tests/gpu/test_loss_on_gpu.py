@@ -10,11 +10,6 @@ from torch.nn import functional
 from stepscope.kernels import linear_cross_entropy
 from stepscope.kernels.loss_chunks import rows_per_chunk
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def inputs(rows: int, vocab: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)

@@ -9,32 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from stepscope.analysis.snapshot import read_snapshot
-from stepscope.records.memory import (
-    LIBRARIES,
-    MODEL_BUILT,
-    RECOMPUTED,
-    STEP_END,
-    WITHIN_OPERATORS,
-)
+from stepscope.measure.device import pick_device
+from stepscope.records.memory import LIBRARIES, MODEL_BUILT, RECOMPUTED, STEP_END, WITHIN_OPERATORS
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import TRACES
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
-
-class CudaBench:
-    def __init__(self) -> None:
-        from stepscope.measure.device import pick_device
-
-        self.device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
 
 
 def measured(
@@ -51,7 +32,7 @@ def measured(
         checkpoint=(checkpoint,), **options,
     )  # fmt: skip
     (case,) = study.cases(flags)
-    bench = CudaBench()
+    bench = QuietBench(pick_device("cuda"))
     bench.device.release()
     return study.measure(case, bench)
 
@@ -188,7 +169,7 @@ def test_the_chosen_checkpointing_strategy_stays_within_the_budget() -> None:
     study = find_study("checkpointing")
     flags = study.flags(size=("small",), context=(1024,), checkpoint=("no",), budget_gib=4.0)
     plain, limited = study.cases(flags)
-    bench = CudaBench()
+    bench = QuietBench(pick_device("cuda"))
     bench.device.release()
     assert of_step(study.measure(plain, bench))["peak_bytes"] > 4 << 30
     bench.device.release()
@@ -199,7 +180,7 @@ def test_the_chosen_checkpointing_strategy_stays_within_the_budget() -> None:
 
 def test_a_case_that_runs_out_of_memory_has_a_post_mortem() -> None:
     """Under a limit below the memory of a step that saves all activations."""
-    bench = CudaBench()
+    bench = QuietBench(pick_device("cuda"))
     bench.device.release()
     limit = 4 << 30
     torch.cuda.set_per_process_memory_fraction(limit / bench.device.memory_bytes)

@@ -15,11 +15,6 @@ from stepscope.studies.registry import find_study
 from stepscope.studies.runner.protocol import Progress
 from stepscope.studies.runner.runner import Runner, new_run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class Silent:
     def calibrating(self, progress: Progress) -> None: ...

@@ -11,17 +11,14 @@ import pytest
 import torch
 
 import stepscope
+from quiet_bench import QuietBench
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import PARAMETERS
 from stepscope.studies.program.rows import ProgramRecord
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.timeout(400)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -194,17 +191,10 @@ def test_the_peak_of_a_user_s_model_is_that_of_one_model() -> None:
     )  # fmt: skip
     (case,) = study.cases(flags)
     device = pick_device("cuda")
-
-    class Silent:
-        def __init__(self) -> None:
-            self.device = device
-
-        def progress(self, done: int, total: int, what: str) -> None: ...
-
     device.release()
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(EXAMPLES.parent))
-        measured = study.measure(study.decode(case.config), Silent())
+        measured = study.measure(study.decode(case.config), QuietBench(device))
         device.release()
         device.reset_peak()
         step = make_step(msgspec.convert(case.config, Workload), device)

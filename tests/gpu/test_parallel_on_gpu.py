@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import half_batches
+from quiet_bench import QuietBench
 from sample_records import value_of
+from stepscope.measure.device import pick_device
 from stepscope.parallel import (
     DDP,
     FSDP,
@@ -24,22 +26,8 @@ from stepscope.parallel.reducer import STRATEGIES
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LIMITS = Limits(start=120.0, step=60.0, beat=30.0, total=300.0)
 BACKENDS = [(1, "nccl"), (2, "gloo")]
-
-
-class CudaBench:
-    def __init__(self) -> None:
-        from stepscope.measure.device import pick_device
-
-        self.device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
 
 
 def model_of(seed: int) -> torch.nn.Module:
@@ -98,7 +86,7 @@ def test_training_equals_one_process_on_the_full_batch(ranks: int, backend: str)
 def measured(study: str, **flags: Any) -> Measurement:
     instance = find_study(study)
     (case,) = instance.cases(instance.flags(**flags))
-    return instance.measure(case, CudaBench())
+    return instance.measure(case, QuietBench(pick_device("cuda")))
 
 
 @pytest.mark.parametrize(("ranks", "backend"), BACKENDS)

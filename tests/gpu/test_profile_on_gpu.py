@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from command_line import CommandLine
+from quiet_bench import QuietBench
 from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import first_cause
+from stepscope.measure.device import pick_device
 from stepscope.records.schema import Series
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.profile.experiments import graph_replay
@@ -19,28 +21,14 @@ from stepscope.studies.training.captured import CapturedStep
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import WorkloadFlags, workloads
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(600),
-]
-
-
-class Bench:
-    def __init__(self) -> None:
-        from stepscope.measure.device import pick_device
-
-        self.device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        del done, total, what
+pytestmark = pytest.mark.timeout(600)
 
 
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: object) -> Measurement:
     monkeypatch.setenv("STEPSCOPE_TRACES", str(folder))
     study = find_study("profile")
     (case,) = study.cases(study.flags(**flags))
-    return study.measure(case, Bench())
+    return study.measure(case, QuietBench(pick_device("cuda")))
 
 
 def median(measurement: Measurement, name: str, clock: str = "device") -> float:
@@ -119,7 +107,7 @@ def test_a_forked_worker_sees_the_device_and_its_kernels(tmp_path: Path) -> None
 
 
 def test_a_failed_capture_does_not_affect_later_work() -> None:
-    device = Bench().device
+    device = pick_device("cuda")
     (workload,) = workloads(WorkloadFlags(size=("tiny",), context=(64,)), ("forward-backward",))
     step = TransformerStep(workload, device)
     plain_forward = step._forward

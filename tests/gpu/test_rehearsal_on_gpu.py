@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
-from test_memory_on_gpu import CudaBench
 
+from quiet_bench import QuietBench
 from sample_records import record
 from stepscope.analysis.rehearsal.recording import recording_of
+from stepscope.measure.device import pick_device
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding
 from stepscope.studies.registry import find_study
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+from view_blocks import codes, findings_of
 
 
 def recorded(**how: object) -> Record:
     study = find_study("rehearsal")
     flags = study.flags(size=("small",), context=(256,), **how)
     case = study.cases(flags)[-1]
-    done = study.measure(case, CudaBench())
+    done = study.measure(case, QuietBench(pick_device("cuda")))
     return record(
         study="rehearsal", case=case.key, config=case.config, series=done.series,
         quantities=done.quantities, notes=done.notes,
@@ -47,12 +42,11 @@ def test_gradients_are_ready_one_after_the_other(dtype: str) -> None:
     assert sorted(step.values)[len(step.values) // 2] == pytest.approx(
         recording.compute_ms, rel=0.2
     )
-    shown = [b for b in find_study("rehearsal").view([of_step]) if isinstance(b, Finding)]
-    assert "rehearsal.communication-bound" in {finding.code for finding in shown}
+    assert "rehearsal.communication-bound" in codes(find_study("rehearsal").view([of_step]))
 
 
 def test_ranks_on_the_host_replay_what_the_gpu_recorded() -> None:
     of_step = recorded(check_ranks=(2,), rounds=2, steps=3, compute="auto")
     assert of_step.notes["compute"] == "waits"
-    blocks = find_study("rehearsal").view([of_step])
-    assert any(isinstance(b, Finding) and "2 waiting ranks over gloo" in b.text for b in blocks)
+    shown = findings_of(find_study("rehearsal").view([of_step]))
+    assert any("2 waiting ranks over gloo" in finding.text for finding in shown)

@@ -28,8 +28,6 @@ from side_stream_cases import (
 )
 from stepscope.torch_tools.side_stream import SideStream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 SHAPE, STEPS = (4, 2048, 1024), 5
 DELAY = 5_000_000
 """Clock cycles, some milliseconds."""

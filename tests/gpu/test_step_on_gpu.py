@@ -9,10 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from step_records import tiny_race_case
 from stepscope.kernels import autotune
 from stepscope.kernels.autotune import autotuned_matmul_into, autotuned_matmuls
-from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.measure.device import CudaDevice
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step.cases import StepFlags
@@ -22,27 +23,7 @@ from stepscope.studies.step.races import racers
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 STEPS = 6
-
-
-class Silent:
-    def __init__(self, device: CudaDevice) -> None:
-        self.device = device
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
-
-
-@pytest.fixture
-def device() -> CudaDevice:
-    picked = pick_device("cuda")
-    assert isinstance(picked, CudaDevice)
-    picked.release()
-    return picked
 
 
 def workload(**fields: Any) -> Workload:
@@ -326,7 +307,7 @@ def test_a_comparison_shares_weights_and_keeps_the_fastest_of_each_side(device: 
         if racer.workload.compile_mode == "default"
     ]  # fmt: skip
     alone = list({racer.name: racer for racer in variants}.values())
-    field = Field(alone[0], Silent(device))
+    field = Field(alone[0], QuietBench(device))
     case = tiny_race_case(form_seconds=60.0)
     for racer in alone:
         field.heat(racer, case)
@@ -354,7 +335,7 @@ def test_a_mark_is_reached_when_all_earlier_work_is_done(device: CudaDevice) -> 
 def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> None:
     from stepscope.studies.step.race import measure_race
 
-    measurement = measure_race(tiny_race_case(), Silent(device))
+    measurement = measure_race(tiny_race_case(), QuietBench(device))
     limit = device.telemetry.power_limit_w()
     assert limit is not None
     assert "no_energy" not in measurement.notes, measurement.notes["no_energy"]
@@ -378,7 +359,7 @@ def test_the_text_is_learned_in_every_precision(device: CudaDevice) -> None:
 
     ends = {}
     for case in find_study("step").cases(flags):
-        values = measure_loss(case, Silent(device)).series[0].values
+        values = measure_loss(case, QuietBench(device)).series[0].values
         ends[case.rung] = sum(values[-6:]) / 6
         assert ends[case.rung] < 0.8 * values[0]
     for rung, end in ends.items():

@@ -5,29 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from sample_records import value_of
-from stepscope.measure.device import Device, pick_device
+from stepscope.measure.device import pick_device
 from stepscope.studies.base import Measurement
 from stepscope.studies.techniques import STUDY
 from stepscope.studies.techniques.cases import TechniquesFlags
 from stepscope.studies.techniques.catalog import TECHNIQUES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-class Bench:
-    def __init__(self) -> None:
-        self.device: Device = pick_device("cuda")
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
-
 
 def measured(technique: str) -> Measurement:
     (case,) = STUDY.cases(TechniquesFlags(technique=(technique,)))
-    bench = Bench()
+    bench = QuietBench(pick_device("cuda"))
     bench.device.release()
     return STUDY.measure(case, bench)
 

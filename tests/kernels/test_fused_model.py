@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accuracy import hold_to_policy
+from accuracy import hold_to_policy, stacked_results
 from stepscope.attention import reference_attention
 from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import norm as triton_norm
@@ -30,18 +30,8 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def loss_and_gradients(fused: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the results of several batches: the largest error of few values is up to chance."""
-    subject = model(fused, dtype)
-    batches: dict[str, list[Tensor]] = {}
-    for seed in range(1, 5):
-        tokens, targets = batch(seed)
-        subject.zero_grad()
-        loss = subject(tokens, targets) if fused else cross_entropy(subject(tokens), targets)
-        loss.backward()
-        batches.setdefault("loss", []).append(loss.detach())
-        for name, p in subject.named_parameters():
-            assert p.grad is not None
-            batches.setdefault(f"d {name}", []).append(p.grad)
-    return {name: torch.stack(values) for name, values in batches.items()}
+    batches = [batch(seed) for seed in range(1, 5)]
+    return stacked_results(model(fused, dtype), batches, fused_loss=fused)
 
 
 @pytest.fixture

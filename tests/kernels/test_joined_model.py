@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accuracy import hold_to_policy
+from accuracy import hold_to_policy, stacked_results
 from stepscope.attention import reference_attention
 from stepscope.kernels.activation_policy import INPUTS, KEEPS, policy_per_layer
 from stepscope.kernels.feed_forward import feed_forward
@@ -20,7 +20,7 @@ from stepscope.kernels.matmul import fused_linear, matmul_to_dtype
 from stepscope.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
-from stepscope.model import ModelConfig, TransformerLM, cross_entropy
+from stepscope.model import ModelConfig, TransformerLM
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
@@ -52,20 +52,8 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 def results(subject: TransformerLM, seeds: Sequence[int] = (1,)) -> dict[str, Tensor]:
     """Return loss and gradients of one or several batches: the largest error of few values is up
     to chance."""
-    batches: dict[str, list[Tensor]] = {}
-    for seed in seeds:
-        tokens, targets = batch(seed)
-        subject.zero_grad()
-        if subject.fused_projections:
-            loss = subject(tokens, targets)
-        else:
-            loss = cross_entropy(subject(tokens), targets)
-        loss.backward()
-        batches.setdefault("loss", []).append(loss.detach())
-        for name, p in subject.named_parameters():
-            assert p.grad is not None
-            batches.setdefault(f"d {name}", []).append(p.grad)
-    return {name: torch.stack(values) for name, values in batches.items()}
+    batches = [batch(seed) for seed in seeds]
+    return stacked_results(subject, batches, fused_loss=subject.fused_projections)
 
 
 @pytest.mark.parametrize("policy", KEEPS)

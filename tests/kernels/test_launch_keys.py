@@ -200,8 +200,7 @@ class TestDevice:
         assert entered == ([] if current == 1 else [x.device] * 2)
 
     @pytest.mark.parametrize(
-        "module",
-        ["norm", "activation", "rope", "embedding", "cross_entropy", "scale"],
+        "module", ["norm", "activation", "rope", "embedding", "cross_entropy", "scale"]
     )
     def test_every_launcher_of_a_fused_kernel_sets_the_device(self, module: str) -> None:
         imported = importlib.import_module(f"stepscope.kernels.triton.{module}")

@@ -64,8 +64,7 @@ TRANSFORMS: dict[str, Callable[[str], Any]] = {
         grad(energy(impl), (0, 1, 2)), in_dims=(0, None, None)
     )(qkv()[0], qkv()[1][0], qkv()[2][0]),
     "grad of vmap": lambda impl: grad(
-        lambda *x: vmap(lambda q, k, v: attention(q, k, v, impl=impl))(*x).square().sum(),
-        (0, 1, 2),
+        lambda *x: vmap(lambda q, k, v: attention(q, k, v, impl=impl))(*x).square().sum(), (0, 1, 2)
     )(*qkv()),
     "vjp": lambda impl: vjp(lambda q: attention(q, *qkv()[1:], impl=impl), qkv()[0])[1](qkv()[0]),
     "jacrev": lambda impl: jacrev(

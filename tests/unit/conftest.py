@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from media import MountTmpfs
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> CommandLine:
+    """A command line in the folder of the test, with known ceilings."""
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    return command
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from sample_records import value_of
 from stepscope.analysis.floats import FORMATS, align
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.accumulation.cases import OVERFLOWED, AccumulationFlags
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
+from view_blocks import findings_of, table_of
 
 
 def measured(**wanted: object) -> Measurement:
@@ -27,8 +27,8 @@ def measured(**wanted: object) -> Measurement:
 
 
 def findings(records: list[Record]) -> str:
-    blocks = find_study("accumulation").view(records)
-    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+    shown = find_study("accumulation").view(records)
+    return " ".join(finding.text for finding in findings_of(shown))
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -136,11 +136,7 @@ def test_findings_name_the_ends_of_the_range() -> None:
 
 
 def test_the_bits_of_a_sum_are_aligned_in_a_table() -> None:
-    (table,) = (
-        block
-        for block in find_study("accumulation").view([square_record()])
-        if isinstance(block, Table) and block.name == "accumulation-alignment"
-    )
+    table = table_of(find_study("accumulation").view([square_record()]), "accumulation-alignment")
     assert [column.kind for column in table.columns] == ["text", "text", "code", "code"]
     assert [row[1:] for row in table.rows if row[0] == "bfloat16"] == [
         ("1000", "1.1111010", "2^9"),
@@ -151,11 +147,7 @@ def test_the_bits_of_a_sum_are_aligned_in_a_table() -> None:
 
 
 def test_an_overflow_is_a_word_in_the_table() -> None:
-    (table,) = (
-        block
-        for block in find_study("accumulation").view([square_record()])
-        if isinstance(block, Table) and block.name == "accumulation-squares"
-    )
+    table = table_of(find_study("accumulation").view([square_record()]), "accumulation-squares")
     assert table.rows[-1] == ("300", "overflow")
 
 

@@ -11,9 +11,8 @@ import pytest
 from test_advice_rules import facts
 
 from command_line import CommandLine
-from own_records import BASE, advice, codes, inspected_record, tried
+from own_records import BASE, advice, inspected_record, measured_on_cpu, tried
 from quiet_bench import QuietBench
-from sample_records import environment, record
 from stepscope.advisor.advise.cases import OF_SCRIPTS, Trial
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.history import add_to_history, history_file, read_history
@@ -24,9 +23,10 @@ from stepscope.analysis.advice.changes import advise
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags, OwnStep
+from view_blocks import codes, findings_of, tables_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -144,7 +144,7 @@ def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
             tried(25.0, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused")),
         ]
     )
-    best, off = (b for b in blocks if isinstance(b, Finding))
+    best, off = findings_of(blocks)
     assert (best.code, best.values) == (
         "advise.best",
         {"change": "bfloat16+fused-optimizer", "speedup": pytest.approx(2.0), "loss_off": 0.0},
@@ -154,7 +154,7 @@ def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
     )
     assert (off.code, off.values["changes"]) == ("advise.predictions-off", 2)
     assert "The median error of the predictions for 2 changes is" in off.text
-    trials, lines = (b for b in blocks if isinstance(b, Table))
+    trials, lines = tables_of(blocks).values()
     assert [row[-1] for row in trials.rows] == ["kept", "dropped: slower", "kept"]
     assert [row[0] for row in lines.rows] == ["the change bfloat16", "the change fused-optimizer"]
     # A combination that is barely faster is not proven: fewer changes do the same.
@@ -186,18 +186,7 @@ def measured() -> Record:
         optimizer=("adamw-loop",),
     )
     (case,) = OWN.cases(flags)
-    result = OWN.measure(case, QuietBench())
-    stored = record(
-        study="own",
-        case=case.key,
-        config={},
-        series=result.series,
-        quantities=result.quantities,
-        notes=result.notes,
-        attachments=msgspec.to_builtins(result.attachments),
-        environment=environment(device_kind="cpu", device_name="a CPU"),
-    )
-    return msgspec.structs.replace(stored, config=case.config)
+    return measured_on_cpu(OWN, case)
 
 
 def test_facts_come_from_a_record(measured: Record) -> None:

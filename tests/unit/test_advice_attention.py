@@ -9,9 +9,7 @@ import pytest
 import torch
 from test_advice_rules import facts
 
-from own_records import attached, inspected_record
-from quiet_bench import QuietBench
-from sample_records import environment, record
+from own_records import attached, inspected_record, measured_on_cpu
 from stepscope.advisor.advise.attention_facts import is_called, score_bytes
 from stepscope.advisor.advise.cases import OF_SCRIPTS
 from stepscope.advisor.advise.facts import facts_of
@@ -135,17 +133,7 @@ def without_dropout() -> tuple[torch.nn.Module, object]:
 def measured_step(module: str, build: str) -> Facts:
     flags = OwnFlags(model=f"{module}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
     (case,) = OWN.cases(flags)
-    result = OWN.measure(case, QuietBench())
-    stored = record(
-        study="own",
-        case=case.key,
-        series=result.series,
-        quantities=result.quantities,
-        notes=result.notes,
-        attachments=msgspec.to_builtins(result.attachments),
-        environment=environment(device_kind="cpu", device_name="a CPU"),
-    )
-    return facts_of(msgspec.structs.replace(stored, config=case.config))
+    return facts_of(measured_on_cpu(OWN, case))
 
 
 def test_dropout_prevents_pytorchs_fused_attention_on_a_cpu() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from own_records import attached, coded, inspected_record
+from own_records import attached, inspected_record
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.dtypes import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
@@ -19,6 +19,7 @@ from stepscope.records.schema import Series
 from stepscope.studies.program.findings import inspected_findings
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.setting import Setting, setting_of
+from view_blocks import coded
 
 RESULTS = Path(__file__).parents[2] / "results"
 

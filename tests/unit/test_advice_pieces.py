@@ -26,8 +26,8 @@ from stepscope.analysis.advice.facts import Facts, PhaseWork, PieceShare, PieceW
 from stepscope.analysis.advice.pieces import excluded_pieces, group_of
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.records.jsonl import read_records
-from stepscope.report.blocks import Table
 from stepscope.studies.program.setting import setting_of
+from view_blocks import table_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
@@ -258,11 +258,7 @@ def test_page_says_what_to_write_and_what_was_not_tried() -> None:
     trial = Trial(program=Script(target="train.py"), advice=(both,), step_ms=100.0)
     record = msgspec.structs.replace(tried(30.0), config=msgspec.to_builtins(trial))
     outcome = Tried(record)
-    (lines,) = [
-        block
-        for block in trial_blocks([outcome.record])
-        if isinstance(block, Table) and block.name == "advise-lines"
-    ]
+    lines = table_of(trial_blocks([outcome.record]), "advise-lines")
     ((_, code, *_),) = lines.rows
     assert "stepscope.accelerate(model, optimizer)\nstep = stepscope.TrainStep(" in str(code)
     left = [both, by_code["accelerate-norms"], by_code["compile"]]

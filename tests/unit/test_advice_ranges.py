@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_advice_rules import facts
 
 from command_line import python
-from own_records import advice, attached, coded, tried
+from own_records import advice, attached, tried
 from stepscope.advisor.advise.facts import block_list, facts_of
 from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import advice_table, trial_blocks
@@ -24,7 +24,8 @@ from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Interval, Table
+from stepscope.report.blocks import Interval
+from view_blocks import coded, table_of
 
 ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("cpu", "h200"))
@@ -175,7 +176,7 @@ def test_the_page_counts_the_gains_that_lie_in_their_ranges() -> None:
     assert finding.values == {"gains": 2, "in_range": 1}
     assert finding.records == tuple(one.id for one in records)
     assert finding.text == "1 of 2 measured gains are in the predicted range."
-    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "advise-trials")
+    table = table_of(blocks, "advise-trials")
     assert isinstance(table.rows[0][2], Interval)
 
 

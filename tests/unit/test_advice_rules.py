@@ -288,11 +288,7 @@ def test_block_compilation_foreach_optimizer_and_fused_loss() -> None:
     looping = facts(optimizer="", loops_over_tensors=True, optimizer_ms=10.0)
     assert gains(looping) == {"foreach-optimizer": 6.0}
     logits = facts(
-        {"softmax": 10.0},
-        {"softmax": 90.0},
-        loss_ms=10.0,
-        logit_bytes=1 << 30,
-        peak_bytes=4 << 30,
+        {"softmax": 10.0}, {"softmax": 90.0}, loss_ms=10.0, logit_bytes=1 << 30, peak_bytes=4 << 30
     )
     (change,) = advise(logits)
     assert (change.code, change.gain_ms, change.gain_bytes) == ("fused-loss", 6.0, 1 << 30)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stepscope
+from command_line import python, without_torch
 
 SOURCE = Path(stepscope.__file__).parent
 LONGEST_FILE = 600
@@ -248,15 +247,8 @@ def test_a_planted_long_file_and_print_are_detected(tmp_path: Path) -> None:
     assert long_files(source) == [f"a.py has {LONGEST_FILE + 1} lines"] * 2
 
 
-WITHOUT_TORCH = """
+IMPORT_ALL = """
 import importlib, pkgutil, sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-
-sys.meta_path.insert(0, NoTorch())
 packages = [importlib.import_module(f"stepscope.{name}") for name in sys.argv[1:]]
 modules = [
     importlib.import_module(module.name)
@@ -268,14 +260,9 @@ print(len(modules), len(viewables()))
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=400
-    )
-
-
 def test_planning_storing_and_viewing_load_without_torch() -> None:
-    done = python(WITHOUT_TORCH, "cli", "studies", "records", "analysis", "report", "published")
+    packages = ("cli", "studies", "records", "analysis", "report", "published")
+    done = without_torch(IMPORT_ALL, *packages)
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())
     assert modules > 40
@@ -283,7 +270,7 @@ def test_planning_storing_and_viewing_load_without_torch() -> None:
 
 
 def test_the_import_block_works() -> None:
-    assert "torch is blocked" in python(WITHOUT_TORCH, "measure").stderr
+    assert "torch is blocked" in without_torch(IMPORT_ALL, "measure").stderr
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -291,7 +278,7 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; from stepscope.cli import main; main(['--help']);"
         "print(sorted({'torch', 'numpy', 'tyro', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
-    done = python(code)
+    done = python("-c", code)
     assert done.stdout.startswith("usage: stepscope COMMAND")
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -220,7 +220,6 @@ def fake_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
         name="fake",
         load=lambda: sevens,
         refuses=refuses_long,
-        saves_scores=False,
         description="a constant",
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)
@@ -249,7 +248,6 @@ def test_a_choice_under_a_transform_is_not_kept(monkeypatch: pytest.MonkeyPatch)
         name="fake",
         load=lambda: sevens,
         refuses=lambda *_: "a transform" if transforms_active() else None,
-        saves_scores=False,
         description="a constant",
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)

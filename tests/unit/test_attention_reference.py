@@ -63,8 +63,7 @@ def test_reference_supports_any_leading_dimensions(shape: tuple[int, ...], is_ca
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
 def test_reference_preserves_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
     q, k, v = random_qkv(2, 33, 16, dtype=dtype)

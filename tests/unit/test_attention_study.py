@@ -16,12 +16,13 @@ from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
 from stepscope.records.schema import FailedCheck, Quantity, Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.attention.view import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
 from study_records import attention_record
+from view_blocks import coded, findings_of, rows_of, table_of
 
 
 def workload(**changes: object) -> AttentionWorkload:
@@ -39,20 +40,15 @@ def workload(**changes: object) -> AttentionWorkload:
 
 
 def findings(records: list[Record], code: str) -> list[Finding]:
-    blocks = find_study("attention").view(records)
-    return [block for block in blocks if isinstance(block, Finding) and block.code == code]
+    return findings_of(find_study("attention").view(records), code)
 
 
 def finding(records: list[Record], code: str) -> Finding:
-    (match,) = findings(records, code)
-    return match
+    return coded(find_study("attention").view(records), code)
 
 
 def times_rows(records: list[Record]) -> list[dict[str, object]]:
-    blocks = find_study("attention").view(records)
-    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "attention-times")
-    titles = [column.title for column in table.columns]
-    return [dict(zip(titles, row, strict=True)) for row in table.rows]
+    return rows_of(table_of(find_study("attention").view(records), "attention-times"))
 
 
 def by_pass(records: list[Record], code: str) -> dict[object, object]:
@@ -148,11 +144,7 @@ def test_the_peak_is_reported_by_tensor_and_its_growth_fitted() -> None:
     growth = finding(records, "attention.memory-growth")
     assert (growth.values["quantity"], growth.values["by"]) == ("peak_bytes", "length")
     assert growth.values["exponent"] == pytest.approx(1.95, abs=0.05)
-    (table,) = [
-        block
-        for block in find_study("attention").view(records)
-        if isinstance(block, Table) and block.name == "attention-peak"
-    ]
+    table = table_of(find_study("attention").view(records), "attention-peak")
     sizes = {row[1]: row[2] for row in table.rows}
     assert sizes["their gradient"] == 8 * 16384**2 * 4
     parts = [size for name, size in sizes.items() if name != "measured peak"]
@@ -377,8 +369,7 @@ GROWTH = ("attention.time-by-length", "attention.growth-unknown")
 
 
 def growth(records: list[Record]) -> list[Finding]:
-    blocks = find_study("attention").view(records)
-    return [b for b in blocks if isinstance(b, Finding) and b.code in GROWTH]
+    return [one for code in GROWTH for one in findings(records, code)]
 
 
 def lengths(*steps: float, **changes: object) -> list[Record]:

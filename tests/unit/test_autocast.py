@@ -12,11 +12,11 @@ from sample_records import value_of
 from stepscope.errors import UsageError
 from stepscope.measure.dtypes import DtypeRecorder
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.autocast.cases import AutocastFlags, OperatorDtypes
 from stepscope.studies.autocast.view import kept_wide
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
+from view_blocks import findings_of, table_of
 
 
 def measured(subject: str, dtype: str) -> Measurement:
@@ -26,8 +26,8 @@ def measured(subject: str, dtype: str) -> Measurement:
 
 
 def findings(records: list[Record]) -> str:
-    blocks = find_study("autocast").view(records)
-    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+    shown = find_study("autocast").view(records)
+    return " ".join(finding.text for finding in findings_of(shown))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -107,11 +107,8 @@ def test_an_operator_that_only_casts_is_not_kept_wide() -> None:
 
 
 def test_one_table_compares_the_cases() -> None:
-    (table,) = (
-        block
-        for block in find_study("autocast").view([autocast_record(), autocast_record("tiny")])
-        if isinstance(block, Table) and block.name == "autocast-formats"
-    )
+    shown = find_study("autocast").view([autocast_record(), autocast_record("tiny")])
+    table = table_of(shown, "autocast-formats")
     assert ("logits", "float16", "float16") in table.rows
 
 

@@ -11,7 +11,7 @@ from stepscope.advisor.advise.history_view import history_blocks
 from stepscope.analysis.advice.calibration import Verified, factors, is_right, median_error
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts
-from stepscope.report.blocks import Figure, Finding, Table
+from view_blocks import figures_of, findings_of, tables_of
 
 STEP: Facts = facts({"matmul": 80.0}, {}, dtype="float32")
 TRULY = {"tf32": 35.0, "bfloat16": 60.0}
@@ -78,7 +78,7 @@ def test_the_page_shows_the_history_of_the_error() -> None:
     for _ in range(4):
         verify(history)
     blocks = history_blocks(history, "H200")
-    so_far, trend = (block for block in blocks if isinstance(block, Finding))
+    so_far, trend = findings_of(blocks)
     assert (so_far.code, so_far.values["verified"]) == ("advice.predictions-so-far", 8)
     assert so_far.text.startswith("Verified predictions on this device: 8. For ")
     assert trend.code == "advice.predictions-trend"
@@ -89,9 +89,9 @@ def test_the_page_shows_the_history_of_the_error() -> None:
     assert trend.text.startswith(
         "The median error was 14.6 % for the first half of them and 0.0 % for"
     )
-    (figure,) = (block for block in blocks if isinstance(block, Figure))
+    (figure,) = figures_of(blocks).values()
     assert sorted(figure.curves[0].y[:2]) == pytest.approx([14.7, 35.0])
-    (table,) = (block for block in blocks if isinstance(block, Table))
+    (table,) = tables_of(blocks).values()
     rows = {row[0]: row for row in table.rows}
     assert rows["tf32"][1:4] == (4, pytest.approx(0.7), pytest.approx(0.35))
     assert history_blocks(history, "H100") == ()

@@ -9,19 +9,18 @@ from quiet_bench import QuietBench
 from sample_records import environment, times, value_of
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.checkpointing.cases import CheckpointingFlags, chosen_for, worth_running
 from stepscope.studies.registry import find_study
 from stepscope.studies.training.workload import WorkloadFlags, workloads
 from study_records import checkpointing_record
+from view_blocks import coded, figures_of, tables_of
 
 MIB = 1 << 20
 
 
 def finding(records: list[Record], code: str) -> Finding:
-    blocks = find_study("checkpointing").view(records)
-    (only,) = (b for b in blocks if isinstance(b, Finding) and b.code == f"checkpointing.{code}")
-    return only
+    return coded(find_study("checkpointing").view(records), f"checkpointing.{code}")
 
 
 def small_flags(**fields: object) -> CheckpointingFlags:
@@ -129,7 +128,7 @@ def test_the_time_is_predicted_from_the_forward_share_and_recomputation() -> Non
         "1.30× the time (1.25× predicted, as the forward pass is 25.0 % of the step)" in saving.text
     )
     assert saving.values["predicted_slower"] == pytest.approx(1.25)
-    (table,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Table))
+    (table,) = tables_of(find_study("checkpointing").view(records)).values()
     assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (1.3, 1.25), (1.7, 1.5)]
 
 
@@ -153,7 +152,7 @@ def test_the_outcome_without_checkpointing_is_reported() -> None:
 
 def test_a_failed_strategy_shows_its_plan_and_status() -> None:
     full = checkpointing_record("nested", status="oom", reason="CUDA out of memory")
-    (table,) = (b for b in find_study("checkpointing").view([full]) if isinstance(b, Table))
+    (table,) = tables_of(find_study("checkpointing").view([full])).values()
     assert table.rows == (("nested", "4-2-1", 4, 2.0, None, "OOM", *(None,) * 9),)
 
 
@@ -218,7 +217,7 @@ def test_the_front_leaves_out_dominated_strategies() -> None:
     ]
     # As low as each block alone, except for one allocator block, and slower.
     records.append(checkpointing_record("nested", peak=300 * MIB - 512, step=19.0))
-    (figure,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Figure))
+    (figure,) = figures_of(find_study("checkpointing").view(records)).values()
     assert figure.curves[-1].x == (300.0, 900.0)
     assert figure.curves[-1].y == (13.0, 10.0)
     segments, *others = figure.curves[:-1]

@@ -27,13 +27,6 @@ def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
     return prepared
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    command = CommandLine(tmp_path)
-    command.know_ceilings()
-    return command
-
-
 def ended(done: subprocess.CompletedProcess[str]) -> Said:
     return Said(done.returncode, done.stdout, done.stderr)
 
@@ -142,9 +135,7 @@ def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
     assert "long" in output.err
 
 
-def test_optional_option_is_shown_with_its_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_optional_option_is_shown_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["predict", "--budget", "abc"])
     text = capsys.readouterr().err

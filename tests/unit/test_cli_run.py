@@ -10,19 +10,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import pytest
-
 from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 
 ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    command = CommandLine(tmp_path)
-    command.know_ceilings()
-    return command
 
 
 def interrupt(

@@ -12,18 +12,18 @@ from quiet_bench import QuietBench
 from stepscope.analysis.links import bus_factor, fit_link
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Finding, Interval, Table
+from stepscope.report.blocks import Finding, Interval, Table
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
+from view_blocks import figures_of, findings_of, tables_of
 
 
 def findings(*records: Record) -> list[Finding]:
-    return [b for b in find_study("allreduce").view(records) if isinstance(b, Finding)]
+    return findings_of(find_study("allreduce").view(records))
 
 
 def tables(*records: Record) -> dict[str, Table]:
-    shown = find_study("allreduce").view(records)
-    return {block.name: block for block in shown if isinstance(block, Table)}
+    return tables_of(find_study("allreduce").view(records))
 
 
 def test_a_line_is_fitted_to_exact_times() -> None:
@@ -107,7 +107,7 @@ def test_collectives_of_the_same_ranks_share_a_finding_and_a_figure() -> None:
     assert both.values["busbw of broadcast"] > both.values["busbw of all-reduce"]  # type: ignore[operator]
     assert both.text.startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
     assert re.search(r"busbw of \S+ MB/s \(all-reduce\) to \S+ GB/s \(broadcast\)", both.text)
-    figures = [b for b in find_study("allreduce").view(records) if isinstance(b, Figure)]
+    figures = figures_of(find_study("allreduce").view(records)).values()
     assert [[curve.label for curve in figure.curves] for figure in figures] == [
         ["all-reduce", "broadcast"],
         ["all-reduce"],
@@ -125,7 +125,7 @@ def test_one_rank_reports_no_link() -> None:
     shown = tables(record)
     assert {row[8] for row in shown["allreduce-times"].rows} == {None}
     assert "allreduce-links" not in shown
-    assert not [b for b in find_study("allreduce").view([record]) if isinstance(b, Figure)]
+    assert not figures_of(find_study("allreduce").view([record]))
     (several,) = findings(record, collective_record("broadcast", ranks=1))
     assert several.code == "allreduce.compared"
     assert several.text.endswith("; one rank uses no link.")

@@ -140,8 +140,7 @@ def test_a_missing_variant_is_lost_but_another_winner_of_a_side_is_not() -> None
 
 
 @pytest.mark.parametrize(
-    ("median", "verdict"),
-    [(110.0, "slower"), (90.0, "faster"), (100.0, "no difference shown")],
+    ("median", "verdict"), [(110.0, "slower"), (90.0, "faster"), (100.0, "no difference shown")]
 )
 def test_a_comparison_has_medians_ratio_and_verdict(median: float, verdict: str) -> None:
     (comparison,) = compare_records(step(100.0), step(median, seed=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -13,22 +13,18 @@ from command_line import CommandLine
 from sample_records import times, value_of
 from step_records import compile_record
 from stepscope.errors import UsageError
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Block
 from stepscope.studies.compile import measure
 from stepscope.studies.compile.cases import CompileFlags
 from stepscope.studies.compile.view import CompileRow
 from stepscope.studies.registry import find_study
+from view_blocks import figures_of, findings_of, table_of
 
 STUDY = find_study("compile")
 
 
-def blocks(*records: object) -> dict[str, object]:
-    shown = STUDY.view(list(records))  # type: ignore[arg-type]
-    return {getattr(block, "name", f"finding {n}"): block for n, block in enumerate(shown)}
-
-
-def texts(shown: dict[str, object]) -> list[str]:
-    return [block.sentence for block in shown.values() if isinstance(block, Finding)]
+def texts(blocks: Iterable[Block]) -> list[str]:
+    return [finding.sentence for finding in findings_of(blocks)]
 
 
 def test_keys_are_unique_and_tracing_needs_no_compiler() -> None:
@@ -58,25 +54,20 @@ def test_gain_cost_and_amortization() -> None:
     row = CompileRow(*STUDY.results([record])[0])
     assert row.gain("step") == pytest.approx(1.5)
     assert row.pays_after() == pytest.approx(1200.0)
-    shown = blocks(record)
-    table = shown["compile-times"]
-    assert isinstance(table, Table)
-    assert table.rows[0][3:5] == (12.0, 3.0)
+    shown = STUDY.view([record])
+    assert table_of(shown, "compile-times").rows[0][3:5] == (12.0, 3.0)
     sentences = texts(shown)
     assert any("1.50 times as fast as eager in the best case" in text for text in sentences)
     cold_and_warm = "takes 12.0 s with an empty cache and 3.00 s in a new process"
     assert any(cold_and_warm in text for text in sentences)
-    memory = shown["compile-memory"]
-    assert isinstance(memory, Table)
-    assert memory.rows[0][3:] == (4e9, 3e9, 8e9, 6e9)
+    assert table_of(shown, "compile-memory").rows[0][3:] == (4e9, 3e9, 8e9, 6e9)
 
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_the_caption_says_that_loading_is_excluded(separate: bool) -> None:
     newer = compile_record(extra={"load_s": 3.0})
-    table = blocks(newer, newer if separate else compile_record())["compile-times"]
-    assert isinstance(table, Table)
-    assert ("to load the compiler" in table.caption) is separate
+    shown = STUDY.view([newer, newer if separate else compile_record()])
+    assert ("to load the compiler" in table_of(shown, "compile-times").caption) is separate
 
 
 def test_slower_cases_breaks_and_late_compilations_are_reported() -> None:
@@ -85,14 +76,13 @@ def test_slower_cases_breaks_and_late_compilations_are_reported() -> None:
         attachments={"breaks": ["2× call to print"]},
         extra={"breaks": 2, "recompiled_while_timed": 1},
     )
-    shown = blocks(slow, late)
+    shown = STUDY.view([slow, late])
     sentences = texts(shown)
     assert any("1 of all 2 cases are slower than eager" in text for text in sentences)
     assert any("was recompiled during timing" in text for text in sentences)
     assert any("breaks in 1 of 2 cases" in t and "2× call to print" in t for t in sentences)
-    table = shown["compile-graphs"]
-    assert isinstance(table, Table)
-    assert [row[8] for row in table.rows] == [None, "2× call to print"]
+    rows = table_of(shown, "compile-graphs").rows
+    assert [row[8] for row in rows] == [None, "2× call to print"]
 
 
 def test_cpu_bound_cases_are_reported() -> None:
@@ -102,7 +92,7 @@ def test_cpu_bound_cases_are_reported() -> None:
         for phase in ("forward", "backward", "step")
         for clock in ("device", "host")
     )
-    shown = blocks(compile_record(series=waits), compile_record())
+    shown = STUDY.view([compile_record(series=waits), compile_record()])
     assert any(
         "1 of 2 cases are CPU-bound when eager: there the speedup (2.00 times)" in text
         and text.endswith(", and 1 of them are still CPU-bound when compiled.")
@@ -110,9 +100,8 @@ def test_cpu_bound_cases_are_reported() -> None:
     )
     best = "In cases that are not CPU-bound, a compiled step is 1.50 times as fast"
     assert any(text.startswith(best) for text in texts(shown))
-    table = shown["compile-times"]
-    assert isinstance(table, Table)
-    assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (None, None)]
+    rows = table_of(shown, "compile-times").rows
+    assert [row[-3:-1] for row in rows] == [(1.0, 1.0), (None, None)]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +127,7 @@ def test_memory_of_torch_graphs_is_their_memory_pool(
         quantities=quantities,
         environment=msgspec.structs.replace(record.environment, device_kind=kind),
     )
-    memory = blocks(replayed)["compile-memory"]
-    assert isinstance(memory, Table)
+    memory = table_of(STUDY.view([replayed]), "compile-memory")
     assert memory.rows[0][3:] == shown
     assert ("memory pool" in memory.caption) is (kind == "cuda")
 
@@ -152,8 +140,7 @@ def test_bars_are_labeled_by_what_distinguishes_the_cases() -> None:
         msgspec.structs.replace(one, config=config, case=str(index))
         for index, config in enumerate((size, mode))
     ]
-    figure = blocks(one, *others)["compile-gain-model"]
-    assert isinstance(figure, Figure)
+    figure = figures_of(STUDY.view([one, *others]))["compile-gain-model"]
     assert figure.x_label == "size, mode"
     assert figure.curves[0].x == ("small", "medium", "small reduce-overhead")
 
@@ -163,9 +150,7 @@ def test_a_slower_compiled_case_is_never_amortized() -> None:
     assert row.pays_after() is None
 
 
-def test_the_model_is_one_graph_without_breaks(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_the_model_is_one_graph_without_breaks(cli: CommandLine) -> None:
     done = cli.line(
         "run compile --part trace --size tiny --context 8 --batch 1 --vocab 32 --compile model"
         " --attention sdpa --device cpu"

@@ -13,21 +13,21 @@ from stepscope.records.schema import Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.ddp.view import DDPResult, _without_covered_labels
 from stepscope.studies.registry import find_study
+from view_blocks import coded, findings_of, table_of
 
 
 def findings(**options: Any) -> list[Finding]:
-    return [b for b in find_study("ddp").view([ddp_record(**options)]) if isinstance(b, Finding)]
+    return findings_of(find_study("ddp").view([ddp_record(**options)]))
 
 
 def finding(code: str, **options: Any) -> Finding:
-    (match,) = (one for one in findings(**options) if one.code == code)
+    match = coded(find_study("ddp").view([ddp_record(**options)]), code)
     assert match.records == (ddp_record(**options).id,)
     return match
 
 
 def table(name: str, **options: Any) -> Table:
-    shown = find_study("ddp").view([ddp_record(**options)])
-    return next(b for b in shown if isinstance(b, Table) and b.name == name)
+    return table_of(find_study("ddp").view([ddp_record(**options)]), name)
 
 
 def test_exposed_is_step_time_minus_time_without_communication() -> None:

@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import python
-from quiet_bench import QuietBench
 from step_records import energy_lines
 from stepscope.analysis import matmuls as listing
 from stepscope.analysis.energy_parts import (
@@ -33,6 +32,7 @@ from stepscope.analysis.matmuls import Matmul, head_chunks, step_matmuls
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import GATES
 from stepscope.kernels.loss_chunks import rows_per_chunk
+from stepscope.measure.device import CpuDevice
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import SIZES, find_size, with_overrides
@@ -129,8 +129,7 @@ class RanMatmuls(TorchDispatchMode):
 
 class TestParts:
     @pytest.mark.parametrize(
-        ("make", "fused_projections"),
-        [(step_parts.gemms, True), (step_parts.peers_gemms, False)],
+        ("make", "fused_projections"), [(step_parts.gemms, True), (step_parts.peers_gemms, False)]
     )
     def test_the_gemms_that_run_are_those_that_are_counted(
         self,
@@ -174,7 +173,7 @@ class TestParts:
     @pytest.mark.parametrize("policy", ["all", GATES])
     def test_every_part_can_be_repeated(self, part: energy_by_part.Part, policy: str) -> None:
         run = energy_by_part.repeated(
-            part.make(Setting(TINY, 3, HERE, activation_policy=policy)), QuietBench.device
+            part.make(Setting(TINY, 3, HERE, activation_policy=policy)), CpuDevice()
         )
         run()
         run()
@@ -226,7 +225,7 @@ class TestParts:
         racer = next(one for one in racers("tiny-64") if one.side == "stepscope")
         small = {"n_layers": 1, "vocab": 100}
         racer = racer._replace(workload=msgspec.structs.replace(racer.workload, overrides=small))
-        lines = list(energy_by_part.lines_of("tiny-64", racer, QuietBench.device))
+        lines = list(energy_by_part.lines_of("tiny-64", racer, CpuDevice()))
         assert {(line["layers"], line["of_layers"]) for line in lines} == {(1, 2)}
         assert lines[0]["flops"] == flops(find_size("tiny"), 2, 64).step_linear - 2 * 3 * 128 * (
             (10_000 - 100) * 128
@@ -280,13 +279,13 @@ class TestForm:
                 mine.name
                 == f"stepscope: eager auto fused projections {policy}optimizer-in-backward graph"
             )
-            setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
+            setting = energy_by_part.setting_of(mine.workload, CpuDevice())
             assert setting.gradients == torch.float32
             narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
             assert narrow in racers(name)
             # The parts have a float32 residual stream.
             assert not precision(narrow.workload.dtype).narrow_stream
-            setting = energy_by_part.setting_of(narrow.workload, QuietBench.device)
+            setting = energy_by_part.setting_of(narrow.workload, CpuDevice())
             assert setting.gradients == torch.bfloat16
         assert set(energy_by_part.USUAL) <= set(energy_by_part.RACES)
         others = set(RACES) - set(energy_by_part.RACES)
@@ -296,7 +295,7 @@ class TestForm:
         mine = energy_by_part.our_racer("2.7b-2048", "sdpa_cudnn", 8)
         words = "sdpa_cudnn fused projections saves gates optimizer-in-backward graph"
         assert mine.name == f"stepscope: eager {words}"
-        setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
+        setting = energy_by_part.setting_of(mine.workload, CpuDevice())
         assert (setting.config.n_layers, setting.config.d_model) == (8, 2560)
         assert (setting.tokens, setting.activation_policy, setting.attention) == (
             8192,

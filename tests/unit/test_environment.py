@@ -16,12 +16,7 @@ import stepscope
 from stepscope.errors import UsageError
 from stepscope.measure import environment as module
 from stepscope.measure import scheduling
-from stepscope.measure.device import (
-    CpuDevice,
-    CudaDevice,
-    cpu_multiplies_bfloat16,
-    pick_device,
-)
+from stepscope.measure.device import CpuDevice, CudaDevice, cpu_multiplies_bfloat16, pick_device
 from stepscope.measure.environment import describe, lacks
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
@@ -98,9 +93,7 @@ def test_telemetry_without_a_driver_is_empty() -> None:
     assert telemetry.max_sm_clock_mhz() is None
 
 
-def test_telemetry_returns_none_for_unsupported_queries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_telemetry_returns_none_for_unsupported_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = fake_nvml(
         nvmlDeviceGetPowerUsage=412_500,
         nvmlDeviceGetCurrentClocksEventReasons=0x4 | 0x40,
@@ -131,9 +124,7 @@ def test_a_driver_that_does_not_know_the_gpu_is_ignored(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_an_old_gpu_lacks_dtypes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_gpu_lacks_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = fake_gpu(monkeypatch, 7, 5).lacks()
     assert missing == {
         "fp8": "Tesla T4 has compute capability 7.5, FP8 matmuls need 8.9; use bfloat16",
@@ -196,9 +187,7 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_a_gpu_without_triton_lacks_compiler_and_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_without_triton_lacks_compiler_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(module, "_triton_version", lambda: None)
     missing = lacks(fake_gpu(monkeypatch, 9, 0))
@@ -218,8 +207,7 @@ def test_a_gpu_that_is_too_old_for_triton_lacks_its_kernels(
 
 
 @pytest.mark.parametrize(
-    ("variable", "commit", "dirty"),
-    [("abc123", "abc123", False), ("abc123+dirty", "abc123", True)],
+    ("variable", "commit", "dirty"), [("abc123", "abc123", False), ("abc123+dirty", "abc123", True)]
 )
 def test_the_commit_of_a_copy_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, variable: str, commit: str, dirty: bool

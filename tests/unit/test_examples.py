@@ -21,10 +21,7 @@ OF_OTHER_LIBRARIES = {
 
 
 def output_of(
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *flags: str,
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
 ) -> str:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr("sys.argv", [str(path), "--steps", "12", "--batch", "2", *flags])

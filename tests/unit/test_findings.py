@@ -14,6 +14,7 @@ from stepscope.report.blocks import Cell, Finding, Spread, Table
 from stepscope.studies.page import study_sections
 from stepscope.studies.registry import find_study
 from study_records import benchmark_record, warmup_record
+from view_blocks import coded, findings_of, rows_of, table_of, tables_of
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon")
 COLD = [300.0, 150.0, *[100.0] * 10]
@@ -25,13 +26,12 @@ def mean(cell: Cell) -> float:
 
 
 def findings(study: str, *records: Record) -> list[Finding]:
-    return [b for b in find_study(study).view(records) if isinstance(b, Finding)]
+    return findings_of(find_study(study).view(records))
 
 
 def benchmark(code: str, *records: Record) -> Finding:
     """The finding of the benchmark with that code."""
-    (finding,) = (one for one in findings("benchmark", *records) if one.code == f"benchmark.{code}")
-    return finding
+    return coded(find_study("benchmark").view(records), f"benchmark.{code}")
 
 
 def forward_and_backward(
@@ -239,16 +239,11 @@ def test_lints_are_reported() -> None:
 
 def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
     lost = benchmark_record(status="oom", reason="out of memory")
-    tables = {
-        block.name: block
-        for block in find_study("benchmark").view([benchmark_record("forward", step=10.0), lost])
-        if isinstance(block, Table)
-    }
-    (times,) = tables["benchmark-times"].rows
-    titles = [column.title for column in tables["benchmark-times"].columns]
-    assert mean(times[titles.index("forward")]) == pytest.approx(10.0, rel=0.05)
-    assert times[titles.index("backward")] == times[titles.index("step")] == "OOM"
-    assert times[titles.index("fwd+bwd")] is None
+    tables = tables_of(find_study("benchmark").view([benchmark_record("forward", step=10.0), lost]))
+    (times,) = rows_of(tables["benchmark-times"])
+    assert mean(times["forward"]) == pytest.approx(10.0, rel=0.05)
+    assert times["backward"] == times["step"] == "OOM"
+    assert times["fwd+bwd"] is None
     _, failed = tables["benchmark-throughput"].rows
     assert failed == ("small", 512, "train-step", "OOM", *(None,) * 7, "out of memory")
 
@@ -276,16 +271,11 @@ def test_the_headline_has_the_train_steps_alone() -> None:
 
 def test_phases_that_a_longer_step_has_fill_the_table() -> None:
     step = benchmark_record(series=step_series(100.0))
-    (table,) = [
-        block
-        for block in find_study("benchmark").view([step])
-        if isinstance(block, Table) and block.name == "benchmark-times"
-    ]
-    titles = [column.title for column in table.columns]
-    (row,) = table.rows
-    assert mean(row[titles.index("forward")]) == pytest.approx(30.0, rel=0.02)
-    assert mean(row[titles.index("backward")]) == pytest.approx(60.0, rel=0.02)
-    assert row[titles.index("fwd+bwd")] is None
+    table = table_of(find_study("benchmark").view([step]), "benchmark-times")
+    (row,) = rows_of(table)
+    assert mean(row["forward"]) == pytest.approx(30.0, rel=0.02)
+    assert mean(row["backward"]) == pytest.approx(60.0, rel=0.02)
+    assert row["fwd+bwd"] is None
 
 
 def test_the_cost_of_the_first_steps_is_reported() -> None:
@@ -325,7 +315,7 @@ def test_processes_that_disagree_have_no_number_of_warm_up_steps() -> None:
         warmup_record([2.0 * steady, *[steady] * 9], warmup)
         for warmup, steady in ((0, 206.0), (1, 812.0), (2, 999.0), (5, 230.0))
     ]
-    shown = [b for b in find_study("warmup").view(records) if isinstance(b, Finding)]
+    shown = findings_of(find_study("warmup").view(records))
     assert [one.code for one in shown] == ["warmup.first-step", "warmup.unlike-processes"]
     assert shown[-1].tone == "warn"
     assert (shown[-1].values["fastest_ms"], shown[-1].values["slowest_ms"]) == (206.0, 999.0)
@@ -335,10 +325,10 @@ def test_processes_that_disagree_have_no_number_of_warm_up_steps() -> None:
 def test_a_busy_machine_has_no_number_of_warm_up_steps() -> None:
     busy = (FailedCheck(code="busy-machine", message="planted"),)
     records = [warmup_record(COLD), warmup_record(COLD, 2, failed_checks=busy)]
-    *_, verdict = (b for b in find_study("warmup").view(records) if isinstance(b, Finding))
+    *_, verdict = findings_of(find_study("warmup").view(records))
     assert (verdict.code, verdict.tone) == ("warmup.steps-unknown", "warn")
     (section,) = study_sections(records)
-    *_, shown = (b for b in section.blocks if isinstance(b, Finding))
+    *_, shown = findings_of(section.blocks)
     assert shown.sentence == (
         "The number of warm-up steps that this machine needs is unknown; inconclusive: the machine"
         f" was busy in 1 of 2 measurements ({records[1].id})."
@@ -412,11 +402,7 @@ def test_sizes_without_a_gain_from_a_dtype_are_named_with_the_reason() -> None:
     waiting, limited = finding.conclusion.split(". ")
     assert waiting.startswith("It does not help small at context 128: these steps are CPU-bound")
     assert limited.startswith("It does not help small at context 512, not CPU-bound")
-    (table,) = (
-        block
-        for block in find_study("benchmark").view(records)
-        if isinstance(block, Table) and block.name == "benchmark-formats"
-    )
+    table = table_of(find_study("benchmark").view(records), "benchmark-formats")
     assert [row[:3] for row in table.rows] == [
         ("small", 128, "bfloat16"),
         ("small", 512, "bfloat16"),

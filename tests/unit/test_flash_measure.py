@@ -275,9 +275,7 @@ def test_only_the_kernel_of_the_tile_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert facts["tile_m"] == (128, "rows")
 
 
-def test_fewer_stages_are_tried_before_a_tile_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fewer_stages_are_tried_before_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, most=8192)
     result = measure_tile("forward", Tile(64, 64, 4, 3), launches.run, 2, Bench())
     assert not isinstance(result, str)

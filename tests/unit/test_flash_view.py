@@ -11,10 +11,11 @@ import pytest
 from flash_blocks import finding, findings, table
 from sample_records import merged
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Figure, Interval, Table
+from stepscope.report.blocks import Interval
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.races import PUBLISHED
 from study_records import flash_record, matrix_ceiling, race_record, tiles_record
+from view_blocks import figures_of, table_of, tables_of
 
 
 def published(**baselines: Sequence[float]) -> list[Record]:
@@ -114,8 +115,7 @@ class TestSpeed:
 
     def test_the_caption_says_how_a_sample_starts(self) -> None:
         def caption(records: Sequence[Record]) -> str:
-            tables = (b for b in STUDY.view(records) if isinstance(b, Table))
-            return next(b.caption for b in tables if b.name == "flash-speed")
+            return table_of(STUDY.view(records), "flash-speed").caption
 
         ahead = published(flex=(2.0,) * 5)
         assert "with the CPU ahead" in caption(ahead)
@@ -172,7 +172,7 @@ class TestGrid:
             for head in (64, 128)
             for dtype in ("bfloat16", "float32")
         ]
-        drawn = {b.name: b for b in STUDY.view(records) if isinstance(b, Figure)}
+        drawn = figures_of(STUDY.view(records))
         assert set(drawn) == {
             *(f"flash-rate-{dtype}-d{d}" for dtype in ("bfloat16", "float32") for d in (64, 128)),
             "flash-memory-bfloat16",
@@ -272,7 +272,7 @@ class TestGrid:
             for name, at in (("triton", 4096), ("flex", 2048))
             for seq in (512, 1024, 2048, 4096)
         ]
-        drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
+        drawn, *_ = figures_of(STUDY.view(records)).values()
         assert {curve.x for curve in drawn.curves} == {(2048.0, 4096.0)}
         assert "Shorter lengths are left out" in drawn.caption
 
@@ -308,7 +308,7 @@ class TestGrid:
         assert [row["tensor"] for row in missed] == ["output", "dQ", "dK", "dV"]
         assert missed[0]["error"] == pytest.approx(2.5e-3)
         assert missed[0]["allowed"] == pytest.approx(2e-3 + 1e-5)
-        names = [b.name for b in STUDY.view(records[1:]) if isinstance(b, Table)]
+        names = list(tables_of(STUDY.view(records[1:])))
         assert "flash-errors" in names
         assert "flash-error-misses" not in names
 
@@ -323,7 +323,7 @@ class TestGrid:
         assert match["limit"] == "six bfloat16 matmuls"
         assert match["limit_rate"] == pytest.approx(100e12)
         assert not findings(records, "flash.failed-check")
-        drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
+        drawn, *_ = figures_of(STUDY.view(records)).values()
         assert [mark.value for mark in drawn.marks] == pytest.approx([50.0, 100.0])
         plain = [flash_record(dtype="float32", both=0.125, ceilings=limits)]
         assert finding(plain, "flash.failed-check").values["check"] == "above-ceiling"

@@ -14,7 +14,7 @@ from stepscope.advisor.inspect.progress import read_progress
 from stepscope.advisor.scope import counting, stages
 from stepscope.records.memory import SAVED
 from stepscope.studies.program.rows import ProgramRecord
-from watched_models import WIDTH, Network, batch, network_flops
+from watched_models import WIDTH, Network, batch, network, network_flops
 from watched_programs import only, watching
 
 STEPS = 14
@@ -275,8 +275,7 @@ def test_fewer_steps_with_many_operators_are_traced(
     monkeypatch: pytest.MonkeyPatch, memory: bool
 ) -> None:
     monkeypatch.setattr(counting, "most_operators", lambda _: 250)
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=1, timed=2, traced=9, memory=memory)
     while not scope.done:
         with scope.step():

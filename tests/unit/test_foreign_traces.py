@@ -18,7 +18,6 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import Summary
-from stepscope.report.blocks import Finding
 from stepscope.studies.trace.findings import trace_findings
 from stepscope.studies.trace.view import gap_table, trace_blocks
 from trace_files import (
@@ -32,6 +31,7 @@ from trace_files import (
     one_long_gap,
     training_step,
 )
+from view_blocks import findings_of
 
 LAUNCH_REMEDY = "fewer launches can"
 
@@ -348,8 +348,7 @@ def test_the_last_maker_before_its_user_is_the_forward() -> None:
 
 def test_no_finding_of_a_trace_has_a_share_above_one() -> None:
     for trace in (training_step(), late_launches(), one_long_gap(), one_long_gap("cudaMalloc")):
-        for block in trace_blocks(summary_of(trace)):
-            if isinstance(block, Finding):
-                shares = [word for word in block.text.split() if word.replace(".", "").isdigit()]
-                assert "nan" not in block.text
-                assert "-" not in "".join(shares)
+        for finding in findings_of(trace_blocks(summary_of(trace))):
+            shares = [word for word in finding.text.split() if word.replace(".", "").isdigit()]
+            assert "nan" not in finding.text
+            assert "-" not in "".join(shares)

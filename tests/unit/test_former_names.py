@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from command_line import python
 from stepscope.cli.common import with_new_names
 from stepscope.torch_tools.renamed import renamed_arguments
 
@@ -25,7 +23,7 @@ print([str(one.message) for one in caught if one.category is DeprecationWarning
 
 
 def test_the_former_package_of_the_kernels_imports_with_a_warning() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=400)
+    done = python("-c", CODE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['stepscope.model.kernels is now stepscope.kernels']"
 

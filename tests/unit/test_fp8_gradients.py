@@ -18,7 +18,7 @@ from fp8_records import gradients, tensors_record, training_record
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.fp8.cases import Fp8Flags, GradientProbe, LayerGroup
 from stepscope.studies.fp8.gradient_view import override_line
 from stepscope.studies.fp8.gradients import gradient_probe, groups_of, without_ends
@@ -26,6 +26,7 @@ from stepscope.studies.fp8.layers import Linears, emulate_bf16, linears_of
 from stepscope.studies.registry import find_study
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.subject import TrainingStep
+from view_blocks import findings_of, tables_of
 
 WIDTH = 32
 
@@ -271,8 +272,7 @@ class TestMeasured:
 
 
 def findings(*records: Record) -> dict[str, Finding]:
-    blocks = find_study("fp8").view(records)
-    return {block.code: block for block in blocks if isinstance(block, Finding)}
+    return {finding.code: finding for finding in findings_of(find_study("fp8").view(records))}
 
 
 class TestFindings:
@@ -328,7 +328,7 @@ class TestFindings:
 
     def test_tables(self) -> None:
         blocks = find_study("fp8").view([tensors_record(gradients=gradients())])
-        tables = {block.name: block for block in blocks if isinstance(block, Table)}
+        tables = tables_of(blocks)
         passes = tables["fp8-gradient"].rows
         assert [row[0] for row in passes] == [
             "none (bf16)",

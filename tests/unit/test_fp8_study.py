@@ -16,7 +16,7 @@ from stepscope.errors import UsageError
 from stepscope.kernels.fp8 import recipe as recipes
 from stepscope.kernels.fp8.recipe import Recipe
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.fp8.cases import Fp8Flags, GradientProbe, LayerProbe, TensorsCase
 from stepscope.studies.fp8.layers import (
@@ -30,6 +30,7 @@ from stepscope.studies.fp8.layers import (
 )
 from stepscope.studies.registry import find_study
 from stepscope.studies.training.text import VOCAB, TextBatches, library_text
+from view_blocks import figures_of, findings_of, tables_of
 
 SMALL = {"size": ("tiny",), "context": 16, "batch": 1}
 
@@ -41,8 +42,7 @@ def measured(**flags: Any) -> Measurement:
 
 
 def findings(*records: Record) -> dict[str, Finding]:
-    blocks = find_study("fp8").view(records)
-    return {block.code: block for block in blocks if isinstance(block, Finding)}
+    return {finding.code: finding for finding in findings_of(find_study("fp8").view(records))}
 
 
 class TestMeasured:
@@ -346,7 +346,7 @@ class TestFindings:
         blocks = find_study("fp8").view(
             [tensors_record(), training_record(), training_record(scaling="rowwise", fp8=2.2)]
         )
-        figures = {block.name: block for block in blocks if isinstance(block, Figure)}
+        figures = figures_of(blocks)
         assert set(figures) == {
             *("fp8-loss", "fp8-difference", "fp8-gemms", "fp8-underflow", "fp8-amax"),
         }
@@ -354,6 +354,6 @@ class TestFindings:
         assert last == pytest.approx([0.0, 0.1])
         labels = [curve.label for curve in figures["fp8-loss"].curves]
         assert labels == ["bf16", "FP8 tensorwise", "FP8 rowwise"]
-        tables = {block.name: block for block in blocks if isinstance(block, Table)}
+        tables = tables_of(blocks)
         assert set(tables) == {"fp8-training", "fp8-casts", "fp8-layers"}
         assert [row[0] for row in tables["fp8-layers"].rows] == ["blocks.1.w1", "blocks.0.w1"]

@@ -7,13 +7,12 @@ import hashlib
 import io
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 from rich.console import Console
 
+from command_line import python
 from sample_page import HOSTILE, hostile_page, kernel_table, sample_page, section, step_figure
 from stepscope.report.blocks import Column, Page, Table
 from stepscope.report.html import html_page
@@ -208,7 +207,7 @@ def test_blocks_load_without_the_drawing_libraries() -> None:
         "stepscope.report.terminal, stepscope.report.plots, stepscope.report.html; "
         "print({'torch', 'matplotlib', 'jinja2', 'rich', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     assert done.stdout.strip() == "set()"
 
 

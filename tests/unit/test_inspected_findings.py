@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import attached, coded, inspected_record
+from own_records import attached, inspected_record
 from sample_records import environment, times
 from stepscope.advisor.inspect.gather import with_profile
 from stepscope.analysis.trace.summary import LedgerLine, Summary
@@ -21,6 +21,7 @@ from stepscope.studies.program.findings import inspected_findings
 from stepscope.studies.program.rows import ProgramRecord, programs
 from stepscope.studies.program.view import headline_table
 from study_records import memory_record
+from view_blocks import coded
 
 
 def with_summary(record: Record, **changes: object) -> Record:

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 import stepscope
-from stepscope.analysis.kernels.names import (
-    CLASSES,
-    describe,
-    describe_operator,
-    linear_role,
-)
+from stepscope.analysis.kernels.names import CLASSES, describe, describe_operator, linear_role
 from stepscope.analysis.kernels.operators import inductor_parts
 
 FP32, TF32, FP16, BF16 = (

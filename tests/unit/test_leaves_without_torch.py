@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
-BLOCKED = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-
-sys.meta_path.insert(0, NoTorch())
-"""
-
-
-def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
-    script = BLOCKED + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+from command_line import without_torch
 
 
 @pytest.mark.parametrize(
@@ -41,17 +23,12 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_loads(module: str) -> None:
-    done = run_without_torch(f"import {module}; assert 'torch' not in sys.modules")
+    done = without_torch(f"import {module}; assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_import_block_works() -> None:
-    done = run_without_torch("from stepscope.model import TransformerLM")
-    assert "torch is blocked" in done.stderr
-
-
 def test_costs_are_computed_without_torch() -> None:
-    done = run_without_torch(
+    done = without_torch(
         """
         from stepscope.attention import IMPLEMENTATION_NAMES, implementation
         from stepscope.errors import UsageError

@@ -14,12 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepscope.kernels import linear_cross_entropy
-from stepscope.kernels.loss_chunks import (
-    CHUNK_ELEMENTS,
-    CHUNK_ROWS,
-    matmul_columns,
-    rows_per_chunk,
-)
+from stepscope.kernels.loss_chunks import CHUNK_ELEMENTS, CHUNK_ROWS, matmul_columns, rows_per_chunk
 
 ROWS, D, VOCAB = 37, 12, 53
 

@@ -84,12 +84,7 @@ def test_child_processes_are_not_other_work(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(psutil, "cpu_times", lambda: total._replace(user=next(everybody)))
     clock = iter((0.0, 1.0))
     monkeypatch.setattr(
-        load,
-        "time",
-        SimpleNamespace(
-            monotonic=lambda: next(clock),
-            sleep=lambda _: None,
-        ),
+        load, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
     )
     assert other_work(1.0) == pytest.approx(0.5)
 

@@ -37,13 +37,10 @@ def recorded_step(
 ) -> tuple[Workload, StorageLedger]:
     work = Workload(
         size="tiny",
-        table="2025",
         context=24,
         batch=2,
         dtype=dtype,
         attention=attention,
-        compile="no",
-        optimizer="torch",
         mode="train-step",
         overrides={"vocab": 77},
     )

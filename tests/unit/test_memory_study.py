@@ -13,13 +13,7 @@ from quiet_bench import QuietBench
 from sample_records import value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
-from stepscope.records.memory import (
-    KEPT_INPUT,
-    MODEL_BUILT,
-    OPTIMIZER,
-    RECOMPUTED,
-    STEP_END,
-)
+from stepscope.records.memory import KEPT_INPUT, MODEL_BUILT, OPTIMIZER, RECOMPUTED, STEP_END
 from stepscope.studies.memory import measure
 from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
@@ -31,13 +25,10 @@ from stepscope.studies.training.workload import Workload
 GIB = 1 << 30
 FORWARD = Workload(
     size="tiny",
-    table="2025",
     context=8,
     batch=1,
     dtype="float32",
     attention="sdpa",
-    compile="no",
-    optimizer="torch",
     mode="forward",
     overrides={"vocab": 32},
 )

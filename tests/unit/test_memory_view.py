@@ -23,12 +23,13 @@ from stepscope.records.memory import (
     Standing,
 )
 from stepscope.records.schema import FailedCheck, Quantity, Record
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory.rows import Accounted, accounted, leading
 from stepscope.studies.registry import find_study
 from stepscope.studies.trusted import tempered
 from study_records import memory_record
+from view_blocks import coded, figures_of, findings_of, table_of, tables_of
 
 GIB = 1 << 30
 
@@ -39,10 +40,10 @@ def sizes(**values: float) -> tuple[Quantity, ...]:
 
 def by_code(records: list[Record]) -> dict[str, Finding]:
     """The findings by code; no code comes twice."""
-    blocks = [block for block in find_study("memory").view(records) if isinstance(block, Finding)]
-    findings = {block.code.removeprefix("memory."): block for block in blocks}
-    assert len(findings) == len(blocks)
-    return findings
+    findings = findings_of(find_study("memory").view(records))
+    by_code = {finding.code.removeprefix("memory."): finding for finding in findings}
+    assert len(by_code) == len(findings)
+    return by_code
 
 
 def cases_of(records: list[Record]) -> list[Accounted]:
@@ -54,21 +55,13 @@ def ids(*records: Record) -> set[str]:
 
 
 def table(records: list[Record], name: str) -> Table:
-    (match,) = (
-        block
-        for block in find_study("memory").view(records)
-        if isinstance(block, Table) and block.name == name
-    )
-    return match
+    return table_of(find_study("memory").view(records), name)
 
 
 def test_memory_over_a_step_is_drawn_with_the_forward_alone() -> None:
     records = [memory_record("forward"), memory_record(), memory_record(context=64, peak=1 << 20)]
-    figures = [
-        block
-        for block in find_study("memory").view(records)
-        if isinstance(block, Figure) and block.kind == "areas"
-    ]
+    drawn = figures_of(find_study("memory").view(records)).values()
+    figures = [figure for figure in drawn if figure.kind == "areas"]
     assert [figure.name for figure in figures] == [
         "memory-course-forward",
         "memory-course-train-step",
@@ -189,8 +182,7 @@ def test_every_case_is_compared_with_the_drivers_figure() -> None:
     rows = table([large, open_ended], "memory-driver").rows
     assert rows[1][-6:] == (GIB, GIB / 4, GIB / 2, GIB / 4, 2.0 * GIB, 0.25)
     on_cpu = memory_record(environment=environment(device_kind="cpu", device_name="Xeon"))
-    names = [b.name for b in find_study("memory").view([on_cpu]) if isinstance(b, Table)]
-    assert "memory-driver" not in names
+    assert "memory-driver" not in tables_of(find_study("memory").view([on_cpu]))
 
 
 def test_the_ends_of_phases_add_up_to_the_drivers_figure() -> None:
@@ -222,10 +214,7 @@ def test_the_longest_context_that_fits_is_reported() -> None:
         for context in (512, 1024)
     ]
     records = [*ran, *full, memory_record("forward", context=512, peak=GIB)]
-    blocks = find_study("memory").view(records)
-    (finding,) = (
-        b for b in blocks if isinstance(b, Finding) and b.code == "memory.longest-contexts"
-    )
+    finding = coded(find_study("memory").view(records), "memory.longest-contexts")
     assert finding.text == (
         "The longest contexts that fit on this device: tiny at context 256 in float32 (2.00 GiB;"
         " 512 runs out)."
@@ -303,7 +292,7 @@ def test_only_the_cost_of_recording_is_doubted_on_a_busy_machine() -> None:
         failed_checks=(FailedCheck(code="busy-machine", message="threads waited for cores"),),
     )
     shown = tempered(find_study("memory").view([busy]), [busy])
-    doubted = [b.code for b in shown if isinstance(b, Finding) and "inconclusive" in b.sentence]
+    doubted = [one.code for one in findings_of(shown) if "inconclusive" in one.sentence]
     assert doubted == ["memory.recording"]
 
 
@@ -400,7 +389,7 @@ def test_post_mortems_stop_after_the_first_four() -> None:
         )
         for context in (64, 128, 256, 512, 1024, 2048)
     ]
-    finding = [b for b in find_study("memory").view(lost) if isinstance(b, Finding)]
+    finding = findings_of(find_study("memory").view(lost))
     assert [b.code for b in finding] == [*["memory.ran-out"] * 4, "memory.more-ran-out"]
     assert finding[-1].text == "2 more cases ran out of memory."
     assert (finding[-1].values, set(finding[-1].records)) == ({"cases": 2}, ids(*lost[4:]))

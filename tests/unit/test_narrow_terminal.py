@@ -19,6 +19,7 @@ from stepscope.report.terminal import print_sections, print_table
 from stepscope.studies.page import make_page, study_sections
 from stepscope.studies.trace.view import trace_blocks
 from trace_files import training_step
+from view_blocks import tables_of
 
 WIDTHS = (60, 80, 100)
 RESULTS = [
@@ -96,7 +97,7 @@ def tables(records: list) -> Iterator[Table]:  # type: ignore[type-arg]
     page = make_page(records)
     *studies, _, _ = page.sections
     for section in studies:
-        yield from (block for block in section.blocks if isinstance(block, Table))
+        yield from tables_of(section.blocks).values()
     yield page.headline
 
 
@@ -117,9 +118,10 @@ def test_tables_of_recorded_results_fit(path: Path) -> None:
 def test_tables_of_a_trace_fit() -> None:
     from stepscope.analysis.trace.summarize import summarize
 
-    for block in trace_blocks(summarize(training_step(blocks=3, steps=2).read())):
-        if isinstance(block, Table):
-            check(block)
+    for table in tables_of(
+        trace_blocks(summarize(training_step(blocks=3, steps=2).read()))
+    ).values():
+        check(table)
 
 
 @pytest.mark.parametrize("study", MIXED)

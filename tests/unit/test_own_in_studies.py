@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,15 +11,15 @@ import torch
 from command_line import CommandLine
 from fp8_on_cpu import pretend_fp8
 from own_models import causal_lm, causal_lm_flops
+from own_records import measured_on_cpu
 from quiet_bench import QuietBench
-from sample_records import environment, record, value_of
+from sample_records import value_of
 from stepscope.acceleration import accelerate as acceleration
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8 import choice, recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.memory.measure import in_small
 from stepscope.studies.own import step as own_step
@@ -31,6 +30,7 @@ from stepscope.studies.training import timed as timed_step
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.subject import TrainingStep
 from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
+from view_blocks import findings_of, tables_of
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
 SMALL: dict[str, dict[str, Any]] = {
@@ -61,16 +61,7 @@ def value(quantities: tuple[Quantity, ...], name: str) -> float:
 
 def measured(case: PlannedCase) -> Record:
     study = find_study(case.study)
-    result = study.measure(study.decode(case.config), QuietBench())
-    measured = record(
-        study=case.study,
-        case=case.key,
-        series=result.series,
-        notes=result.notes,
-        attachments=msgspec.to_builtins(result.attachments),
-        environment=environment(device_kind="cpu", device_name="a CPU"),
-    )
-    return msgspec.structs.replace(measured, config=case.config, quantities=result.quantities)
+    return measured_on_cpu(study, study.decode(case.config))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,8 +72,8 @@ def test_every_study_of_a_step_accepts_a_user_s_model(study: str, model: str) ->
     assert f"own_models.{model}_b2_float32" in case.key
     result = measured(case)
     blocks = find_study(study).view([result])
-    assert any(isinstance(block, Table) for block in blocks)
-    text = " ".join(block.text for block in blocks if isinstance(block, Finding))
+    assert tables_of(blocks)
+    text = " ".join(finding.text for finding in findings_of(blocks))
     assert "context 0" not in text
     if study != "compile":
         assert result.quantity("parameters")
@@ -261,15 +252,13 @@ def test_a_study_without_model_support_says_why(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.timeout(180)
-def test_ranks_train_a_user_s_model(tmp_path: Path) -> None:
-    command = CommandLine(tmp_path)
-    command.know_ceilings()
+def test_ranks_train_a_user_s_model(cli: CommandLine) -> None:
     for study in ("ddp --bucket-mb 1", "fsdp"):
-        done = command.line(
+        done = cli.line(
             f"run {study} --model own_models:causal_lm --ranks 2 --rounds 2 --device cpu"
         )
         assert done.returncode == 0, done.stderr
-    ddp, fsdp = command.records()
+    ddp, fsdp = cli.records()
     assert (ddp.status, fsdp.status) == ("ok", "ok")
     model, _ = causal_lm()
     assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())

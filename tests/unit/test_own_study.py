@@ -15,10 +15,11 @@ from quiet_bench import QuietBench
 from stepscope.advisor.advise.cases import Trial
 from stepscope.errors import UsageError
 from stepscope.records.jsonl import read_records
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Table
 from stepscope.studies.own import STUDY
 from stepscope.studies.own.cases import OwnFlags
 from stepscope.studies.program.cases import InspectedCase
+from view_blocks import findings_of, table_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -110,7 +111,7 @@ def test_settings_are_compared_with_the_first_case() -> None:
         own_record(10.0, setting={"dtype": "bfloat16", "optimizer": "adamw-fused"}),
     ]
     blocks = STUDY.view(records)
-    dtype, batch = [b for b in blocks if isinstance(b, Finding) and b.code == "own.setting"]
+    dtype, batch = findings_of(blocks, "own.setting")
     assert dtype.text == (
         "With dtype bfloat16 instead of float32 a step takes 25.0 ms instead of 100 ms: 4.00× the"
         " speed, and the peak memory goes from 2.00 GiB to 1.00 GiB."
@@ -129,14 +130,14 @@ def test_settings_are_compared_with_the_first_case() -> None:
     assert batch.values["speedup"] == pytest.approx(4 / 3)
     assert "1.33× the speed per sample" in batch.text
     assert batch.records == ("first", "batch")
-    (table,) = [b for b in blocks if isinstance(b, Table) and b.name == "own-settings"]
+    table = table_of(blocks, "own-settings")
     assert [row[2] for row in table.rows] == ["float32", "bfloat16", "float32", "bfloat16"]
     assert table.columns[5].title == "step"
 
 
 def test_the_settings_table_shows_what_differs() -> None:
     records = [own_record(100.0), own_record(130.0, setting={"checkpoint": "blocks"})]
-    (table,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == "own-settings"]
+    table = table_of(STUDY.view(records), "own-settings")
     assert table.columns[5].title == "checkpoint"
     assert [row[5] for row in table.rows] == ["as-is", "blocks"]
     assert all(len(row) == len(table.columns) for row in table.rows)

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import attached, coded, codes, inspected_record
+from own_records import attached, inspected_record
 from sample_records import environment
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
-from stepscope.report.blocks import Finding, Timeline
+from stepscope.report.blocks import Timeline
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.program.waterfall import least_ms, parts_of, waterfall_blocks
+from view_blocks import coded, codes, findings_of
 
 KNOWN = (
     Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured"),
@@ -169,7 +170,7 @@ def test_power_cap_is_reported_with_the_waterfall() -> None:
     blocks = waterfall_blocks(
         ProgramRecord(watched(readings=(capped,), environment=here)), "inspect"
     )
-    text = [block.text for block in blocks if isinstance(block, Finding)]
+    text = [finding.text for finding in findings_of(blocks)]
     assert text[1].startswith(
         "At the power cap: this step, in 1 of 1 readings, its clock at 1.70 of 1.98 GHz."
     )

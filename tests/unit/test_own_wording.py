@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from own_records import attached, coded, inspected_record, tried
+from own_records import attached, inspected_record, tried
 from stepscope.advisor.advise.view import not_evaluated_findings
 from stepscope.advisor.inspect import STUDY as INSPECT
 from stepscope.analysis.advice.missing_inputs import MEMORY, NotEvaluated
 from stepscope.analysis.checks import check_record
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
-from stepscope.report.blocks import Finding
 from stepscope.studies.program.setting import OptimizerSetting, Setting
 from stepscope.studies.registry import viewables
+from view_blocks import coded, findings_of
 
 OPTIMIZER = OptimizerSetting(
     name="AdamW", of_torch=True, tensors=2, fused=False, foreach=None, knows_fused=True
@@ -128,11 +128,7 @@ def test_each_lint_of_a_record_is_a_finding() -> None:
     record = msgspec.structs.replace(record, series=(uneven,))
     failed = check_record(record)
     assert failed
-    findings = [
-        block
-        for block in INSPECT.view([record])
-        if isinstance(block, Finding) and block.code == "inspect.failed-check"
-    ]
+    findings = findings_of(INSPECT.view([record]), "inspect.failed-check")
     assert [one.values["check"] for one in findings] == [check.code for check in failed]
     assert [one.text.lower() for one in findings] == [
         f"{check.message}.".lower() for check in failed

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 from test_prediction import plan
 
+from command_line import python
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.cli import main
@@ -133,5 +132,5 @@ def test_it_does_not_load_torch() -> None:
         "import sys; from stepscope.cli import main; main(['predict', '--size', 'tiny']);"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

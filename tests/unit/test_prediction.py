@@ -64,13 +64,10 @@ def tiny(
 ) -> Workload:
     return Workload(
         size="tiny",
-        table="2025",
         context=48,
         batch=2,
         dtype=dtype,
         attention=attention,
-        compile="no",
-        optimizer="torch",
         mode=mode,
         overrides=overrides,
         checkpoint=checkpoint,

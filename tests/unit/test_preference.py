@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import hopper, ops, sdpa
-from stepscope.attention.preference import (
-    FASTEST,
-    HEAD_DIMS,
-    description,
-    kind_of,
-    reason_against,
-)
+from stepscope.attention.preference import FASTEST, HEAD_DIMS, description, kind_of, reason_against
 from stepscope.attention.tiles import MAX_HEAD
 
 

@@ -109,9 +109,7 @@ def test_the_chosen_kernel(
     assert plan.sustained == sustained
 
 
-def test_a_matmul_that_cublas_rejects_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_matmul_that_cublas_rejects_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FakePlan([(1.0, 1.0), (0.5, 0.5)], monkeypatch)
 
     def fails(*_: object) -> float:

@@ -7,11 +7,7 @@ import torch
 
 from stepscope.errors import first_cause
 from stepscope.measure.device import CpuDevice
-from stepscope.studies.profile.experiments import (
-    LARGER,
-    experiments,
-    larger_batch,
-)
+from stepscope.studies.profile.experiments import LARGER, experiments, larger_batch
 from stepscope.studies.training.captured import forget_steps
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import MODES, Mode, WorkloadFlags, workloads

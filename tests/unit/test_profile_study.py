@@ -17,20 +17,15 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding
 from stepscope.studies.presets import preset_cases
-from stepscope.studies.profile.rows import (
-    Group,
-    attention_core,
-    count_story,
-    groups,
-    top_kernel,
-)
+from stepscope.studies.profile.rows import Group, attention_core, count_story, groups, top_kernel
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import trace_step
 from stepscope.studies.training.subject import Subject
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
+from view_blocks import findings_of, rows_of, table_of, tables_of
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 STUDY = find_study("profile")
@@ -41,15 +36,13 @@ def grouped(*records: Record) -> list[Group]:
 
 
 def by_code(*records: Record) -> dict[str, Finding]:
-    findings = [b for b in STUDY.view(records) if isinstance(b, Finding)]
+    findings = findings_of(STUDY.view(records))
     assert all(one.code and one.records for one in findings)
     return {one.code.removeprefix("profile."): one for one in findings}
 
 
 def table(name: str, *records: Record) -> list[dict[str, object]]:
-    (match,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
-    titles = [column.title for column in match.columns]
-    return [dict(zip(titles, row, strict=True)) for row in match.rows]
+    return rows_of(table_of(STUDY.view(records), name))
 
 
 def busy_step(blocks: int = 12) -> ChromeTrace:
@@ -272,7 +265,7 @@ def test_every_size_is_in_one_table_with_timer_and_profiler() -> None:
         return profile_record("forward-backward", size=size, batch=batch, context=context, step=0.5)
 
     few = [traced("small"), traced("xl"), traced("large", context=512)]
-    assert "profile-sizes" not in [b.name for b in STUDY.view(few) if isinstance(b, Table)]
+    assert "profile-sizes" not in tables_of(STUDY.view(few))
     rows = table("profile-sizes", *few, traced("large"), traced("large", batch=1))
     assert [(r["size"], r["batch"]) for r in rows] == [
         ("small", 4),
@@ -393,8 +386,7 @@ def test_dtypes_of_the_same_step_are_compared_by_class() -> None:
     assert rows["matmul"]["bfloat16, eager"] == pytest.approx(0.16)
     assert rows["matmul"]["ratio"] == pytest.approx(0.5)
     assert len(rows) == 7
-    named = [b.name for b in STUDY.view([slow, fast]) if isinstance(b, Table)]
-    assert "profile-comparison-2" not in named
+    assert "profile-comparison-2" not in tables_of(STUDY.view([slow, fast]))
 
 
 @pytest.mark.parametrize("how", [{"steps": 0}, {"traced": 0}, {"warmup": -1}])
@@ -479,9 +471,7 @@ def test_the_published_preset_has_the_cases_of_its_tables() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_gpu_trace_without_kernels_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_trace_without_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubling(Subject):
         def phases(self) -> tuple[Phase, ...]:
             return (Phase("double", lambda: torch.ones(3) * 2),)

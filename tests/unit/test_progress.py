@@ -39,10 +39,7 @@ def test_cases_beyond_the_announced_total_are_counted(
         assert "2 of 2 cases" in text
 
 
-@pytest.mark.parametrize(
-    ("total", "expected"),
-    [(0, ""), (1, ": 1 case"), (2, ": 2 cases")],
-)
+@pytest.mark.parametrize(("total", "expected"), [(0, ""), (1, ": 1 case"), (2, ": 2 cases")])
 def test_first_line_counts_cases(
     total: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

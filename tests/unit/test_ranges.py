@@ -28,16 +28,14 @@ CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_
 
 
 def tiny_step(**changes: str) -> TransformerStep:
-    fields = {"attention": "reference", "compile": "no", "optimizer": "torch"} | changes
     workload = Workload(
         size="tiny",
-        table="2025",
         context=16,
         batch=2,
         dtype="float32",
         mode="train-step",
         overrides={"d_model": 32, "d_ff": 64, "vocab": 50, "n_heads": 2},
-        **fields,
+        **changes,
     )
     return TransformerStep(workload, CpuDevice())
 

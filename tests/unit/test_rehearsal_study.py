@@ -13,11 +13,12 @@ from rehearsal_records import check_record, ready_times, recorded_record
 from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Series
-from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.ddp.measure import make_model
 from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal import checks, subject
 from stepscope.studies.rehearsal.cases import Sampled
+from view_blocks import figures_of, findings_of, table_of
 
 
 def view(*records: Record) -> tuple[Any, ...]:
@@ -25,11 +26,11 @@ def view(*records: Record) -> tuple[Any, ...]:
 
 
 def findings(*records: Record) -> list[Finding]:
-    return [block for block in view(*records) if isinstance(block, Finding)]
+    return findings_of(view(*records))
 
 
 def of_code(code: str, *records: Record) -> list[Finding]:
-    return [one for one in findings(*records) if one.code == code]
+    return findings_of(view(*records), code)
 
 
 def subject_of(record: Record) -> subject.Subject | None:
@@ -43,7 +44,7 @@ def check_of(record: Record) -> checks.Check | None:
 
 
 def table(name: str, *records: Record) -> Table:
-    return next(b for b in view(*records) if isinstance(b, Table) and b.name == name)
+    return table_of(view(*records), name)
 
 
 def test_a_recording_has_the_medians_of_its_record() -> None:
@@ -206,7 +207,7 @@ def test_figures_show_overlap_ranks_and_buckets() -> None:
     backward = lanes["overlap: compute"].spans[1]
     assert lanes["overlap: links"].spans[0].start < backward.end
     assert lanes["naive: links"].spans[0].start >= lanes["naive: compute"].spans[1].end
-    figures = {block.name.split("-tiny")[0]: block for block in shown if isinstance(block, Figure)}
+    figures = {name.split("-tiny")[0]: figure for name, figure in figures_of(shown).items()}
     kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
     assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]
     assert {curve.label for figure in figures.values() for curve in figure.curves} >= {
@@ -221,8 +222,7 @@ def test_a_batch_of_one_is_not_divided() -> None:
     for match in of_code("rehearsal.scaling", record):
         assert match.values["fastest_shared"] is None
         assert "divided among ranks" not in match.sentence
-    names = [block.name for block in view(record) if isinstance(block, Figure)]
-    assert not any("divided" in name for name in names)
+    assert not any("divided" in name for name in figures_of(view(record)))
 
 
 def test_a_correct_prediction_has_a_small_error() -> None:

@@ -74,14 +74,12 @@ class Watcher:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
+def command(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     """A command line whose workers know the planted studies and the ceilings."""
-    command_line = CommandLine(tmp_path)
-    command_line.know_ceilings()
     for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
-        monkeypatch.setenv(name, command_line.environment[name])
+        monkeypatch.setenv(name, cli.environment[name])
     registry.viewables.cache_clear()
-    yield command_line
+    yield cli
     registry.viewables.cache_clear()
 
 
@@ -94,9 +92,7 @@ def pid(record: Record) -> float | None:
     return record.quantity("pid")
 
 
-def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(
-    command: CommandLine,
-) -> None:
+def test_every_outcome_of_a_case_is_recorded_and_the_sweep_continues(command: CommandLine) -> None:
     # Each failure is between two cases that succeed.
     cases = tuple(
         PlannedCase(study=c.study, key=f"{c.key}-{n}", config=c.config)
@@ -374,9 +370,7 @@ def test_a_worker_ends_with_its_parent(command: CommandLine) -> None:
     assert command.left_behind() == []
 
 
-def test_user_studies_are_found_by_their_modules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_user_studies_are_found_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def studies(modules: str) -> list[str]:
         monkeypatch.setenv("STEPSCOPE_STUDIES", modules)
         registry.viewables.cache_clear()

@@ -16,10 +16,10 @@ from stepscope.advisor.scope import library
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
-from stepscope.report.blocks import Finding, Table
 from stepscope.studies.page import make_page, verdict_of
 from stepscope.studies.program.rows import ProgramRecord
-from watched_models import Network, batch, network_flops, train
+from view_blocks import findings_of, tables_of
+from watched_models import Network, batch, network, network_flops, train
 
 FEW = {"warmup": 1, "timed": 5, "traced": 2}
 
@@ -63,9 +63,7 @@ def test_trace_names_the_modules_of_the_model(scoped: tuple[stepscope.Scope, Pat
     assert "aten::normal_" in outside
 
 
-def test_memory_ledger_has_the_bytes_of_the_model(
-    scoped: tuple[stepscope.Scope, Path],
-) -> None:
+def test_memory_ledger_has_the_bytes_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
     account = ProgramRecord(scoped[0].record()).account
     assert account is not None
     size = sum(p.numel() for p in Network().parameters()) * 4
@@ -82,17 +80,16 @@ def test_page_is_reproduced_from_its_records(scoped: tuple[stepscope.Scope, Path
     rebuilt = make_page(records)
     assert rebuilt.headline.rows[0][0] == "a test"
     blocks = rebuilt.sections[0].blocks
-    names = [block.name for block in blocks if isinstance(block, Table)]
-    assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
-    assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))
+    tables = {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"}
+    assert tables <= set(tables_of(blocks))
+    assert any("A step of a test takes" in b.text for b in findings_of(blocks))
     assert "blocks.*" in page.read_text()
 
 
 def test_loop_computes_the_same_numbers() -> None:
     def losses(with_scope: bool) -> list[float]:
         torch.manual_seed(1)
-        model = Network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = network()
         scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
         result = []
         for _ in range(4):
@@ -115,8 +112,7 @@ def test_loop_computes_the_same_numbers() -> None:
 
 
 def test_error_in_a_step_is_raised_in_the_loop() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1, memory=False)
     for _ in range(2):
         with scope.step():
@@ -131,8 +127,7 @@ def test_error_in_a_step_is_raised_in_the_loop() -> None:
 
 
 def test_profiler_of_the_program_has_precedence() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=3, memory=False)
     with scope.step():
         train(model, optimizer)
@@ -147,8 +142,7 @@ def test_profiler_of_the_program_has_precedence() -> None:
 
 
 def test_earlier_profiler_of_the_program_is_waited_for() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=2, memory=False)
     with torch.profiler.profile():
         for _ in range(2):
@@ -180,15 +174,13 @@ def test_compiled_model_is_not_changed() -> None:
 
 @pytest.mark.parametrize("wrong", [("no model", None), (None, "no optimizer")])
 def test_invalid_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with pytest.raises(UsageError, match="has type str"):
         stepscope.Scope(wrong[0] or model, wrong[1] or optimizer)  # type: ignore[arg-type]
 
 
 def test_too_few_steps_and_nested_steps_are_reported() -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     scope = stepscope.Scope(model, optimizer)
     with scope.step():
         train(model, optimizer)

@@ -21,7 +21,7 @@ from stepscope.measure.flops import FlopCount
 from stepscope.records.memory import GRADIENTS
 from stepscope.records.schema import Record
 from stepscope.studies.program.rows import ProgramRecord
-from watched_models import Network, batch, network_flops, train
+from watched_models import Network, batch, network, network_flops, train
 from watched_programs import watching
 
 STEPS = 8
@@ -45,11 +45,6 @@ def scoped(
         with scope.step():
             step()
     return scope
-
-
-def network() -> tuple[Network, torch.optim.Optimizer]:
-    model = Network()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def is_complete(record: Record) -> bool:

@@ -20,6 +20,7 @@ from stepscope.studies.sharding.cases import STRATEGIES
 from stepscope.studies.sharding.measure import RankResult
 from stepscope.studies.sharding.traffic import Traffic
 from stepscope.studies.sharding.view import moved
+from view_blocks import coded, table_of
 
 GIB = 2.0**30
 
@@ -127,7 +128,7 @@ def on_gpu(driver: dict[str, float]) -> Record:
 
 def test_gpu_counters_are_shown() -> None:
     blocks = find_study("sharding").view([on_gpu({"unsharded": 9 * GIB, "broadcast": 8 * GIB})])
-    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "sharding-stations")
+    table = table_of(blocks, "sharding-stations")
     phases = [f"after {phase}" for phase in ("model", "forward", "backward", "step")]
     assert [row[2] for row in table.rows] == [*phases, "peak"] * 2
     assert table.rows[0][3:] == (4 * GIB + 1, 5 * GIB + 1, 9 * GIB + 1)
@@ -139,7 +140,7 @@ def test_a_higher_driver_value_is_explained(sharded: float, up: bool) -> None:
     blocks = find_study("sharding").view(
         [on_gpu({"unsharded": 9 * GIB, "broadcast": sharded * GIB})]
     )
-    (match,) = (b for b in blocks if isinstance(b, Finding) and b.code == "sharding.counters")
+    match = coded(blocks, "sharding.counters")
     assert match.values["allocated unsharded"] == 4 * GIB + 1
     assert match.values["driver broadcast"] == sharded * GIB + 1
     assert "allocated 4.00 GiB and 3.00 GiB" in match.text
@@ -189,9 +190,7 @@ class Ranks:
         return [RankResult({}, [], "gloo", {})]
 
 
-def test_if_torch_crashes_a_rank_ours_are_still_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_torch_crashes_a_rank_ours_are_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(ranks=(2,)))
     ranks = Ranks(dies=STRATEGIES.index("torch ZeRO"))

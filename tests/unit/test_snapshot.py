@@ -332,8 +332,7 @@ PLAIN = pickle.dumps(snapshot(HISTORY))
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, len(PLAIN)), st.binary(max_size=6), st.integers(0, 12)),
-        max_size=4,
+        st.tuples(st.integers(0, len(PLAIN)), st.binary(max_size=6), st.integers(0, 12)), max_size=4
     )
 )
 def test_any_damage_gives_a_summary_or_an_error(edits: list[tuple[int, bytes, int]]) -> None:

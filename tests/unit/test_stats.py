@@ -42,9 +42,7 @@ def test_a_summary_agrees_with_textbook_formulas(values: list[float]) -> None:
 
 
 @given(values=some)
-def test_a_summary_does_not_depend_on_order_or_on_earlier_calls(
-    values: list[float],
-) -> None:
+def test_a_summary_does_not_depend_on_order_or_on_earlier_calls(values: list[float]) -> None:
     first = summarize(values)
     assert summarize(sorted(values, reverse=True)) == first
     assert first.low <= first.median <= first.high
@@ -77,9 +75,7 @@ def test_the_interval_covers_the_true_median_at_its_level(count: int) -> None:
     assert 0.94 <= covered / 2000 <= (0.99 if count < 10 else 0.985)
 
 
-def test_exact_and_approximate_ranks_agree(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_and_approximate_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = {count: stats._left_out(count, 0.95) for count in range(100, 1001, 25)}
     assert (counted[100], counted[1000]) == (40, 469)
     monkeypatch.setattr(stats, "_COUNTED_UP_TO", 0)

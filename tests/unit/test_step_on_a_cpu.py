@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -46,9 +45,7 @@ def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
     assert StudyCases(other, other.flags(), chosen=False).on_cpu() is None
 
 
-def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(cli: CommandLine) -> None:
     done = cli.line(
         "run step --part ladder --size tiny --context 8 --batch 1 --vocab 32 --layers 1"
         " --min-seconds 0 --device cpu --rungs tf32 flash --no-report"
@@ -58,9 +55,7 @@ def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(tmp_path: Path) -> 
     assert statuses == {"start": "ok", "tf32": "skipped", "flash": "ok"}
 
 
-def test_ladder_loss_and_race_run_from_the_command_line(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_ladder_loss_and_race_run_from_the_command_line(cli: CommandLine) -> None:
     # In Triton's interpreter, which users do not have, the loss of the race takes 20 s.
     cli.environment.pop("TRITON_INTERPRET", None)
     done = cli.line(
@@ -73,9 +68,7 @@ def test_ladder_loss_and_race_run_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
 
 
-def test_on_a_cpu_a_race_with_graphs_is_refused(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_on_a_cpu_a_race_with_graphs_is_refused(cli: CommandLine) -> None:
     done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")
     assert done.returncode == 2
     assert "CUDA graphs exist on NVIDIA GPUs" in done.stderr

@@ -20,6 +20,7 @@ from stepscope.studies.registry import find_study
 from stepscope.studies.step.race import measure_race
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.views.energy import energy_finding
+from view_blocks import findings_of
 
 STUDY = find_study("step")
 H200 = environment(max_sm_clock_mhz=1980.0)
@@ -67,9 +68,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     return measure_race(tiny_race_case(), bench), bench
 
 
-def test_the_energy_of_each_side_is_measured_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_energy_of_each_side_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[TransformerStep] = []
     monkeypatch.setattr(TransformerStep, "follow_weights", lambda step: followed.append(step))
     measured, bench = raced(monkeypatch, broken=False)
@@ -103,7 +102,7 @@ def test_a_failing_energy_counter_does_not_fail_the_race(monkeypatch: pytest.Mon
 
 class TestPage:
     def findings(self, *records: Record) -> dict[str, Finding]:
-        return {block.code: block for block in STUDY.view(records) if isinstance(block, Finding)}
+        return {block.code: block for block in findings_of(STUDY.view(records))}
 
     def test_the_power_table_has_the_energy_of_both_sides(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
@@ -205,8 +204,7 @@ def readings(*throttled: float | None) -> tuple[Reading, ...]:
 class TestWithTheWaterfall:
     def capped(self, *throttled: float | None) -> list[Finding]:
         record = waterfall_record(readings=readings(*throttled), environment=H200)
-        findings = [b for b in STUDY.view([record]) if isinstance(b, Finding)]
-        return [finding for finding in findings if finding.code == "energy.power-capped"]
+        return findings_of(STUDY.view([record]), "energy.power-capped")
 
     def test_a_majority_of_readings_at_the_cap_is_reported(self) -> None:
         (finding,) = self.capped(None, 1700.0, 1650.0, 1800.0)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from quiet_bench import QuietBench
 from step_records import step_race_record, tiny_race_case
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
@@ -139,18 +140,11 @@ class ReleaseCountingDevice(CpuDevice):
         self.released += 1
 
 
-class Silent:
-    def __init__(self) -> None:
-        self.device = ReleaseCountingDevice()
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
-
-
 def test_a_race_tries_each_variant_alone_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_NEAR", 1.0)
-    bench = Silent()
-    measured = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
-    assert bench.device.released == 3
+    device = ReleaseCountingDevice()
+    measured = measure_race(tiny_race_case(), QuietBench(device))
+    assert device.released == 3
     assert len(measured.attachments["heats"]) == 3
     raced = set(measured.attachments["best"].values())
     assert measured.attachments["best"].keys() == {"baseline", "stepscope"}
@@ -180,7 +174,7 @@ def test_the_last_variant_tried_is_not_built_again(
     monkeypatch.setattr(race, "_timed", timed)
     case = tiny_race_case()
     assert case.racers[-1].workload.attention == "reference"
-    measured = measure_race(case, Silent())  # type: ignore[arg-type]
+    measured = measure_race(case, QuietBench())
     assert measured.attachments["best"]["baseline"] == f"baseline: eager {fastest}"
     # Built for the trial, and again for the race unless it is still built.
     assert built.count("reference") == 1
@@ -221,7 +215,7 @@ def test_close_variants_are_decided_in_alternating_blocks(
 
     monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
-    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    measured = measure_race(tiny_race_case(), QuietBench())
     assert measured.attachments["best"]["baseline"] == f"baseline: eager {fastest}"
     assert turns(measured) == {f"baseline: eager {slowed}": 3.0, f"baseline: eager {fastest}": 2.0}
 
@@ -229,7 +223,7 @@ def test_close_variants_are_decided_in_alternating_blocks(
 def test_variants_with_equal_trials_run_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_RUN_OFF_S", 0.0)
-    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    measured = measure_race(tiny_race_case(), QuietBench())
     times = turns(measured)
     assert times.keys() == {"baseline: eager sdpa", "baseline: eager reference"}
     assert measured.attachments["best"]["baseline"] == min(times, key=times.__getitem__)
@@ -241,7 +235,7 @@ def test_trials_decide_if_the_run_off_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
-    measured = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
+    measured = measure_race(tiny_race_case(), QuietBench())
     assert measured.attachments["no_run_off"]["baseline"] == "MemoryError: no room for two"
     assert measured.attachments["best"]["baseline"] == "baseline: eager sdpa", (
         "the first of two equal ones"
@@ -256,7 +250,7 @@ def test_memory_of_torch_graphs_is_freed_with_the_losing_variant(
         for changes in ({}, {"compile": "block", "compile_mode": "reduce-overhead"})
     ]
     for fastest, stays in ((near[0], False), (near[1], True)):
-        field = Field(near[0], Silent())  # type: ignore[arg-type]
+        field = Field(near[0], QuietBench())
         for racer in near:
             field._note(racer, Heat(ms=1.0, first_s=0.0))
             field._ready[racer.name] = cast("race.Entry", object())
@@ -276,16 +270,14 @@ def test_after_the_time_limit_for_trials_the_tried_variants_race(
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_consecutive", lambda *_: Timing((), ()))
     monkeypatch.setattr(race, "_NEAR", 1.0)
-    measured = measure_race(tiny_race_case(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    measured = measure_race(tiny_race_case(heat_seconds=55.0), QuietBench())
     excluded = measured.attachments["excluded"].items()
     late = [name for name, reason in excluded if reason.startswith("not tried")]
     assert late == ["baseline: eager reference"]
     assert measured.attachments["best"].keys() == {"baseline", "stepscope"}
 
 
-def test_a_variant_that_takes_too_long_is_excluded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variant_that_takes_too_long_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Field._try
 
     def slow(field: Field, racer: Racer, *how: Any) -> tuple[race.Entry, Heat]:
@@ -295,12 +287,12 @@ def test_a_variant_that_takes_too_long_is_excluded(
         return plain(field, racer, *how)
 
     monkeypatch.setattr(Field, "_try", slow)
-    bench = Silent()
-    measured = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
+    device = ReleaseCountingDevice()
+    measured = measure_race(tiny_race_case(), QuietBench(device))
     excluded = measured.attachments["excluded"]
     assert excluded["baseline: eager reference"] == "given up: not done after 3 s"
     assert "reference" not in measured.attachments["best"]["baseline"]
-    assert bench.device.released == 3, "its memory is released too"
+    assert device.released == 3, "its memory is released too"
 
 
 def test_the_race_with_the_closest_baseline_counts() -> None:

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from sample_records import environment, times
-from step_records import (
-    loss_record,
-    rung_record,
-    step_race_record,
-    waterfall_record,
-)
+from step_records import loss_record, rung_record, step_race_record, waterfall_record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity, Record

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from command_line import python
 from sample_records import record, run
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records import database
@@ -279,5 +278,5 @@ def test_store_and_schema_load_without_numpy_and_torch() -> None:
         "import sys, stepscope.records.store, stepscope.records.schema;"
         "sys.exit(', '.join({'numpy', 'torch'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from stepscope.cli.commands import show
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Figure, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page, study_answers
@@ -39,6 +39,7 @@ from study_records import (
     warmup_record,
 )
 from technique_records import technique_record
+from view_blocks import figures_of, findings_of
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 ON_GPU = environment()
@@ -123,7 +124,7 @@ class TestViews:
     def test_of_no_record_that_is_ok(self, study: str) -> None:
         records = [record for record in mixed_records()[study] if record.status != "ok"]
         pages_hold(records)
-        assert not [b for b in viewables()[study].view(records) if isinstance(b, Figure)]
+        assert not figures_of(viewables()[study].view(records))
 
     def test_on_a_cpu_without_ceilings(self, study: str) -> None:
         make = {
@@ -197,7 +198,7 @@ def test_what_the_machine_lacks_is_one_finding() -> None:
         for n, reason in enumerate(["no GPU; use another", "no GPU; use another", "no TF32: old"])
     ]
     (section,) = [s for s in make_page([ran, *lacking]).sections if s.name == "machine"]
-    (finding,) = [block for block in section.blocks if isinstance(block, Finding)]
+    (finding,) = findings_of(section.blocks)
     assert finding.text == "3 of 4 cases cannot run here: no GPU (2); no TF32 (1)."
 
 

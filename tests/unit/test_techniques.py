@@ -17,13 +17,14 @@ from stepscope.errors import UsageError
 from stepscope.measure.device_properties import cpu_properties, cuda_properties
 from stepscope.measure.techniques import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
-from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.blocks import Table
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
 from stepscope.studies.techniques.cases import NAMES, TechniqueCase, TechniquesFlags
 from stepscope.studies.techniques.catalog import TECHNIQUES
 from stepscope.studies.techniques.measure import measure_technique
 from technique_records import CEILINGS, card_record, technique_record
+from view_blocks import figures_of, findings_of, tables_of
 
 CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 
@@ -151,8 +152,8 @@ def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
     blocks = find_study("techniques").view(records)
-    text = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
-    return text, {block.name: block for block in blocks if isinstance(block, Table)}
+    text = "\n".join(block.sentence for block in findings_of(blocks))
+    return text, tables_of(blocks)
 
 
 def test_the_report_has_gain_prediction_rates_and_shares() -> None:
@@ -252,16 +253,14 @@ def test_the_figure_shows_measured_and_predicted_gains() -> None:
     blocks = find_study("techniques").view(
         [technique_record(), technique_record("fusion", fast=0.5)]
     )
-    (figure,) = (block for block in blocks if isinstance(block, Figure))
+    (figure,) = figures_of(blocks).values()
     measured, expected = figure.curves
     assert measured.x == ("Operator fusion", "Coalesced access")
     assert measured.y == pytest.approx((2.0, 4.0))
     assert expected.y == pytest.approx((4.5, 4.5))
 
 
-def test_the_command_prints_the_table(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
+def test_the_command_prints_the_table(cli: CommandLine) -> None:
     done = cli.line(
         "run techniques --technique card coalescing fusion --mib 1 --rounds 2 --device cpu"
     )

@@ -20,17 +20,7 @@ class Effort(NamedTuple):
 
 
 def workload(mode: Mode, **more: str) -> Workload:
-    words = {"compile": "no", "optimizer": "torch"} | more
-    return Workload(
-        size="tiny",
-        table="2025",
-        context=32,
-        batch=2,
-        dtype="float32",
-        attention="reference",
-        mode=mode,
-        **words,  # type: ignore[arg-type]
-    )
+    return Workload(size="tiny", context=32, batch=2, dtype="float32", mode=mode, **more)  # type: ignore[arg-type]
 
 
 def peak(mode: Mode, **more: str) -> float | None:

@@ -12,11 +12,12 @@ import pytest
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
-from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.report.blocks import Figure, Table, Timeline
 from stepscope.report.svg import CURVES
 from stepscope.studies.trace.findings import trace_findings
 from stepscope.studies.trace.view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
+from view_blocks import figures_of, findings_of, table_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -178,8 +179,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"],
+    "name", ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite"]
 )
 def test_bad_file_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -194,8 +194,8 @@ def test_bad_file_is_one_line_and_exit_code_1(
 
 
 def findings(trace: ChromeTrace) -> str:
-    blocks = trace_blocks(summarize(trace.read()))
-    return " ".join(block.sentence for block in blocks if isinstance(block, Finding))
+    shown = trace_blocks(summarize(trace.read()))
+    return " ".join(finding.sentence for finding in findings_of(shown))
 
 
 def test_time_without_operators_may_be_a_wait() -> None:
@@ -253,7 +253,7 @@ def test_blocks_are_complete() -> None:
 def test_kernel_class_has_one_color_in_every_figure() -> None:
     summary = summarize(training_step(blocks=3, steps=2).read())
     blocks = trace_blocks(summary, "x")
-    (stack,) = (block for block in blocks if isinstance(block, Figure))
+    (stack,) = figures_of(blocks).values()
     (lanes,) = (block for block in blocks if isinstance(block, Timeline))
     stacked = {curve.label: curve.style for curve in stack.curves}
     drawn = {s.group: s.style for lane in lanes.lanes for s in lane.spans}
@@ -278,11 +278,7 @@ def test_matmuls_of_linear_layers_are_distinguished() -> None:
             90 + 40 * index,
             launch=(at + 1, at + 2),
         )
-    (table,) = (
-        block
-        for block in trace_blocks(summarize(trace.read()))
-        if isinstance(block, Table) and block.name == "trace-roles"
-    )
+    table = table_of(trace_blocks(summarize(trace.read())), "trace-roles")
     assert [row[0] for row in table.rows] == ["forward", "dX", "dW"]
     numbers = [row[1:] for row in table.rows]
     assert numbers == [

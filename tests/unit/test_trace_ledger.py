@@ -44,9 +44,7 @@ def owner(moment: int, start: np.ndarray, end: np.ndarray, tier: np.ndarray) -> 
 
 
 @given(intervals)
-def test_own_lengths_match_a_count_of_every_moment(
-    drawn: list[tuple[int, int, int]],
-) -> None:
+def test_own_lengths_match_a_count_of_every_moment(drawn: list[tuple[int, int, int]]) -> None:
     start, end, tier = columns(drawn)
     counted = [0] * len(start)
     for moment in range(60):

@@ -29,10 +29,7 @@ def test_a_chrome_trace_is_read_to_the_nanosecond(tmp_path: Path, suffix: str) -
     built.operator("aten::mm", 3861178836729.255, 3861178836759.256, sequence=5, back=1)
     built.range("block 0", 3861178836700.0, 3861178836800.0)
     built.kernel(
-        SGEMM,
-        3861178836760.001,
-        3861178836790.004,
-        launch=(3861178836740.5, 3861178836744.75),
+        SGEMM, 3861178836760.001, 3861178836790.004, launch=(3861178836740.5, 3861178836744.75)
     )
     trace = read_trace(built.write(tmp_path / suffix))
     assert trace.source == "torch.profiler"

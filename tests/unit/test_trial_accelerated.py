@@ -139,9 +139,7 @@ def test_a_piece_that_the_model_does_not_have_has_no_effect() -> None:
     ids=["alone", "accelerated"],
 )
 def test_loop_is_run_as_a_captured_step(
-    more: dict[str, str],
-    optimizer: type[torch.optim.Optimizer],
-    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, str], optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clipping, the schedule and the update are part of it, and none of them happens twice."""
     plain = Program({}, optimizer=optimizer).run(9)

@@ -201,9 +201,7 @@ def test_model_is_changed_once_it_is_known() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 @pytest.mark.parametrize("also", [{}, {"dtype": "bfloat16"}], ids=str)
-def test_models_found_later_are_changed_and_each_model_only_once(
-    also: dict[str, str],
-) -> None:
+def test_models_found_later_are_changed_and_each_model_only_once(also: dict[str, str]) -> None:
     changes = Changes({"checkpoint": "blocks"} | also, Backwards())
     first, second = Network(), Network()
     changes.on_models_known([first])

@@ -19,6 +19,7 @@ from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page, study_sections
 from stepscope.studies.registry import viewables
 from stepscope.studies.trusted import banner, tally, temper, tempered
+from view_blocks import findings_of
 
 GOOD = Trust()
 BUSY = Trust(level="noisy", codes=("busy-machine",))
@@ -53,12 +54,7 @@ def spread(record: Record) -> Record:
 
 
 def findings(records: list[Record]) -> list[Finding]:
-    return [
-        block
-        for section in study_sections(records)
-        for block in section.blocks
-        if isinstance(block, Finding)
-    ]
+    return [one for section in study_sections(records) for one in findings_of(section.blocks)]
 
 
 @pytest.mark.parametrize("make", [flagged, waited], ids=lambda make: make.__name__)

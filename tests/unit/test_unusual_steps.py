@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from own_records import coded
 from stepscope.advisor.scope.result import usual_steps
 from stepscope.studies.memory.view import saved_table
 from stepscope.studies.program.findings import inspected_findings
-from watched_models import Network, batch, network_flops, train
+from view_blocks import coded
+from watched_models import batch, network, network_flops, train
 from watched_programs import only, watching
 
 
 def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     x, _ = batch()
     with watching(tmp_path):
         for step in range(16):
@@ -51,8 +50,7 @@ def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
 
 
 def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path, traced=3):
         for step in range(16):
             train(model, optimizer)
@@ -76,8 +74,7 @@ def test_validation_in_every_traced_step_is_reported(tmp_path: Path) -> None:
 def test_memory_is_counted_in_a_step_without_validation(
     tmp_path: Path, validating: Collection[int]
 ) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         for step in range(30):
             train(model, optimizer)
@@ -95,8 +92,7 @@ def test_memory_is_counted_in_a_step_without_validation(
 
 
 def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path, traced=3):
         for step in range(16):
             train(model, optimizer)
@@ -114,8 +110,7 @@ def test_step_that_saves_a_checkpoint_is_excluded_from_the_ledger(tmp_path: Path
 
 
 def test_tensors_saved_by_each_forward_are_listed_once(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         for _ in range(16):
             for _micro_batch in range(3):

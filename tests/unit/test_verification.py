@@ -440,9 +440,7 @@ class Greedy:
         return self._ms
 
 
-def test_runs_that_do_not_fit_together_are_timed_in_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runs_that_do_not_fit_together_are_timed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_trial, "TrialProcess", Greedy)
     trial = Trial(
         program=Script(target="large.py"), step_ms=5.0, rounds=7, loss_steps=8, advice=(UPDATE,)

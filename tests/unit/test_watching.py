@@ -11,18 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from own_records import coded
 from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import (
-    lateness,
-    programs,
-    slowest,
-)
-from watched_models import Network, batch, network_flops, train
+from stepscope.studies.program.rows import lateness, programs, slowest
+from view_blocks import coded
+from watched_models import Network, batch, network, network_flops, train
 from watched_programs import only, watching
 
 
@@ -106,8 +102,7 @@ def test_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:
             time.sleep(0.01)
             return super().__getitem__(index)
 
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     x, y = batch()
     with watching(tmp_path):
         for inputs, targets in DataLoader(Slow(x.repeat(20, *[1] * (x.dim() - 1)), y.repeat(20))):
@@ -141,8 +136,7 @@ def test_several_optimizers_make_one_step_per_iteration(tmp_path: Path) -> None:
 
 
 def test_script_that_ends_while_traced_leaves_a_partial_recording(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         # 2 warm-up, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
         for _ in range(11):
@@ -159,8 +153,7 @@ def test_script_that_ends_while_traced_leaves_a_partial_recording(tmp_path: Path
 
 
 def test_script_that_ends_while_timed_leaves_its_times(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         for _ in range(6):
             train(model, optimizer)
@@ -173,8 +166,7 @@ def test_script_that_ends_while_timed_leaves_its_times(tmp_path: Path) -> None:
 
 
 def test_too_few_steps_leave_only_their_number(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         for _ in range(2):
             train(model, optimizer)
@@ -183,8 +175,7 @@ def test_too_few_steps_leave_only_their_number(tmp_path: Path) -> None:
 
 
 def test_stop_ends_the_script_with_its_recording_written(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     steps = []
 
     def script() -> None:
@@ -201,8 +192,7 @@ def test_stop_ends_the_script_with_its_recording_written(tmp_path: Path) -> None
 
 
 def test_steps_in_a_forked_process_are_detected_and_not_recorded(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer = network()
     with watching(tmp_path) as watcher:
         child = os.fork()
         if child == 0:
@@ -234,8 +224,7 @@ def planted(rank: int, late_ns: int, record: Record) -> Record:
 
 
 def test_slowest_rank_is_named(tmp_path: Path) -> None:
-    model = Network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = network()
     with watching(tmp_path):
         for _ in range(12):
             train(model, optimizer)

@@ -31,6 +31,7 @@ from stepscope.studies.views.waterfall import (
 )
 from study_records import profile_record
 from trace_files import training_step
+from view_blocks import findings_of
 
 MODEL = ModelConfig(d_model=8, d_ff=16, n_layers=2, n_heads=2, vocab=32, context=4)
 FLOAT32, AUTOCAST = precision("float32"), precision("bfloat16")
@@ -358,5 +359,5 @@ def test_an_ideal_above_the_measured_time_is_explained(
 
 
 def finding_text(traced: StepWaterfall) -> str:
-    (finding,) = (one for one in waterfall_blocks([traced], "x") if isinstance(one, Finding))
+    (finding,) = findings_of(waterfall_blocks([traced], "x"))
     return finding.sentence

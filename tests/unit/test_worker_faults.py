@@ -18,13 +18,6 @@ from stepscope.studies.runner.process import Lines
 RUN = ("--device", "cpu", "--no-report")
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    command_line = CommandLine(tmp_path)
-    command_line.know_ceilings()
-    return command_line
-
-
 def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLine) -> None:
     done = cli("run", "planted", "--does", *RAW_LINES, "ok", *RUN)
     assert done.returncode == 1

@@ -11,13 +11,7 @@ from itertools import pairwise
 
 from stepscope.analysis.group_checks import GROUP_CHECKS, check_group
 from stepscope.analysis.kernels.expected import foreign_kernels
-from stepscope.analysis.limits import (
-    PHASES,
-    achieved_flops,
-    matmul_ceiling,
-    median_ms,
-    phase_sums,
-)
+from stepscope.analysis.limits import PHASES, achieved_flops, matmul_ceiling, median_ms, phase_sums
 from stepscope.records.schema import FailedCheck, Reading, Record, Series
 from stepscope.records.stats import (
     FAR_EXTREME,

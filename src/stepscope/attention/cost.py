@@ -58,11 +58,6 @@ def pair_flops(pairs: int, *, heads: int, d_head: int) -> int:
     return 4 * pairs * heads * d_head
 
 
-def backward_flops(shape: AttentionShape, *, causal: bool) -> int:
-    """FLOPs of the backward pass by the model convention: twice the forward pass."""
-    return 2 * forward_flops(shape, causal=causal)
-
-
 def kernel_backward_flops(shape: AttentionShape, *, causal: bool) -> int:
     """FLOPs of the backward pass by the kernel convention: five matmuls where the forward pass has
     two."""
@@ -141,20 +136,3 @@ def mask_bytes(shape: AttentionShape, *, causal: bool) -> int:
 
 def log_sum_exp_bytes(shape: AttentionShape) -> int:
     return shape.rows * FLOAT32_BYTES
-
-
-def reference_saved_bytes(
-    shape: AttentionShape, element_bytes: int, *, causal: bool, float32_softmax: bool = False
-) -> int:
-    """Bytes that reference attention saves for backward: q, k, v, probabilities and mask."""
-    return (
-        input_bytes(shape, element_bytes)
-        + probability_bytes(shape, element_bytes, float32_softmax=float32_softmax)
-        + mask_bytes(shape, causal=causal)
-    )
-
-
-def flash_saved_bytes(shape: AttentionShape, element_bytes: int) -> int:
-    """Bytes that FlashAttention saves for backward: q, k, v, the output and the log-sum-exp."""
-    tensors = input_bytes(shape, element_bytes) + output_bytes(shape, element_bytes)
-    return tensors + log_sum_exp_bytes(shape)

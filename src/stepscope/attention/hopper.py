@@ -144,12 +144,7 @@ class _HopperAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forward: Forward,
-        settings: tuple[bool, float],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Forward, settings: tuple[bool, float]
     ) -> Tensor:
         out, lse = forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)

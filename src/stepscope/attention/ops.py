@@ -29,11 +29,7 @@ from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import kind_of, reason_against
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
-from stepscope.attention.transforms import (
-    RULES_UNDER_TRANSFORMS,
-    Passes,
-    attend_under_transforms,
-)
+from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
 from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,
@@ -71,13 +67,7 @@ def _kernel_rules(rules: KernelRules) -> Any:
 
 
 def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    shift: int,
-    *rules: Any,
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int, *rules: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of each row; a row sees key j iff j <= row + shift,
     unless the rules have intervals."""
@@ -553,12 +543,7 @@ class _BoundFlashAttention(FlashAttentionTriton):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forward: Forward,
-        settings: tuple[Any, ...],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Forward, settings: tuple[Any, ...]
     ) -> Tensor:
         out, lse = forward(q, k, v)
         ctx.settings, ctx.numbers, ctx.direct = settings, (), True

@@ -54,9 +54,9 @@ class Implementation:
     name: str
     load: Callable[[], AttentionFunction]
     """Imports the implementation, which trusts its inputs. Only this needs torch."""
-    saves_scores: bool
-    """Saves a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
     description: str
+    saves_scores: bool = False
+    """Saves a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
     refuses: Callable[[Unpack[Inputs]], str | None] = supports_all
     """`Inputs` to the reason why a valid input is not supported, or None."""
     leaves: Callable[[Unpack[Inputs]], str | None] = supports_all
@@ -232,7 +232,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             name="tiled",
             load=_load_tiled,
             refuses=_tiled_refuses,
-            saves_scores=False,
             description="FlashAttention-2 in plain PyTorch",
         ),
         Implementation(
@@ -242,7 +241,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             refuses=_triton_refuses,
             leaves=_triton_leaves,
             details=_triton_details,
-            saves_scores=False,
             description="FlashAttention-2 in Triton, forward and backward",
         ),
         Implementation(
@@ -251,7 +249,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             bind=_bind_hopper,
             refuses=_hopper_refuses,
             leaves=_hopper_leaves,
-            saves_scores=False,
             description="warp-specialized forward for Hopper GPUs, cuDNN's backward",
         ),
         Implementation(
@@ -259,7 +256,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             load=_load_sdpa,
             refuses=_sdpa_refuses,
             bind=_bind_sdpa,
-            saves_scores=False,
             description="torch's scaled_dot_product_attention, backend chosen by torch",
         ),
         _sdpa_backend("sdpa_flash", "FLASH_ATTENTION", "torch's FlashAttention-2", False),
@@ -272,7 +268,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             name="flex",
             load=_load_flex,
             refuses=_flex_refuses,
-            saves_scores=False,
             description="torch's FlexAttention with a block mask, compiled",
         ),
     )
@@ -285,7 +280,6 @@ PREFERENCE: tuple[str, ...] = ("hopper", "triton", "sdpa", "reference")
 _AUTO_ENTRY = Implementation(
     name=AUTO,
     load=_load_auto,
-    saves_scores=False,
     description=f"the first suitable one of: {', '.join(PREFERENCE)}",
 )
 

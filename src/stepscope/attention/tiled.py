@@ -26,11 +26,7 @@ from torch import Tensor
 from stepscope.attention.dropout import kept, seeds_of
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import CausalMask, causal_offset, tiles
-from stepscope.attention.transforms import (
-    RULES_UNDER_TRANSFORMS,
-    Passes,
-    attend_under_transforms,
-)
+from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
 from stepscope.attention.visibility import Lengths, key_intervals
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 

@@ -153,10 +153,7 @@ _IN_GRAPHS: dict[tuple[object, ...], Any] = {}
 
 
 def cached(
-    rules: ScoreRules,
-    name: str,
-    lengths: Lengths,
-    create: Callable[[ScoreRules, Lengths], _Made],
+    rules: ScoreRules, name: str, lengths: Lengths, create: Callable[[ScoreRules, Lengths], _Made]
 ) -> _Made:
     """Return what `create` derives from the rules that hide keys, created once for all layers that
     share the rules.

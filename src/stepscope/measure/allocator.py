@@ -72,14 +72,16 @@ class History:
 
 
 @contextlib.contextmanager
-def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
+def history() -> Iterator[None]:
     """Record every allocation, with its Python stack, and every free; discard them at the end.
 
     The stack of a free would double the cost and no reader of a snapshot uses it. The backward pass
     runs on the calling thread: the autograd engine's threads have no Python frames, and discovering
     that takes longer than recording a stack.
     """
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=entries)
+    torch.cuda.memory._record_memory_history(
+        context="alloc", stacks="python", max_entries=HISTORY_ENTRIES
+    )
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
@@ -88,13 +90,14 @@ def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[History]:
+def recorded_history(path: Path) -> Iterator[History]:
     """Record the allocations inside with Python stacks and write a snapshot for memory_viz."""
     recording = History()
-    with history(entries):
+    with history():
         yield recording
         snapshot = torch.cuda.memory._snapshot()
-        recording.overflowed = any(len(trace) >= entries for trace in snapshot["device_traces"])
+        traces = snapshot["device_traces"]
+        recording.overflowed = any(len(trace) >= HISTORY_ENTRIES for trace in traces)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             pickle.dump(snapshot, file)

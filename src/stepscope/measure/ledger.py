@@ -292,10 +292,10 @@ def _part(module: str) -> str:
     return f"{root}{slash}{part}" or "model"
 
 
-def _called_by(file: str, depth: int = 6) -> bool:
-    """Return True if one of the `depth` nearest callers is in that file."""
+def _called_by(file: str) -> bool:
+    """Return True if one of the six nearest callers is in that file."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(depth):
+    for _ in range(6):
         if frame is None:
             return False
         if frame.f_code.co_filename.endswith(file):

@@ -202,9 +202,7 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
-def _hookable(
-    model: torch.nn.Module,
-) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
+def _hookable(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
     """Yield the model with an empty name and its submodules with their names, except modules that
     are compiled in place."""
     seen: set[int] = set()

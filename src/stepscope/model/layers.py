@@ -26,13 +26,7 @@ from stepscope.kernels.embedding import embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.glu import swiglu
 from stepscope.kernels.matmul import fused_linear
-from stepscope.kernels.norm import (
-    Normed,
-    add_rms_norm,
-    normed_sum,
-    plain_rms_norm,
-    rms_norm,
-)
+from stepscope.kernels.norm import Normed, add_rms_norm, normed_sum, plain_rms_norm, rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_heads_, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.ranges import named

@@ -51,8 +51,7 @@ def find_size(name: str, table: str = "2025") -> ModelConfig:
         elsewhere = [other for other, sizes in SIZES.items() if name in sizes]
         if elsewhere:
             raise UsageError(
-                f"size {name!r} is not in the table of {table}",
-                f"give --table {elsewhere[0]}",
+                f"size {name!r} is not in the table of {table}", f"give --table {elsewhere[0]}"
             )
         raise unknown_name("size", name, known)
     return known[name]

@@ -15,10 +15,10 @@ MESSAGE_MB = 64.0
 
 
 @torch.no_grad()
-def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Overwrite the tensors with those of rank `source` of the group."""
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrite the tensors with those of rank 0 of the group."""
     items = [Item("", t.numel(), t.element_size(), f"{t.dtype} {t.device}") for t in tensors]
-    sender = source if group is None else dist.get_global_rank(group, source)
+    sender = 0 if group is None else dist.get_global_rank(group, 0)
     for bucket in plan_buckets(items, MESSAGE_MB * MEGABYTE):
         members = [tensors[index] for index in bucket.items]
         flat = torch.cat([tensor.reshape(-1) for tensor in members])

@@ -89,10 +89,10 @@ class Span(Data, frozen=True):
     start: float
 
 
-class Figure(Data, tag="figure", frozen=True):
+class Figure(Data, tag="figure", frozen=True, kw_only=True):
     name: str
     title: str
-    kind: Literal["lines", "bars", "stacks", "areas"]
+    kind: Literal["lines", "bars", "stacks", "areas"] = "lines"
     """`stacks` are stacked bars: non-negative parts of a total. `areas` are the same over a numeric
     x axis that all curves share."""
     curves: tuple[Curve, ...]

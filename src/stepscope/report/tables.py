@@ -128,11 +128,7 @@ def keep_columns(source: Table, keep: Callable[[Column, tuple[Cell, ...]], bool]
 
 
 def failed_table(
-    study: str,
-    rows: Iterable[Any],
-    named: Sequence[Declared] = (),
-    *,
-    caption: str = "",
+    study: str, rows: Iterable[Any], named: Sequence[Declared] = (), *, caption: str = ""
 ) -> Iterator[Table]:
     """Yield a table of the cases without a result, if there are any. Rows are records or have an
     attribute `record`; they are identified by the columns `named`, or by the case."""

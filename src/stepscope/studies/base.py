@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -121,18 +121,6 @@ K = TypeVar("K", bound=Case)
 def results_of(results: Sequence[Result[Any]], kind: type[K]) -> list[Result[K]]:
     """The results whose case is of one type of a study's union."""
     return [result for result in results if isinstance(result.case, kind)]
-
-
-class OfRecord(Protocol):
-    """A row with the record that it shows."""
-
-    @property
-    def record(self) -> Record: ...
-
-
-def record_ids(rows: Iterable[OfRecord]) -> tuple[str, ...]:
-    """Ids of the records that a finding rests on, without duplicates."""
-    return tuple(dict.fromkeys(row.record.id for row in rows))
 
 
 class Measurable(Viewable, Generic[C]):

@@ -28,7 +28,7 @@ OF_SCRIPTS = frozenset(
         "batch",
         *GROUPS,
         STEP,
-    ),
+    )
 )
 """Settings that can be changed without editing the model or the script."""
 

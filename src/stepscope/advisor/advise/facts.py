@@ -30,7 +30,7 @@ from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
-from stepscope.records.schema import Ceiling, Record
+from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
@@ -66,15 +66,13 @@ on tensor cores and are memory-bound."""
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
-def facts_of(record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[str] = ()) -> Facts:
-    """Collect the facts of a recorded step. `ceilings` are used for a record that has none, such as
-    one of `inspect`."""
+def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
+    """Collect the facts of a recorded step."""
     watched = ProgramRecord(record)
     summary, step_ms = watched.summary, watched.step_ms
     if summary is None or step_ms is None:
         raise StepscopeError(f"no advice for {record.case}: {watched.missing}", "record it again")
-    ceiling_values = {c.name: c.value for c in ceilings if c.source == "measured"}
-    ceiling_values |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
+    ceiling_values = {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else watched.case.compile != "no"
     ranks = watched.case.ranks

@@ -9,6 +9,7 @@ from stepscope.analysis.advice.calibration import Verified, factors, is_right, m
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, table
+from stepscope.studies.views.builders import grouped
 
 _TREND_FROM = 6
 """Verifications from which on a trend is reported."""
@@ -52,7 +53,6 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
     yield Figure(
         name="advise-history",
         title="Error of every prediction so far",
-        kind="lines",
         x_label="verification",
         y_label="|measured - predicted| of the step (%)",
         curves=(Curve(label="error", x=indices, y=tuple(100 * abs(one.error) for one in shown)),),
@@ -61,13 +61,10 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
 
 def _corrections(own: Sequence[Verified], device: str) -> Table:
     known = factors(own, device)
-    by_rule: dict[str, list[Verified]] = {}
-    for one in own:
-        by_rule.setdefault(one.code, []).append(one)
     return table(
         "advise-corrections",
         "Correction of each rule by its verifications",
-        by_rule.items(),
+        grouped(own, lambda one: one.code).items(),
         [
             col("change", lambda r: r[0]),
             col("verified", lambda r: len(r[1]), "count"),

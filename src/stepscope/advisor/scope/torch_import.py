@@ -32,10 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._searching = False
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
         if fullname != self._name or self._searching:

@@ -49,10 +49,7 @@ class StepTrace:
         return self._others.watched()
 
     def prepare(
-        self,
-        device: Device,
-        models: Sequence[torch.nn.Module],
-        called: Sequence[torch.nn.Module],
+        self, device: Device, models: Sequence[torch.nn.Module], called: Sequence[torch.nn.Module]
     ) -> None:
         """Start up the profiler and add ranges to the modules."""
         self._ranges = ModuleRanges(models, called)

@@ -156,9 +156,7 @@ def _optimizer(facts: Facts) -> Change | str:
     launches = sum(work.launches for work in facts.phases if work.name == "optimizer")
     after = facts.with_work(
         lambda work: replace(
-            work,
-            classes={"optimizer": min(fused, takes)},
-            launches=work.launches * _FUSED_LAUNCHES,
+            work, classes={"optimizer": min(fused, takes)}, launches=work.launches * _FUSED_LAUNCHES
         ),
         ("optimizer",),
     )

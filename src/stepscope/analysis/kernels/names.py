@@ -11,11 +11,7 @@ import re
 from typing import Literal, NamedTuple, get_args
 
 from stepscope.analysis.kernels.matmuls import matmul
-from stepscope.analysis.kernels.operators import (
-    inductor_class,
-    inductor_parts,
-    operator_class,
-)
+from stepscope.analysis.kernels.operators import inductor_class, inductor_parts, operator_class
 from stepscope.analysis.kernels.words import class_in, demangled, library, word_class
 
 Class = Literal[

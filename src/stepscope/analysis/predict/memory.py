@@ -41,10 +41,7 @@ class Memory:
     """Counts allocations; `watched` events record a `MemoryState`."""
 
     def __init__(
-        self,
-        allocator: Allocator,
-        watched: frozenset[int] = frozenset(),
-        limit: int | None = None,
+        self, allocator: Allocator, watched: frozenset[int] = frozenset(), limit: int | None = None
     ) -> None:
         self.allocator = allocator
         self.overrun: MemoryState | None = None

@@ -88,8 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     def _refuse_unpredictable(self) -> None:
         if precision(self.dtype).fp8 and not self.fused_projections:
             raise UsageError(
-                f"{self.dtype} runs the fused projections in FP8",
-                "add --fused --fused-projections",
+                f"{self.dtype} runs the fused projections in FP8", "add --fused --fused-projections"
             )
         if self.attention in _UNKNOWN_ATTENTIONS:
             raise UsageError(

@@ -114,7 +114,7 @@ def make_cluster(link: str, ranks: int) -> Cluster:
 
 
 def custom_cluster(
-    ranks: int, latency_us: float, bandwidth_gbs: float, per_node: int = 1, start_us: float = 0.0
+    ranks: int, latency_us: float, bandwidth_gbs: float, per_node: int = 1
 ) -> Cluster:
     """Return a cluster with user-defined links; with `per_node`, NVLink inside the nodes."""
     _require_ranks(ranks)
@@ -128,7 +128,7 @@ def custom_cluster(
     name = f"{bandwidth_gbs:g} GB/s, {latency_us:g} µs"
     if per_node > 1:
         name += f" between nodes of {per_node}"
-    return Cluster(name, ranks, per_node, NVLINK, wire, start_us / 1e3)
+    return Cluster(name, ranks, per_node, NVLINK, wire)
 
 
 def _require_ranks(ranks: int) -> None:

@@ -13,13 +13,7 @@ from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import (
-    Step,
-    data_ms,
-    find_steps,
-    phase_walls,
-    step_boundaries,
-)
+from stepscope.analysis.trace.steps import Step, data_ms, find_steps, phase_walls, step_boundaries
 from stepscope.analysis.trace.summary import LedgerLine, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
 from stepscope.analysis.trace.work import DeviceWork, device_work

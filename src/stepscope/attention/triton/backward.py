@@ -41,12 +41,7 @@ from stepscope.attention.triton.rules import (
     tile_ranges,
     within,
 )
-from stepscope.attention.triton.softmax import (
-    divide_by_sums,
-    exponential,
-    probabilities,
-    row_sums,
-)
+from stepscope.attention.triton.softmax import divide_by_sums, exponential, probabilities, row_sums
 
 
 @triton.jit

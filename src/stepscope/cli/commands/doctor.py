@@ -135,10 +135,7 @@ def _folder(options: DoctorOptions) -> Iterator[Check]:
         yield Check("output folder", "ok", f"{options.out}, {bytes_(free)} free")
     except OSError as error:
         yield Check(
-            "output folder",
-            "broken",
-            f"{options.out}: {error.strerror}",
-            "choose one with --out",
+            "output folder", "broken", f"{options.out}: {error.strerror}", "choose one with --out"
         )
 
 

@@ -108,7 +108,5 @@ def _one_case(options: NsysOptions) -> PlannedCase:
     (workload,) = planned
     effort = {"warmup": options.warmup, "traced": options.traced}
     return PlannedCase(
-        study="profile",
-        key=workload.key,
-        config=msgspec.to_builtins(workload) | effort,
+        study="profile", key=workload.key, config=msgspec.to_builtins(workload) | effort
     )

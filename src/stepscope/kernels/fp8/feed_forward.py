@@ -28,12 +28,7 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import (
-    WeightGradients,
-    bias_gradients,
-    concatenated,
-    saved_biases,
-)
+from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated, saved_biases
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.noted import note_bias, noted_amax, take_sums
 from stepscope.kernels.weight_copies import Weights

@@ -14,13 +14,7 @@ from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.casts import Histories, Quantized
 from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
 from stepscope.kernels.fp8.linear import apply
-from stepscope.kernels.fp8.recipe import (
-    DELAYED,
-    Recipe,
-    recipe_of,
-    shape_refused,
-    unavailable,
-)
+from stepscope.kernels.fp8.recipe import DELAYED, Recipe, recipe_of, shape_refused, unavailable
 from stepscope.kernels.fp8.saved import Layer
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights

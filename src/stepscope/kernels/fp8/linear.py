@@ -17,13 +17,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.errors import UsageError
-from stepscope.kernels.fp8.casts import (
-    Operand,
-    Quantized,
-    quantize,
-    quantize_weights,
-    scaled_mm,
-)
+from stepscope.kernels.fp8.casts import Operand, Quantized, quantize, quantize_weights, scaled_mm
 from stepscope.kernels.fp8.recipe import (
     FP8,
     TENSORWISE,
@@ -40,12 +34,7 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import (
-    WeightGradients,
-    bias_gradients,
-    concatenated,
-    saved_biases,
-)
+from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated, saved_biases
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.noted import note_bias, note_scaled, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights

@@ -151,15 +151,14 @@ def fp8_linear_reference(
     bias: Tensor | None = None,
     *,
     recipe: Recipe = DEFAULT,
-    accumulate: torch.dtype | None = None,
     scales: DelayedScales | None = None,
 ) -> Tensor:
     """Return x Wᵀ + bias with the casts of a recipe in the forward and backward pass. GEMMs run in
-    `accumulate`: float64 for float64 inputs, else float32. `scales` has the histories of a recipe
-    with delayed scaling."""
+    float64 for float64 inputs, else in float32. `scales` has the histories of a recipe with delayed
+    scaling."""
     if recipe.scaling == DELAYED and scales is None:
         raise ValueError("delayed scaling needs the histories of this layer: DelayedScales.of")
-    wide = accumulate or torch.promote_types(x.dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     out: Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, recipe, wide, scales
     )

@@ -20,12 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.kernels.fp8.recipe import BLOCK, BLOCKWISE, E4M3, LARGEST, ROWWISE
-from stepscope.kernels.fp8.reference import (
-    DTYPES,
-    LARGEST_AMAX,
-    ROUNDS_TO_LARGEST,
-    SMALLEST_AMAX,
-)
+from stepscope.kernels.fp8.reference import DTYPES, LARGEST_AMAX, ROUNDS_TO_LARGEST, SMALLEST_AMAX
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import finite_magnitude
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device

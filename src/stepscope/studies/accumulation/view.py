@@ -230,7 +230,6 @@ def _drift_figure(sums: Sequence[Sum]) -> Figure:
     return Figure(
         name="accumulation-drift",
         title="A growing sum relative to the exact value",
-        kind="lines",
         curves=tuple(curves),
         x_label="additions",
         y_label="sum, × exact",
@@ -257,7 +256,6 @@ def _dot_figure(dots: Sequence[Dot]) -> Figure:
     return Figure(
         name="accumulation-dot",
         title="Error of a dot product by length",
-        kind="lines",
         curves=tuple(curves),
         x_label="terms",
         y_label="largest relative error",

@@ -11,8 +11,9 @@ from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
-from stepscope.studies.base import Result, record_ids
+from stepscope.studies.base import Result
 from stepscope.studies.ranks.results import RankedResult, variant_rows
+from stepscope.studies.views.builders import grouped, ids
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import Mine, published_tables
 
@@ -114,11 +115,7 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
 
 def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
     """Sweeps with results, grouped by ranks and backend."""
-    groups: dict[str, list[Sweep]] = {}
-    for sweep in sweeps:
-        if sweep.points:
-            groups.setdefault(sweep.label, []).append(sweep)
-    return groups
+    return grouped((sweep for sweep in sweeps if sweep.points), lambda sweep: sweep.label)
 
 
 def _single(sweep: Sweep) -> Finding:
@@ -173,7 +170,7 @@ def _compared(label: str, sweeps: Sequence[Sweep]) -> Finding:
             "slowest_ms": last.time.median,
             **{f"busbw of {name}": width for name, width in reached.items()},
         },
-        records=record_ids(sweeps),
+        records=ids(sweeps),
         text=f"{label}: {bytes_(first.size)} take {duration(first.time.median)}"
         f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
         f" {links}.",
@@ -187,7 +184,6 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             yield Figure(
                 name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
                 title=f"Bus bandwidth: {label}",
-                kind="lines",
                 curves=curves(
                     {
                         sweep.case.collective: {

@@ -426,7 +426,6 @@ def _figures(timed: Sequence[Pass]) -> Iterator[Figure]:
             yield Figure(
                 name=f"attention-{mode}",
                 title=f"Time of the {mode} pass over sequence length",
-                kind="lines",
                 curves=curves,
                 x_label="sequence length, tokens",
                 y_label=f"{mode} pass, ms",

@@ -247,7 +247,6 @@ def _time_against_context(index: int, label: str, rows: Sequence[BenchmarkRow]) 
     return Figure(
         name=f"benchmark-time{suffix(index)}",
         title="Training step by context" + ("" if label == "eager" else f", {label}"),
-        kind="lines",
         curves=tuple(
             sampled_curve(size, ((float(r.workload.context), r.step) for r in members if r.step))
             for size, members in grouped(by_context, lambda row: row.workload.size).items()

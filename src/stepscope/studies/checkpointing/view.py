@@ -330,7 +330,6 @@ def _pareto(index: int, sweep: Sweep) -> Figure:
     return Figure(
         name=f"checkpointing-pareto{suffix(index)}",
         title=f"Memory against time: {sweep.name}",
-        kind="lines",
         curves=(
             *([plotted(f"segments of {' to '.join(ends)}", simple)] if simple else []),
             *(plotted(each.words.removeprefix("checkpointing "), [each]) for each in others),

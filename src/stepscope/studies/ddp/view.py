@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import Ratio, paired_ratio, ratio_interval, summarize
-from stepscope.report.blocks import (
-    Block,
-    Figure,
-    Finding,
-    Table,
-    Timeline,
-    Tone,
-)
+from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline, Tone
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result

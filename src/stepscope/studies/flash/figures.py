@@ -40,7 +40,6 @@ def rate_figure(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figu
         yield Figure(
             name=f"flash-rate-{dtype}-d{head}",
             title=f"Throughput over sequence length, {dtype}, d {head}",
-            kind="lines",
             curves=curves,
             x_label="sequence length, tokens",
             y_label=f"forward + backward, {unit}",
@@ -75,7 +74,6 @@ def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
             yield Figure(
                 name=f"flash-memory-{dtype}",
                 title=f"Peak memory over sequence length, {dtype}, d {head}",
-                kind="lines",
                 curves=curves,
                 x_label="sequence length, tokens",
                 y_label="peak memory of forward + backward, MiB",

@@ -270,12 +270,7 @@ def _choices(studies: Sequence[Tiles]) -> Table:
         col("fastest, ms", lambda r: timed(r.study, r.study.fastest)),
         col("slowest, ms", lambda r: timed(r.study, [*r.study.timed][-1])),
         col("spilling", lambda r: spilling(r.study), "count", hint="sizes that spill registers"),
-        col(
-            "did not run",
-            lambda r: missing(r.study),
-            "count",
-            hint="do not fit or compile",
-        ),
+        col("did not run", lambda r: missing(r.study), "count", hint="do not fit or compile"),
     ]
     shapes = dict.fromkeys(study.case.sizes for study in studies)
     return table(

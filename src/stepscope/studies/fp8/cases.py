@@ -8,14 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from stepscope.errors import UsageError
-from stepscope.kernels.fp8.recipe import (
-    BLOCKWISE,
-    E4M3,
-    E5M2,
-    ROWWISE,
-    TENSORWISE,
-    Recipe,
-)
+from stepscope.kernels.fp8.recipe import BLOCKWISE, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe
 from stepscope.model.sizes import find_size
 from stepscope.records.schema import Part
 from stepscope.studies.flag_checks import check_at_least, check_known
@@ -149,8 +142,6 @@ def _workloads(flags: Fp8Flags) -> Iterator[Workload]:
             batch=flags.batch,
             dtype="bfloat16",
             attention="sdpa",
-            compile="no",
-            optimizer="torch",
             mode="train-step",
             overrides={} if flags.model else {"vocab": VOCAB},
             **own,

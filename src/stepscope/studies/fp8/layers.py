@@ -8,20 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.kernels.fp8.recipe import (
-    DELAYED,
-    E4M3,
-    Recipe,
-    shape_refused,
-)
-from stepscope.studies.fp8.cases import (
-    CURRENT,
-    DTYPES,
-    CastLoss,
-    Casts,
-    GemmLoss,
-    LayerProbe,
-)
+from stepscope.kernels.fp8.recipe import DELAYED, E4M3, Recipe, shape_refused
+from stepscope.studies.fp8.cases import CURRENT, DTYPES, CastLoss, Casts, GemmLoss, LayerProbe
 
 if TYPE_CHECKING:
     import torch

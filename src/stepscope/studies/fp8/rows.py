@@ -70,8 +70,8 @@ class Layer:
         """Largest error of its three GEMMs."""
         return max(self.gemm_error(gemm, scaling, dtype) for gemm in GEMMS)
 
-    def worst_gemm(self, scaling: str = TENSORWISE, dtype: str = E4M3) -> str:
-        return max(GEMMS, key=lambda gemm: self.gemm_error(gemm, scaling, dtype))
+    def worst_gemm(self) -> str:
+        return max(GEMMS, key=self.gemm_error)
 
     def underflow(self, role: str, scaling: str = TENSORWISE, dtype: str = E4M3) -> float:
         return max(probe.casts[role][dtype][scaling].underflow for probe in self.probes)

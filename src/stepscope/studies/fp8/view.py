@@ -324,7 +324,6 @@ def _loss_figure(subject: Subject, at: str) -> Figure:
     return Figure(
         name=f"fp8-loss{at}",
         title=f"Training loss of {subject.name} in bfloat16 and FP8",
-        kind="lines",
         curves=tuple(each for each in curves if each.x),
         x_label="step",
         y_label="loss, nats",
@@ -347,7 +346,6 @@ def _difference_figure(subject: Subject, at: str) -> Figure:
     return Figure(
         name=f"fp8-difference{at}",
         title=f"Loss of {subject.name} in FP8 relative to bfloat16",
-        kind="lines",
         curves=tuple(each for each in curves if each.x),
         x_label="step",
         y_label="FP8 minus bfloat16, relative",
@@ -412,7 +410,6 @@ def _underflow_figure(subject: Subject, examined: Examined, at: str) -> Figure:
     return Figure(
         name=f"fp8-underflow{at}",
         title=f"Underflow of the gradients of {subject.name} over training",
-        kind="lines",
         curves=tuple(
             curve(
                 layer.name,
@@ -441,7 +438,6 @@ def _range_figure(subject: Subject, examined: Examined, at: str) -> Figure:
     return Figure(
         name=f"fp8-amax{at}",
         title=f"Largest absolute values of {subject.name} over training",
-        kind="lines",
         curves=tuple(
             curve(
                 _ROLES[role],

@@ -11,16 +11,9 @@ from stepscope.attention import cost as attention_cost
 from stepscope.attention.cost import AttentionShape
 from stepscope.attention.registry import implementation
 from stepscope.model.config import precision
-from stepscope.records.memory import (
-    LIBRARIES,
-    PARAMETERS,
-    TEMPORARIES,
-    WEIGHT_COPIES,
-    PostMortem,
-)
+from stepscope.records.memory import LIBRARIES, PARAMETERS, TEMPORARIES, WEIGHT_COPIES, PostMortem
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import bytes_, count, number, percent
-from stepscope.studies.base import record_ids
 from stepscope.studies.memory.rows import (
     REGIMES,
     Accounted,
@@ -31,6 +24,7 @@ from stepscope.studies.memory.rows import (
 )
 from stepscope.studies.training.plans import can_be_predicted, prediction_for
 from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
+from stepscope.studies.views.builders import ids
 
 _CLOSED = 0.01
 _PREDICTED = 0.05
@@ -71,7 +65,7 @@ def _finding(
     return Finding(
         code=f"memory.{code}",
         values=dict(values),
-        records=record_ids(cases),
+        records=ids(cases),
         text=text,
         tone=tone,
         conclusion=conclusion,

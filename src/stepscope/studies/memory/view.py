@@ -211,12 +211,7 @@ def _driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
             "bytes",
             hint="measured before the model existed",
         ),
-        col(
-            _LEFT_OVER,
-            lambda case: case.driver_unattributed,
-            "bytes",
-            hint="the only remainder",
-        ),
+        col(_LEFT_OVER, lambda case: case.driver_unattributed, "bytes", hint="the only remainder"),
         col(_DRIVER, lambda case: case.bytes("driver_bytes"), "bytes"),
         col("left over, of the peak", lambda case: case.driver_unattributed_share, "percent"),
     ]

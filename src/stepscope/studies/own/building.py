@@ -67,8 +67,7 @@ def build(name: str) -> Built:
     for what, function in (("make_batch", make_batch), *(("loss", loss) for loss in rest)):
         if not callable(function):
             raise UsageError(
-                f"the {what} returned by {name} is {_described(function)}",
-                "it must be a function",
+                f"the {what} returned by {name} is {_described(function)}", "it must be a function"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from stepscope.errors import some
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
-from stepscope.studies.base import record_ids
 from stepscope.studies.profile.rows import (
     AGREES_WITHIN,
     Group,
@@ -20,6 +19,7 @@ from stepscope.studies.profile.rows import (
     top_kernel,
 )
 from stepscope.studies.trace.findings import HOST_LIMITS_FROM
+from stepscope.studies.views.builders import ids
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
@@ -53,7 +53,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
         return Finding(
             code="profile.accounted",
             values={"steps": len(traced), "unattributed": worst},
-            records=record_ids(traced),
+            records=ids(traced),
             text=f"The time of all {len(traced)} traced steps is attributed: at most"
             f" {percent(worst)} of a step is unexplained.",
             tone="good",
@@ -67,7 +67,7 @@ def _closing(traced: Sequence[Traced]) -> Finding:
     return Finding(
         code="profile.unattributed",
         values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
-        records=record_ids(still_open),
+        records=ids(still_open),
         text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",
         tone="warn",
     )
@@ -91,7 +91,7 @@ def _attributed(traced: Sequence[Traced]) -> Finding:
     return Finding(
         code="profile.attributed",
         values={"class": kind, "backward_part": backward},
-        records=record_ids(traced),
+        records=ids(traced),
         text=f"{text}.",
         tone="good" if good else "warn",
     )
@@ -114,7 +114,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
                 "others": len(others),
                 **_experiments(lead),
             },
-            records=record_ids(limited),
+            records=ids(limited),
             text=f"{lead.workload.name}, {lead.workload.mode}: the CPU limits this step; the"
             f" GPU is idle for {percent(share)} of it, and in the trace nothing was launched in"
             f" time for {percent(late)}{_issued(lead)}.",
@@ -134,7 +134,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
         yield Finding(
             code="profile.host-does-not-limit",
             values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},
-            records=record_ids(free),
+            records=ids(free),
             text=f"{lead.workload.name}, {lead.workload.mode}: the CPU does not limit"
             f" this step{_issued(lead)}{_proof(lead)}."
             + (f" Nor does it for {some(others, _MAX_NAMES)}." if others else ""),
@@ -188,7 +188,7 @@ def _agreement(group: Group) -> Iterator[Finding]:
     yield Finding(
         code="profile.timer-agrees" if agree else "profile.timer-differs",
         values={"step": group.name, "timer_ms": timer, "profiler_ms": seen, "apart": differ},
-        records=record_ids([group.forward]),
+        records=ids(group.forward),
         text=f"The forward pass of {group.name} takes {duration(timer)} by the timer and"
         f" {duration(seen)} under the profiler ({round(differ * 100):+d} %):"
         f" {'they agree' if agree else 'they do not agree'}.",
@@ -218,7 +218,7 @@ def _top(group: Group) -> Iterator[Finding]:
             "calls": top.calls,
             "also_first_in_backward": top.also_first_in_backward,
         },
-        records=record_ids(group.modes.values()),
+        records=ids(group.modes.values()),
         text=f"In the forward pass of {group.name}, {top.kernel}{unit} takes the most time:"
         f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.",
         conclusion=again,
@@ -233,7 +233,7 @@ def _others(group: Group) -> Iterator[Finding]:
         yield Finding(
             code="profile.other-kernels",
             values={"step": group.name, **others},
-            records=record_ids([full]),
+            records=ids(full),
             text=f"Besides matmuls in {full.workload.mode} of {group.name}: {listed}.",
         )
 
@@ -248,7 +248,7 @@ def _shares(group: Group) -> Iterator[Finding]:
     yield Finding(
         code="profile.matmul-share",
         values={"step": group.name, "inference": less, "full": more, "grew": kind, "by": by},
-        records=record_ids([forward, full]),
+        records=ids([forward, full]),
         text=f"Matmuls are {percent(less)} of the work in inference and {percent(more)} in"
         f" {full.workload.mode} of {group.name}; {kind} grew most instead,"
         f" by {by * 100:.1f} points.",
@@ -280,7 +280,7 @@ def _softmax(group: Group) -> Iterator[Finding]:
     yield Finding(
         code="profile.softmax",
         values={"step": group.name, **values},
-        records=record_ids([group.forward]),
+        records=ids(group.forward),
         text=f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as"
         f" long as the two matmuls with {percent(in_flops)} of their FLOPs.",
         conclusion=limit,

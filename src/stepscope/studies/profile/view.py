@@ -290,11 +290,7 @@ def _others_table(all_groups: Sequence[Group]) -> Table:
         [
             *_keys(all_groups),
             col("mode", lambda r: r.group.fullest().workload.mode),
-            col(
-                "besides matmuls",
-                lambda r: r.value,
-                hint="share of all work, and calls per step",
-            ),
+            col("besides matmuls", lambda r: r.value, hint="share of all work, and calls per step"),
         ],
     )
 

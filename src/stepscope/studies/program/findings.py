@@ -11,7 +11,6 @@ from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
-from stepscope.studies.base import record_ids
 from stepscope.studies.program.rows import (
     ProgramRecord,
     lateness,
@@ -21,6 +20,7 @@ from stepscope.studies.program.rows import (
     wait_matters,
 )
 from stepscope.studies.trace.findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
+from stepscope.studies.views.builders import ids
 from stepscope.studies.views.energy import energy_finding
 
 _MISSING = {
@@ -204,7 +204,7 @@ def _ranks(ranks: Sequence[ProgramRecord]) -> Iterator[Finding]:
             "slowest": last.rank if last else None,
             **{f"rank{rank}_late_ms": ms for rank, ms in late.items()},
         },
-        records=record_ids(ranks),
+        records=ids(ranks),
         text=text,
         tone="warn" if last else "info",
         timed=bool(late),

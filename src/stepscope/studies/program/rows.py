@@ -18,6 +18,7 @@ from stepscope.studies.memory.rows import Account
 from stepscope.studies.program.cases import RecordedStep
 from stepscope.studies.program.setting import Setting, setting_of
 from stepscope.studies.trace.findings import host_idle
+from stepscope.studies.views.builders import grouped
 
 _MIN_SHARE = 0.03
 """Lateness, as a share of the step, below which ranks count as equally fast."""
@@ -148,10 +149,7 @@ def resting_on(watched: ProgramRecord, findings: Iterable[Finding]) -> tuple[Fin
 
 def programs(records: Sequence[Record]) -> list[list[ProgramRecord]]:
     """Group records by program; ranks in order."""
-    groups: dict[tuple[str, str], list[ProgramRecord]] = {}
-    for record in records:
-        watched = ProgramRecord(record)
-        groups.setdefault((record.run, watched.name), []).append(watched)
+    groups = grouped(map(ProgramRecord, records), lambda one: (one.record.run, one.name))
     return [sorted(ranks, key=lambda watched: watched.rank) for ranks in groups.values()]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,13 +33,13 @@ class RankedCase(Case, frozen=True, kw_only=True):
     """Backend: gloo, nccl, or auto (nccl if every rank has a separate GPU)."""
 
 
-def torchrun_size(variables: Mapping[str, str] = os.environ) -> int:
+def torchrun_size() -> int:
     """Number of ranks that torchrun started; 0 without torchrun."""
-    return int(variables["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in variables else 0
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
-def is_follower(variables: Mapping[str, str] = os.environ) -> bool:
-    return torchrun_size(variables) > 0 and variables["RANK"] != "0"
+def is_follower() -> bool:
+    return torchrun_size() > 0 and os.environ["RANK"] != "0"
 
 
 def default_ranks() -> tuple[int, ...]:

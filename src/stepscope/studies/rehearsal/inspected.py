@@ -72,7 +72,6 @@ def even_recording(
     optimizer_ms: float,
     parameters: int,
     gradients: int = _MIN_GRADIENTS,
-    element_bytes: int = _ELEMENT_BYTES,
 ) -> Recording:
     """Return a recording whose gradients have equal sizes and become ready evenly, the last
     parameters of the model first."""
@@ -86,7 +85,7 @@ def even_recording(
         gradients=tuple(
             Gradient(
                 item=Item(
-                    name=f"part {index}", elements=size, element_bytes=element_bytes, kind="even"
+                    name=f"part {index}", elements=size, element_bytes=_ELEMENT_BYTES, kind="even"
                 ),
                 ready=backward_ms * (count - index) / count,
             )

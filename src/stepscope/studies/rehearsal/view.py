@@ -332,7 +332,6 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
     return Figure(
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
-        kind="lines",
         curves=curves(
             {
                 prediction.label: {
@@ -378,7 +377,6 @@ def _rank_figure(
     return Figure(
         name=f"rehearsal-ranks-{name}-{subject.case}",
         title=f"{title}: {subject.name}",
-        kind="lines",
         curves=curves(
             {
                 network: {float(ranks): step.step_ms for ranks, step in by_ranks.items()}

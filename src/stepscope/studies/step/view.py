@@ -28,14 +28,7 @@ from stepscope.studies.step.rows import (
     loss_curves,
     races,
 )
-from stepscope.studies.views.builders import (
-    HOST_SHARE,
-    MFU,
-    STEP_MS,
-    TOKENS,
-    curve,
-    ratio_cell,
-)
+from stepscope.studies.views.builders import HOST_SHARE, MFU, STEP_MS, TOKENS, curve, ratio_cell
 from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
@@ -123,7 +116,6 @@ def _loss_blocks(curves: dict[str, LossCurve]) -> Iterator[Block]:
         yield Figure(
             name="step-loss-curves",
             title="Training loss",
-            kind="lines",
             curves=tuple(map(_thinned, shown.values())),
             x_label="training step",
             y_label="loss, nats",
@@ -155,7 +147,6 @@ def _deviations(shown: dict[str, LossCurve]) -> Iterator[Figure]:
         yield Figure(
             name="step-loss-apart",
             title="Deviation of the loss from the baseline",
-            kind="lines",
             curves=curves,
             x_label="training step",
             y_label="deviation from the baseline's loss, %",

@@ -11,6 +11,7 @@ from stepscope.analysis.kernels.tensor_cores import is_amd, tensor_core_dtypes
 from stepscope.analysis.trace.summary import Gap, KernelRow, Summary
 from stepscope.report.blocks import Finding
 from stepscope.report.format import counted, duration, percent
+from stepscope.studies.views.builders import grouped
 
 HOST_LIMITS_FROM = 0.25
 """Share of idle time without a launch from which the CPU is the first thing to look at."""
@@ -183,9 +184,7 @@ def _gaps(summary: Summary) -> Iterator[Finding]:
     shown = [gap for gap in summary.gaps if gap.ms >= 0.1 * idle]
     if not shown:
         return
-    by_host: dict[str, list[Gap]] = {}
-    for gap in shown:
-        by_host.setdefault(gap.host, []).append(gap)
+    by_host = grouped(shown, lambda gap: gap.host)
     listed = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
     which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
     share = min(1.0, sum(gap.ms for gap in shown) / idle)

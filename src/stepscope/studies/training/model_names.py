@@ -12,8 +12,7 @@ def check_name(name: str) -> str:
     """The name as part of a case's key; an error if it is malformed."""
     if not re.fullmatch(r"[\w.]+:[\w.]+", name, re.ASCII):
         raise UsageError(
-            f"the model {name!r} is not of the form package.module:function",
-            "give it with --model",
+            f"the model {name!r} is not of the form package.module:function", "give it with --model"
         )
     return name.replace(":", ".")
 

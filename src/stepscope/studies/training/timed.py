@@ -69,10 +69,7 @@ def measure_step(
         )
         quantities += spent
     return Measurement(
-        series=timing.series,
-        quantities=tuple(quantities),
-        readings=timing.readings,
-        notes=notes,
+        series=timing.series, quantities=tuple(quantities), readings=timing.readings, notes=notes
     )
 
 

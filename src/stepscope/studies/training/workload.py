@@ -52,13 +52,13 @@ class Workload(Case, frozen=True, kw_only=True):
     """One training step, fully specified. A study's case is a subclass with additional fields."""
 
     size: str
-    table: str
+    table: str = "2025"
     context: int
     batch: int
     dtype: str
-    attention: str
-    compile: str
-    optimizer: str
+    attention: str = "reference"
+    compile: str = "no"
+    optimizer: str = "torch"
     mode: Mode
     overrides: dict[str, int] = msgspec.field(default_factory=dict)
     compile_mode: str = "default"
@@ -103,8 +103,7 @@ class Workload(Case, frozen=True, kw_only=True):
         check_layer_options(self.fused, self.fused_projections, self.activation_policy)
         if precision(self.dtype).fp8 and not (self.own or self.fused_projections):
             raise UsageError(
-                f"{self.dtype} runs the fused projections in FP8",
-                "add --fused --fused-projections",
+                f"{self.dtype} runs the fused projections in FP8", "add --fused --fused-projections"
             )
         if self.autotune_gemms and not self.fused_projections:
             raise UsageError(

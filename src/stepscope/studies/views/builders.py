@@ -125,10 +125,7 @@ def ratio_cell(ratio: Ratio) -> Interval:
 # Columns of tables whose rows have a record of a training step.
 HOST_BOUND = "share of the step in phases that end with an empty launch queue"
 STEP_MS = col(
-    "step",
-    lambda r: interval(step_ms(r.record)),
-    unit="ms",
-    hint="median with its 95 % interval",
+    "step", lambda r: interval(step_ms(r.record)), unit="ms", hint="median with its 95 % interval"
 )
 TOKENS = col("tokens/s", lambda r: _rounded(tokens_per_second(r.record)), "count")
 MFU = (

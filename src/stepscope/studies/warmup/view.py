@@ -125,7 +125,6 @@ def _figure(processes: Sequence[Process]) -> Iterator[Figure]:
     yield Figure(
         name="warmup-curve",
         title="The first steps of a fresh process",
-        kind="lines",
         curves=tuple(
             curve(
                 process.case.name,
