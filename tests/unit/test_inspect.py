@@ -46,6 +46,26 @@ def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return python(str(script), *words)
 
 
+def test_a_relative_path_of_the_script_is_absolute_in_the_script(
+    command: CommandLine, script: Path
+) -> None:
+    """As for Python itself: files next to the script are found after `os.chdir`, and tracebacks
+    are the same."""
+    script.write_text(
+        "import os, sys\n"
+        "os.chdir('/')\n"
+        "print(__file__, __loader__.get_filename('__main__'), sys.argv)\n"
+        "raise ValueError(open(__file__).readline())\n"
+    )
+    relative = str(script.relative_to(command.out.parent))
+    expected = python(relative, "x", cwd=command.out.parent)
+    words = command.command(["inspect", relative, "x"])[1:]
+    done = python(*words, cwd=command.out.parent, env=command.environment)
+    assert (done.stdout, done.returncode) == (expected.stdout, expected.returncode)
+    assert done.stderr.startswith(expected.stderr)
+    assert str(script) in expected.stdout
+
+
 def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     command: CommandLine, script: Path
 ) -> None:

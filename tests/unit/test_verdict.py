@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import inspected_record
+from own_records import advice, inspected_record, tried
+from sample_records import environment
+from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.verdict import breakdown, program_verdict
 from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
 from stepscope.analysis.trace.summary import LedgerLine, Summary
@@ -157,6 +159,24 @@ def test_the_answer_does_not_contradict_the_parts_below_it() -> None:
     text = " ".join(sentences(attributed))
     assert "The largest part: slow matmuls" in text
     assert "so predicted changes are not ranked" in text
+
+
+def test_a_prediction_that_may_gain_nothing_is_named_and_not_denied() -> None:
+    """The advice lists torch.compile with 30 % of the step; its range includes zero."""
+    doubtful = msgspec.structs.replace(
+        advice("compile", gain=0.3), low_ms=-0.1, high_ms=0.5, ranked=False
+    )
+    record = inspected_record(step=1.0, environment=environment(device_kind="cpu"))
+    verdict = program_verdict([with_advice(record, [doubtful])])
+    assert verdict is not None
+    text = " ".join(sentences(msgspec.structs.replace(verdict, trust="good", trust_reason="")))
+    assert "No known change is predicted" not in text
+    assert "largest predicted gain is that of the change compile, 300 µs (−100 to 500 µs)" in text
+    trial = tried(51.0, doubtful)
+    after = program_verdict([with_advice(record, [doubtful]), trial])
+    assert after is not None
+    text = " ".join(sentences(msgspec.structs.replace(after, trust="good", trust_reason="")))
+    assert "None of the tried changes gains time." in text
 
 
 def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:

@@ -107,6 +107,8 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         peak_bytes=facts.peak_bytes,
         memory_change=_memory_change(facts, advice),
         changes=ranked(list(_changes(facts, advice, trials))),
+        uncertain=_uncertain(facts, advice, trials),
+        tried=sum(one.realized is not None for one in trials),
         next_command=_next(lead, advice, trials, best),
     )
 
@@ -189,12 +191,38 @@ def _changes(
         if trial is not None and trial.realized is not None:
             if trial.kept:
                 yield _verified(one, trial, facts)
-        elif one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
-            gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
-            yield RankedChange(
-                code=one.code, title=one.title, gain=gain, verified=False, risk=one.risk,
-                lines=one.lines, gain_bytes=one.gain_bytes, setting=_setting(one),
-            )  # fmt: skip
+        elif one.ranked and one.gain_ms > 0 and (change := _prediction(one)) is not None:
+            yield change
+
+
+def _uncertain(
+    facts: Facts, advice: Sequence[Advice], trials: Sequence[Tried]
+) -> RankedChange | None:
+    """The largest predicted gain that may be none, of a change without a trial."""
+    measured = {one.trial.code for one in trials if one.realized is not None}
+    gains = [
+        one
+        for one in advice
+        if not one.ranked and one.code not in measured and one.gain_ms >= WORTH * facts.step_ms
+    ]
+    most = max(gains, key=lambda one: one.gain_ms, default=None)
+    return None if most is None else _prediction(most)
+
+
+def _prediction(advice: Advice) -> RankedChange | None:
+    """The predicted gain of a change; None if it has no range."""
+    if advice.low_ms is None or advice.high_ms is None:
+        return None
+    return RankedChange(
+        code=advice.code,
+        title=advice.title,
+        gain=Estimate(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms),
+        verified=False,
+        risk=advice.risk,
+        lines=advice.lines,
+        gain_bytes=advice.gain_bytes,
+        setting=_setting(advice),
+    )
 
 
 def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:

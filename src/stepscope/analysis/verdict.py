@@ -147,6 +147,10 @@ class Verdict(Data, frozen=True):
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
+    uncertain: RankedChange | None = None
+    """The largest predicted gain whose range includes zero, of a change that was not tried."""
+    tried: int = 0
+    """Changes, or combinations of them, whose gain was measured."""
     judged: bool = True
     """True if the advice rules were applied; they are not for the model of the studies."""
     trust: Literal["good", "noisy", "invalid"] = "good"

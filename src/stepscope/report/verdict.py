@@ -106,9 +106,21 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         if verdict.reachable_warning:
             yield f"Warning: with these changes {verdict.reachable_warning}."
     elif verdict.judged and not verdict.changes:
-        yield "No known change is predicted to gain 3 % or more."
+        yield _no_change(verdict)
     if verdict.memory_change is not None:
         yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
+
+
+def _no_change(verdict: Verdict) -> str:
+    """Why no change is ranked: none is known, none is certain, or none of the tried ones gains."""
+    if (most := verdict.uncertain) is not None:
+        return (
+            f"No known change is certain to gain time; the largest predicted gain is that of"
+            f" {most.title}, {_with_range(most.gain)}."
+        )
+    if verdict.tried:
+        return "None of the tried changes gains time."
+    return "No known change is predicted to gain 3 % or more."
 
 
 def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
