@@ -50,6 +50,7 @@ from stepscope.studies.program.rows import ProgramRecord, programs
 _LABELS = {
     waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
     waterfall.UPDATE: verdict_parts.OPTIMIZER,
+    waterfall.LOADER: verdict_parts.LOADER,
     waterfall.COPIES: verdict_parts.COPIES,
     waterfall.OUTSIDE: verdict_parts.OUTSIDE,
     waterfall.UNEXPLAINED: verdict_parts.UNATTRIBUTED,
@@ -98,7 +99,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     return replace(
         verdict,
         dtype=facts.dtype,
-        parts=breakdown(lead.summary, facts.step_ms, limit),
+        parts=breakdown(lead.summary, facts.step_ms, limit, lead.waited_less_ms),
         limit=limit,
         reachable_ms=reachable,
         reachable_verified=best is not None,
@@ -113,10 +114,12 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     )
 
 
-def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[BreakdownPart, ...]:
+def breakdown(
+    summary: Summary, step_ms: float, limit: Limit | None, waited_less_ms: float = 0.0
+) -> tuple[BreakdownPart, ...]:
     """The parts of the waterfall above the hardware limit, idle time as one part."""
     least = {} if limit is None else {"matmuls": limit.matmul_ms, "update": limit.update_ms}
-    parts = waterfall.parts_of(summary, least, step_ms)
+    parts = waterfall.parts_of(summary, least, step_ms, waited_less_ms)
     spent: defaultdict[str, float] = defaultdict(float)
     spent[verdict_parts.IDEAL] = sum(parts.least.values())
     labels = _LABELS if limit is not None else _LABELS | {waterfall.MATMULS: verdict_parts.MATMULS}

@@ -23,6 +23,7 @@ COPIES = "casts and copies"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "exposed communication"
 IDLE = "device idle"
+LOADER = "DataLoader"
 OUTSIDE = "outside the model"
 UNATTRIBUTED = "not attributed"
 OTHER = "other"
@@ -31,6 +32,7 @@ _MEANINGS: dict[str, Meaning] = {
     IDEAL: "ideal",
     COMMUNICATION: "communication",
     IDLE: "idle",
+    LOADER: "idle",
     UNATTRIBUTED: "unattributed",
 }
 _SHOWN_FROM = 1e-3

@@ -262,7 +262,8 @@ def _write(
         if content.verdict is not None:
             for line in verdict_lines(content.verdict):
                 write_line(line)
-        if text := _in_short(outcome, len(records)):
+        waited_less = max((one.waited_less_ms for one in ranks), default=0.0)
+        if text := _in_short(outcome, len(records), waited_less):
             log(text)
         if warning := banner(records):
             log(warning)
@@ -300,12 +301,13 @@ def _save(records: Sequence[Record], path: Path) -> Path:
     return path.resolve()
 
 
-def _in_short(outcome: Outcome, ranks: int) -> str:
+def _in_short(outcome: Outcome, ranks: int, waited_less_ms: float) -> str:
     parts = []
     if outcome.step_ms is not None:
         took = f"a step takes {duration(outcome.step_ms)}"
         traced = outcome.traced_ms
-        if traced and not _ALIKE[0] < traced / outcome.step_ms < _ALIKE[1]:
+        alike = ((traced or 0.0) + waited_less_ms) / outcome.step_ms
+        if traced and not _ALIKE[0] < alike < _ALIKE[1]:
             took += f" (traced steps: {duration(traced)}, so they differ from the timed steps)"
         parts.append(took)
     if outcome.peak_bytes is not None:
