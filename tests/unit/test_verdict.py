@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import advice, inspected_record, tried
+from own_records import advice, attached, inspected_record, tried
 from sample_records import environment
 from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.verdict import breakdown, program_verdict
@@ -246,6 +246,19 @@ def test_untrusted_times_rank_nothing() -> None:
     assert good.changes
     assert not good.changes[0].verified
     assert good.next_command.startswith("stepscope advise --verify slow.py")
+
+
+def test_without_ceilings_and_advice_the_next_command_measures_them() -> None:
+    record = inspected_record(step=1.0, environment=environment(device_kind="cpu"), ceilings=())
+    summary = msgspec.structs.replace(record.required("profile", Summary), kernels=(), uses=())
+    record = attached(record, profile=summary)
+    verdict = program_verdict([record])
+    assert verdict is not None
+    assert verdict.next_command == "stepscope advise train.py"
+    rate = Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured")
+    measured = program_verdict([msgspec.structs.replace(record, ceilings=(rate,))])
+    assert measured is not None
+    assert measured.next_command == ""
 
 
 def test_a_program_without_a_trace_still_has_a_step() -> None:

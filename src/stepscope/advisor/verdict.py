@@ -272,8 +272,11 @@ def _inspect_again(lead: ProgramRecord) -> str:
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if (not advice and not trials) or not _program(lead):
+    if not _program(lead):
         return ""
+    if not advice and not trials:
+        # Most rules need the rates of this machine, which `advise` measures.
+        return "" if lead.record.ceilings else f"stepscope advise {_program(lead)}"
     if not trials:
         return f"stepscope advise --verify {_program(lead)}"
     return _inspect_again(lead) if best is not None else ""

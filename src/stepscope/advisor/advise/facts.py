@@ -230,14 +230,17 @@ def _with_outside(facts: Facts) -> Facts:
 
 
 def block_list(summary: Summary) -> str:
-    """Return the path of the ModuleList whose entries take the most time. A trace names the entries
-    `layers.*`; nested modules are separated by slashes."""
+    """Return the path of the ModuleList whose entries take the most time, if it can be written as
+    attributes of the model. A trace names the entries `layers.*`; nested modules are separated by
+    slashes. The path is not one of attributes below an entry of an nn.Sequential or in one of
+    several models."""
     spent: defaultdict[str, float] = defaultdict(float)
     for use in summary.uses:
         path, entry, _ = use.module.partition(_ENTRY)
         if entry and path:
             spent[path.replace("/", ".")] += use.ms
-    return max(spent, key=lambda path: spent[path], default="")
+    path = max(spent, key=lambda path: spent[path], default="")
+    return path if all(name.isidentifier() for name in path.split(".")) else ""
 
 
 def _with_issue_times(
