@@ -254,7 +254,8 @@ def test_crash_during_the_recording_is_reported_with_partial_results(
     assert done.returncode == 1
     why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
     output = done.stderr.splitlines()[-2]
-    assert output == f"stepscope: the recording is incomplete: {why}"
+    fix = "(let it run more steps, or give a smaller --warmup and --steps)"
+    assert output == f"stepscope: the recording is incomplete: {why} {fix}"
     assert why in (command.out / "train.html").read_text()
 
 

@@ -268,6 +268,8 @@ def test_a_program_without_a_trace_still_has_a_step() -> None:
     assert verdict.step is not None
     assert verdict.parts == ()
     assert verdict_lines(verdict)[-1].startswith("Next: stepscope inspect")
+    # No rule was applied.
+    assert "change" not in " ".join(sentences(verdict))
 
 
 def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> None:

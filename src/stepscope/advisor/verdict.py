@@ -82,6 +82,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         dtype=lead.case.dtype,
         trust=trust.level,
         trust_reason=trust.reason,
+        judged=False,
         next_command=_inspect_again(lead),
     )
     try:
@@ -98,6 +99,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
     return replace(
         verdict,
+        judged=True,
         dtype=facts.dtype,
         parts=breakdown(lead.summary, facts.step_ms, limit, lead.waited_less_ms),
         limit=limit,

@@ -268,7 +268,8 @@ def _write(
         if warning := banner(records):
             log(warning)
         if outcome.reason:
-            log(f"the recording is incomplete: {outcome.reason}")
+            short = any("cut_short" in record.notes for record in records)
+            log(f"the recording is incomplete: {outcome.reason}{f' ({_FIX})' if short else ''}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         whose = (
             f" (of this machine; each of the {machines} machines writes its own)"
