@@ -22,7 +22,7 @@ from stepscope.studies.program.findings import inspected_findings
 from watched_models import Network, batch
 from watched_programs import only, watching
 
-LOAD_S = 0.1
+LOAD_S = 0.2
 WORKERS = 2
 
 
@@ -48,7 +48,7 @@ def train_on(batches: Iterator[tuple[torch.Tensor, ...]], folder: Path) -> None:
 
 
 def test_bursts_of_batches_make_the_step_as_long_as_on_average(tmp_path: Path) -> None:
-    """Two workers of 100 ms each deliver two batches at a time: every other step waits."""
+    """Two workers of 200 ms each deliver two batches at a time: every other step waits."""
     train_on(iter(loader(16)), tmp_path)
     lead = only(tmp_path)
     step, elapsed = lead.record.find("step"), lead.record.find("elapsed")
@@ -79,7 +79,7 @@ def test_bursts_of_batches_make_the_step_as_long_as_on_average(tmp_path: Path) -
 
 
 def test_the_first_batch_of_an_epoch_is_not_part_of_a_step(tmp_path: Path) -> None:
-    epochs = (one for _ in range(4) for one in loader(5))
+    epochs = (one for _ in range(3) for one in loader(5))
     train_on(epochs, tmp_path)
     lead = only(tmp_path)
     step = lead.record.find("step")

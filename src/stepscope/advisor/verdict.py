@@ -32,6 +32,7 @@ from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
     BreakdownPart,
     Estimate,
+    Evaluations,
     Limit,
     MemoryChange,
     RankedChange,
@@ -57,6 +58,8 @@ _LABELS = {
     waterfall.NOT_TRACED: verdict_parts.UNATTRIBUTED,
 }
 """Causes of the waterfall by their names in the verdict."""
+_NOTABLE = 0.1
+"""Share of the timed steps from which on validations and rollouts are part of the verdict."""
 
 
 def program_verdict(records: Sequence[Record]) -> Verdict | None:
@@ -83,6 +86,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         trust=trust.level,
         trust_reason=trust.reason,
         judged=False,
+        evaluations=_evaluations(lead),
         next_command=_inspect_again(lead),
     )
     try:
@@ -114,6 +118,18 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         tried=sum(one.realized is not None for one in trials),
         next_command=_next(lead, advice, trials, best),
     )
+
+
+def _evaluations(lead: ProgramRecord) -> Evaluations | None:
+    """Steps with a validation or a rollout, if these take a notable share of the timed steps."""
+    longer, step = lead.record.find("evaluating"), lead.record.find("step", "host")
+    if longer is None or step is None or not step.values:
+        return None
+    timed = sum(longer.values) + sum(step.values)
+    if lead.evaluating_ms < _NOTABLE * timed:
+        return None
+    count = len(longer.values)
+    return Evaluations(steps=count, timed=count + len(step.values), ms=lead.evaluating_ms)
 
 
 def breakdown(

@@ -122,6 +122,16 @@ class MemoryChange(Data, frozen=True):
     gain_after_ms: float = 0.0
 
 
+class Evaluations(Data, frozen=True):
+    """Timed steps that also ran the model without gradients; not part of the step time."""
+
+    steps: int
+    timed: int
+    """All timed steps."""
+    ms: float
+    """Time by which they were longer, together."""
+
+
 class Verdict(Data, frozen=True):
     """Summary of a step, with which every page, command and JSON output starts."""
 
@@ -149,6 +159,8 @@ class Verdict(Data, frozen=True):
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
+    evaluations: Evaluations | None = None
+    """Validations or rollouts that take a notable share of the training time."""
     uncertain: RankedChange | None = None
     """The largest predicted gain whose range includes zero, of a change that was not tried."""
     tried: int = 0

@@ -79,6 +79,11 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         )
     else:
         yield f"{_SUBJECTS[verdict.timed]} takes {duration(verdict.step.value)}."
+    if (longer := verdict.evaluations) is not None:
+        yield (
+            f"Not included: {longer.steps} of {longer.timed} timed steps also ran the model without"
+            f" gradients (validation, rollout), for {duration(longer.ms)} more."
+        )
     loss = verdict.largest_loss
     if loss is not None:
         named = "attributed part" if verdict.unattributed_ms > loss.ms else "part"

@@ -119,6 +119,11 @@ def _series(recorder: Recorder, notes: dict[str, str]) -> tuple[Series, ...]:
     times = [recorder.times[index] for index in usual]
     on_host = tuple((end.host_s - start.host_s) * 1e3 for start, end in times)
     series = [Series(name="step", unit="ms", values=on_host, warmup=warmup)]
+    evaluating = sorted(set(range(len(recorder.times))) - set(usual_steps(recorder.evaluations)))
+    if evaluating:
+        both = (recorder.times[index] for index in evaluating)
+        values = tuple((end.host_s - start.host_s) * 1e3 for start, end in both)
+        series.append(Series(name="evaluating", unit="ms", values=values))
     on_device = [device.device_ms(start, end) for start, end in times]
     if on_device and None not in on_device:
         values = tuple(ms for ms in on_device if ms is not None)
@@ -127,6 +132,8 @@ def _series(recorder: Recorder, notes: dict[str, str]) -> tuple[Series, ...]:
         loading = tuple(recorder.loading_ms[index] for index in usual)
         if recorder.loader_workers:
             for index, raw in enumerate(tuple(series)):
+                if raw.name != "step":
+                    continue
                 if (even := with_mean_wait(raw.values, loading)) is not None:
                     notes["loader_bursts"] = "yes"
                     series[index] = msgspec.structs.replace(raw, values=even)

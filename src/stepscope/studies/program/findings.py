@@ -126,13 +126,14 @@ def _evaluations(lead: ProgramRecord) -> Iterator[Finding]:
     timed = int(lead.record.notes.get("left_out", 0))
     traced = len(lead.traced_validations) if lead.summary is not None else 0
     also = "also ran the model without gradients"
+    longer = f", for {duration(lead.evaluating_ms)} more" if lead.evaluating_ms else ""
     if timed:
         yield Finding(
             code="inspect.timed-evaluations",
             values={"steps": timed},
             timed=False,
-            text=f"{timed} of the timed steps {also}, as in a validation: they are excluded from"
-            " the step time.",
+            text=f"{timed} of the timed steps {also}, as in a validation or a rollout{longer}: they"
+            " are excluded from the step time.",
         )
     if starts := int(lead.record.notes.get("epoch_starts", 0)):
         yield Finding(

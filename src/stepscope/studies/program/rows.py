@@ -108,6 +108,16 @@ class ProgramRecord:
         return max(0.0, self.loading_ms - self.summary.data_ms)
 
     @property
+    def evaluating_ms(self) -> float:
+        """Time by which timed steps that also ran the model without gradients were longer than the
+        others, all of them together; they are not part of the step time."""
+        longer, step = self.record.find("evaluating"), self.record.find("step", "host")
+        if longer is None or step is None or not step.values:
+            return 0.0
+        usual = summarize(step.values).median
+        return sum(max(0.0, ms - usual) for ms in longer.values)
+
+    @property
     def micro_batches(self) -> int:
         """Forward passes per step: more than one with gradient accumulation."""
         return round(self.record.quantity("forwards") or 0)
