@@ -47,12 +47,12 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         notes["cut_short"] = recorder.cut_short
     _put(values, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(values, "B", peak_bytes=recorder.peak_bytes)
-    if recorder.energy.joules is not None and "left_out" in notes:
+    left_out = len(recorder.times) - len(_usual(recorder))
+    if recorder.energy.joules is not None and left_out:
         notes["no_energy"] = (
-            f"{notes['left_out']} of the timed steps do more than the others, and the counter"
-            " includes them"
+            f"{left_out} of the timed steps do more than the others, and the counter includes them"
         )
-    elif recorder.energy.joules is not None and "epoch_starts" not in notes:
+    elif recorder.energy.joules is not None:
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
         _put(values, "J", joules=recorder.energy.joules)
         _put(values, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
